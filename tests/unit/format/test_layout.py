@@ -1,0 +1,95 @@
+"""Names on disk: each is parsed back to what it was made from, and nothing else parses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredckpt.errors import Invalid
+from tieredckpt.format import layout
+
+steps = st.integers(0, 10**15)
+serials = st.integers(1, 10**9)
+
+
+def test_the_names_are_those_of_the_specification() -> None:
+    assert layout.step_folder(1000, 7) == "steps/0000001000-000007/"
+    assert layout.manifest_key(1000, 7) == "steps/0000001000-000007/manifest.ocdbt"
+    assert layout.btree_key(1000, 7) == "steps/0000001000-000007/btree"
+    assert layout.pack_key("ab" * 16) == f"packs/ab/{'ab' * 16}.pack"
+
+
+@given(step=steps, serial=serials)
+def test_a_step_folder_parses_to_its_step_and_serial(step: int, serial: int) -> None:
+    assert layout.parse_step_folder(layout.step_folder(step, serial)) == (step, serial)
+
+
+def test_folders_sort_by_step_then_serial() -> None:
+    pairs = [(0, 1), (1, 9), (9, 2), (10, 1), (10, 2), (999_999_999, 1)]
+    names = [layout.step_folder(*pair) for pair in pairs]
+    assert sorted(names) == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "0000001000-000007/",
+        "steps/0000001000-000007",
+        "steps/0000001000-000007/ ",
+        "steps/0000001000-000007/\n",
+        "steps/1000-7/",
+        "steps/00000001000-000007/",
+        "steps/0000001000-0000007/",
+        "steps/0000001000-000000/",
+        "steps/-000001000-000007/",
+        "steps/\N{ARABIC-INDIC DIGIT ONE}000001000-000007/",
+        f"steps/{'9' * 5000}-000001/",
+    ],
+)
+def test_no_other_name_is_taken_for_a_step(name: str) -> None:
+    assert layout.parse_step_folder(name) is None
+
+
+@given(st.from_regex(r"steps/\d{8,12}-\d{5,8}/", fullmatch=True))
+def test_a_name_that_parses_is_the_one_that_would_be_made(name: str) -> None:
+    parsed = layout.parse_step_folder(name)
+    assert parsed is None or layout.step_folder(*parsed) == name
+
+
+@pytest.mark.parametrize(("step", "serial"), [(-1, 1), (0, 0), (5, -3)])
+def test_impossible_steps_have_no_folder(step: int, serial: int) -> None:
+    with pytest.raises(Invalid, match=str(step)):
+        layout.step_folder(step, serial)
+
+
+def test_a_new_pack_has_a_name_of_its_own_which_parses_back() -> None:
+    identities = {layout.new_pack_id() for _ in range(1000)}
+    assert len(identities) == 1000
+    for identity in identities:
+        assert re.fullmatch("[0-9a-f]{32}", identity)
+        assert layout.parse_pack_key(layout.pack_key(identity)) == identity
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "packs/ab/" + "ab" * 16,
+        "packs/cd/" + "ab" * 16 + ".pack",
+        "packs/AB/" + "AB" * 16 + ".pack",
+        "packs/ab/" + "ab" * 15 + ".pack",
+        "packs/ab/" + "ab" * 16 + ".pack\n",
+        "other/ab/" + "ab" * 16 + ".pack",
+    ],
+)
+def test_no_other_file_is_taken_for_a_pack(key: str) -> None:
+    assert layout.parse_pack_key(key) is None
+
+
+@pytest.mark.parametrize("identity", ["", "AB" * 16, "../" + "ab" * 16, "ab" * 17])
+def test_only_a_pack_id_names_a_pack(identity: str) -> None:
+    with pytest.raises(Invalid):
+        layout.pack_key(identity)

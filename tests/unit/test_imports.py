@@ -1,0 +1,56 @@
+"""Importing the library is light: optional frameworks stay out, and nothing runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+OPTIONAL = (
+    "flax",
+    "jax",
+    "jaxlib",
+    "lightning",
+    "obstore",
+    "orbax",
+    "prometheus_client",
+    "safetensors",
+    "torch",
+)
+"""What the library works with and never asks for."""
+
+PROBE = """
+import json, sys, threading, time
+before = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - before
+print(json.dumps([seconds, sorted(sys.modules), threading.active_count()]))
+"""
+
+
+def imported(module: str) -> tuple[float, set[str], int]:
+    """Seconds of `import module` in a fresh interpreter, the modules loaded after it, and the threads."""
+    probe = PROBE.format(module=module)
+    # -P: the installed package is meant, not a folder that happens to lie in the working directory.
+    done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    seconds, modules, threads = json.loads(done.stdout)
+    return seconds, set(modules), threads
+
+
+@pytest.mark.parametrize("module", ["tieredckpt", "tieredckpt.format.crc", "tieredckpt_policies"])
+def test_an_import_loads_no_optional_framework_and_starts_no_thread(
+    module: str, record_property: Callable[[str, object], None]
+) -> None:
+    seconds, modules, threads = imported(module)
+    record_property("import_seconds", seconds)
+    assert module in modules
+    assert modules.isdisjoint(OPTIONAL)
+    assert threads == 1
+
+
+def test_the_core_loads_no_shipped_policy() -> None:
+    _, modules, _ = imported("tieredckpt")
+    assert "tieredckpt_policies" not in modules

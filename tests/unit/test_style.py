@@ -1,0 +1,73 @@
+"""The rules that tools can check, each as a test, so that `pytest` alone is the whole gate."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+"""The source checkout; the tools read their settings from its pyproject.toml."""
+
+
+def assert_passes(tool: str, *command: str) -> None:
+    """Run a tool over the checkout, and fail with what it says."""
+    if importlib.util.find_spec(tool) is None:
+        pytest.skip(f'{tool} is not installed; pip install -e ".[test]" brings it')
+    environment = os.environ | {"NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{tool}:\n{done.stdout}", pytrace=False)
+
+
+def test_no_lint_rule_is_broken() -> None:
+    assert_passes("ruff", "-m", "ruff", "check", "--quiet", "--no-cache", ".")
+
+
+def test_every_file_is_formatted() -> None:
+    assert_passes("ruff", "-m", "ruff", "format", "--check", "--quiet", "--no-cache", ".")
+
+
+def test_types_are_complete_and_agree() -> None:
+    assert_passes("mypy", "-m", "mypy", "--no-error-summary")
+
+
+def test_modules_import_downwards_only() -> None:
+    lint = "import sys; from importlinter.cli import lint_imports_command as main; sys.exit(main())"
+    assert_passes("importlinter", "-P", "-c", lint, "--no-cache")
+
+
+def test_every_module_is_under_400_lines() -> None:
+    modules = [*ROOT.glob("tieredckpt/**/*.py"), *ROOT.glob("policies/**/*.py")]
+    assert modules
+    long = {str(m.relative_to(ROOT)): n for m in modules if (n := len(m.read_text().splitlines())) >= 400}
+    assert long == {}
+
+
+def test_every_shipped_policy_is_an_entry_point() -> None:
+    from tieredckpt_policies import POLICIES
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["tieredckpt.policies"]
+    classes = {f"{policy.__module__}:{policy.__name__}" for policy in POLICIES}
+    assert set(declared.values()) == classes
+    installed = {e.name: e for e in entry_points(group="tieredckpt.policies") if e.name in declared}
+    assert {name: entry.value for name, entry in installed.items()} == declared
+    for name, entry in installed.items():
+        policy = entry.load()
+        assert name == f"{policy.question}.{policy.model_fields['kind'].default}"

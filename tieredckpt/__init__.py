@@ -1,0 +1,51 @@
+"""Checkpoints of large-model training, stored in tiers.
+
+::
+
+    async with CheckpointStore.open("ckpt.toml") as store:
+        restored = await store.restore(like=state)
+        ckpt = await store.save(step, state)
+        await ckpt.reached("disk")
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import (
+    Closed,
+    Conflict,
+    Corrupt,
+    Invalid,
+    NoSpace,
+    NotFound,
+    ShortRead,
+    TieredCkptError,
+    TierUnavailable,
+)
+from tieredckpt.store import CheckpointStore
+from tieredckpt.sync import SyncCheckpoint, SyncStore
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "Closed",
+    "Conflict",
+    "Corrupt",
+    "Invalid",
+    "NoSpace",
+    "NotFound",
+    "Restored",
+    "ShortRead",
+    "StepInfo",
+    "StoreConfig",
+    "SyncCheckpoint",
+    "SyncStore",
+    "TierUnavailable",
+    "TieredCkptError",
+    "__version__",
+]
+
+__version__ = version("tieredckpt")

@@ -1,0 +1,173 @@
+"""The contract of a blob store: named immutable byte strings, and nothing about steps.
+
+A *blob* is a sequence of bytes under a *key*, a relative path of ``/``-separated components of the
+characters ``[A-Za-z0-9._-]`` (none of them ``.`` or ``..``). The engine picks every key; a user's string
+never becomes one. No key is also the folder of another: with ``a/b`` stored, ``a`` is no object.
+
+Each verb is a Protocol of its own; `BlobStore` is all of them together. What a store can do beyond the
+verbs is told by its frozen `Traits`: code asks for traits, never for a type.
+
+Errors (`tieredckpt.errors`), the same from every store:
+
+- `NotFound`: the key does not exist. Only believed when the store can tell; a dead server is never "missing".
+- `ShortRead`: the object exists and ends before the range.
+- `NoSpace`: the device, quota or budget is full. Nothing of the put remains visible.
+- `Conflict`: a create-only put found the key.
+- `TierUnavailable`: anything else that went wrong below; the foreign error is its ``__cause__``.
+- `Invalid`: a key outside the alphabet above, or a prefix that is neither empty nor a folder.
+- `Closed`: the store was closed.
+
+Cancelling any verb leaves the store usable; a cancelled put has happened wholly or not at all. A cancelled
+verb ends when the store has let go of the caller's memory. Where that takes long, since a call hangs in the
+device, a caller may leave a *put* behind: one that was cancelled before it had taken all its bytes never
+becomes visible. What a read fills must not be reused before the read has ended.
+All verbs may be called concurrently from one event loop.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from tieredckpt.errors import Invalid
+
+__all__ = [
+    "ALIGNMENT",
+    "BlobInfo",
+    "BlobStore",
+    "Buffer",
+    "Delete",
+    "Get",
+    "List",
+    "Put",
+    "Stat",
+    "Survives",
+    "Traits",
+    "check_key",
+    "check_prefix",
+]
+
+Buffer = bytes | bytearray | memoryview
+"""Bytes in memory; a memoryview is one-dimensional, contiguous, of format ``B``."""
+
+ALIGNMENT = 4096
+"""Offsets, lengths and addresses that are multiples of this many bytes can use direct I/O everywhere."""
+
+_KEY = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+
+
+class Survives(enum.IntEnum):
+    """The largest failure that data in a store outlives; ordered."""
+
+    NOTHING = 0
+    PROCESS = 1
+    NODE = 2
+    SITE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a blob store can do."""
+
+    survives: Survives
+    durable: bool
+    """A put returns only when the data is on stable media, or acknowledged by a store that says so."""
+    atomic_put: bool
+    """No reader ever sees part of an object."""
+    create_only: bool
+    """``put(create_only=True)`` has exactly one winner."""
+    ranged_get: bool
+    """A range costs its own bytes, not the whole object."""
+    direct_io: bool
+    """Aligned buffers (see `ALIGNMENT`) go to and from the device without a copy."""
+    object_size: int
+    """Preferred size of a large object, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """Name, size in bytes and time of last change (seconds since the epoch; 0.0 where unknown)."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class Get(Protocol):
+    async def get(self, key: str, *, limit: int) -> bytes:
+        """The whole object. One larger than ``limit`` bytes raises `Corrupt`: sizes are never trusted.
+
+        Raises `NotFound`, `Corrupt`, `TierUnavailable`, `Closed`, `Invalid`.
+        """
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` (writable) with the bytes from ``offset`` on, completely or raise.
+
+        An aligned offset, address and length may be read by direct I/O. After an error the contents of
+        ``into`` are undefined. Raises `NotFound`, `ShortRead`, `TierUnavailable`, `Closed`, `Invalid`.
+        """
+
+
+class Put(Protocol):
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        """Store the concatenation of ``parts`` under ``key``, replacing what was there.
+
+        The parts are not copied where the store can avoid it, so they must not change until this returns.
+        On return the object is visible to every reader and as durable as the traits say, its name
+        included. A store without the trait ``create_only`` checks before it writes, so that two writers at
+        the same moment may both succeed and the later one stays. Raises `NoSpace`, `Conflict` (only with
+        ``create_only``), `TierUnavailable`, `Closed`, `Invalid`.
+        """
+
+
+class Stat(Protocol):
+    async def stat(self, key: str) -> BlobInfo:
+        """Size and time of an object. Raises `NotFound`, `TierUnavailable`, `Closed`, `Invalid`."""
+
+
+class List(Protocol):
+    def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        """Every object whose key starts with the folder ``prefix`` (``""`` or ``"a/b/"``), recursively,
+        in any order. Complete or an error, never silently shorter; a missing folder is empty. Objects put
+        or deleted meanwhile may or may not appear; those of unfinished puts never do. Raises
+        `TierUnavailable`, `Closed`, `Invalid`.
+        """
+
+
+class Delete(Protocol):
+    async def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error. The removal is as durable as a put."""
+
+
+@runtime_checkable
+class BlobStore(Get, Put, Stat, List, Delete, Protocol):
+    """All verbs of a store, its traits, and its end."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    @property
+    def location(self) -> str:
+        """Where the data is, for people: a path or URL."""
+
+    async def close(self) -> None:
+        """Release what the store holds. Idempotent; verbs called afterwards raise `Closed`."""
+
+
+def check_key(key: str) -> str:
+    """``key`` itself if it obeys the alphabet, else `Invalid`."""
+    if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")):
+        raise Invalid(f"{key!r} is not a blob key: components of [A-Za-z0-9._-], no '.' or '..'")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """``prefix`` itself if it is ``""`` or a folder of keys that ends in ``/``, else `Invalid`."""
+    if prefix:
+        if not prefix.endswith("/"):
+            raise Invalid(f"{prefix!r} is not a folder of keys: it must end in '/'")
+        check_key(prefix[:-1])
+    return prefix

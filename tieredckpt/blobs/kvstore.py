@@ -1,0 +1,294 @@
+"""A blob store over any TensorStore key-value store: memory, file, gcs, s3, or what a custom build adds.
+
+TensorStore runs on threads of its own and hands back futures, which are awaited. What copies much memory in
+this process (joining parts, filling a buffer) is done off the loop as well.
+
+TensorStore has no call that tells an object's size: it is taken from the message that refuses a range beyond
+the end or, where a driver words that otherwise, found by bisection. ``stat`` and each listed object cost at
+least one request therefore, and the time of last change is unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorstore as ts
+
+from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.settle import settle
+from tieredckpt.errors import (
+    Closed,
+    Conflict,
+    Corrupt,
+    Invalid,
+    NoSpace,
+    NotFound,
+    ShortRead,
+    TieredCkptError,
+    TierUnavailable,
+)
+
+__all__ = ["KvStoreBlobs"]
+
+T = TypeVar("T")
+
+_OBJECT_SIZE = 64 << 20
+_FAR = 1 << 62
+_SIZES_AT_A_TIME = 32
+_SIZE = re.compile(r"value of size (\d+)")
+_FULL = re.compile(r"No space left on device|Disk quota exceeded|os_error_code='(?:28|122)'")
+_CONDITION_FAILED = b""
+"""The generation that TensorStore returns for a write whose condition did not hold."""
+
+
+class KvStoreBlobs:
+    """Blobs as the keys of a TensorStore kvstore; made by `open`."""
+
+    def __init__(self, store: ts.KvStore, traits: Traits) -> None:
+        self._store = store
+        self._traits = traits
+        self._location = _location(store)
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        spec: str | Mapping[str, Any],
+        *,
+        survives: Survives | None = None,
+        object_size: int = _OBJECT_SIZE,
+        context: ts.Context | None = None,
+    ) -> KvStoreBlobs:
+        """The store that ``spec`` (a URL, or a JSON object with its ``driver``) describes.
+
+        A path in it is a folder, with or without its final ``/``. The traits follow from the driver;
+        ``survives`` says better what the medium outlives. Raises `Invalid` for a spec that TensorStore does
+        not take, with its message, `TierUnavailable`.
+        """
+        try:
+            parsed = ts.KvStore.Spec(spec if isinstance(spec, str) else dict(spec))
+            described = parsed.to_json()
+        except (ValueError, TypeError) as error:
+            raise Invalid(f"TensorStore does not take {spec!r} as a kvstore: {error}") from error
+        try:
+            store = await ts.KvStore.open(parsed, context=context)
+        except Exception as error:
+            raise _foreign(error, str(spec), "opened") from error
+        if store.path and not store.path.endswith("/"):
+            store = store + "/"
+        return cls(store, _traits(described, survives, object_size))
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def location(self) -> str:
+        return self._location
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        self._check(key)
+        # A byte beyond the limit is asked for first: the size of what a whole read returns is not bounded.
+        with contextlib.suppress(ShortRead):
+            await self._read(key, slice(limit, limit + 1))
+            raise Corrupt(f"{self._at(key)} is larger than the {limit} bytes that are acceptable")
+        return await self._read(key, None)
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        self._check(key)
+        if offset < 0 or into.readonly:
+            raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
+        data = await self._read(key, slice(offset, offset + len(into)))
+        if len(data) != len(into):
+            raise ShortRead(f"{self._at(key)} ended after {len(data)} of {len(into)} bytes from {offset} on")
+        await _on_thread(lambda: _copy(data, into))
+
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        self._check(key)
+        store, condition = self._store, None
+        with self._errors(key, "written"):
+            if create_only:
+                found = await store.read(key, byte_range=slice(0, 0))
+                if found.state != "missing":
+                    raise Conflict(f"{self._at(key)} exists already")
+                if self._traits.create_only:
+                    condition = found.stamp.generation
+            written = await (await _on_thread(lambda: store.write(key, _joined(parts), if_equal=condition)))
+        if condition is not None and written.generation == _CONDITION_FAILED:
+            raise Conflict(f"{self._at(key)} was created by another writer meanwhile")
+
+    async def stat(self, key: str) -> BlobInfo:
+        self._check(key)
+        return BlobInfo(key, await self._size(key), 0.0)
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        self._check_open()
+        check_prefix(prefix)
+        # '0' follows '/', so this is every key that starts with the prefix.
+        keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else ts.KvStore.KeyRange()
+        with self._errors(prefix, "listed"):
+            found = await self._store.list(keys)
+        names = [name for name in (raw.decode("latin-1") for raw in found) if _is_key(name)]
+        for first in range(0, len(names), _SIZES_AT_A_TIME):
+            self._check_open()
+            some = names[first : first + _SIZES_AT_A_TIME]
+            for name, size in zip(some, await self._sizes(some), strict=True):
+                if size is not None:
+                    yield BlobInfo(name, size, 0.0)
+
+    async def delete(self, key: str) -> None:
+        self._check(key)
+        with self._errors(key, "deleted"):
+            await self._store.write(key, None)
+
+    async def close(self) -> None:
+        """Refuse further verbs; those under way end as they would have."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the store at {self._location} was closed")
+
+    def _check(self, key: str) -> None:
+        self._check_open()
+        check_key(key)
+
+    def _at(self, key: str) -> str:
+        return f"{self._location}{key}"
+
+    async def _read(self, key: str, span: slice[int, int, None] | None) -> bytes:
+        with self._errors(key, "read"):
+            result = await self._store.read(key, byte_range=span)
+        match result.state:
+            case "value":
+                return bytes(result.value)
+            case "missing":
+                raise NotFound(f"{self._at(key)} does not exist")
+            case state:
+                raise TierUnavailable(f"{self._at(key)} was not read: TensorStore's answer was {state!r}")
+
+    async def _sizes(self, keys: Sequence[str]) -> Sequence[int | None]:
+        """The size of each object; None for one that was deleted meanwhile."""
+
+        async def size(key: str) -> int | None:
+            try:
+                return await self._size(key)
+            except NotFound:
+                return None
+
+        # All end before the first error is raised, or they would go on unobserved.
+        found = await asyncio.gather(*map(size, keys), return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in found if not isinstance(result, BaseException)]
+
+    async def _size(self, key: str) -> int:
+        try:
+            await self._read(key, slice(_FAR, _FAR + 1))
+        except ShortRead as refused:
+            if found := _SIZE.search(str(refused.__cause__)):
+                return int(found[1])
+        if not await self._holds(key, 1):
+            return 0
+        low, high = 1, 2
+        while await self._holds(key, high):
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if await self._holds(key, middle) else (low, middle)
+        return low
+
+    async def _holds(self, key: str, nbytes: int) -> bool:
+        """Whether an object has at least so many bytes."""
+        try:
+            return len(await self._read(key, slice(nbytes - 1, nbytes))) == 1
+        except ShortRead:
+            return False
+
+    @contextlib.contextmanager
+    def _errors(self, key: str, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except TieredCkptError:
+            raise
+        except Exception as error:
+            raise _foreign(error, self._at(key), doing) from error
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    """Run ``work``, to its end even when cancelled: it uses the caller's memory."""
+    return await settle(asyncio.get_running_loop().run_in_executor(None, work), lambda: None)
+
+
+def _foreign(error: Exception, where: str, doing: str) -> TieredCkptError:
+    """The error of this library for one of TensorStore's, which differ in their messages only.
+
+    "Not found" is no such error: a missing object is a state of a read, and never told by a message.
+    """
+    what = f"{where} was not {doing}: {error}"
+    if _FULL.search(str(error)):
+        return NoSpace(f"{what}; evict steps, or give the tier more room")
+    if doing == "read" and str(error).startswith("OUT_OF_RANGE"):
+        return ShortRead(what)
+    return TierUnavailable(what)
+
+
+def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int) -> Traits:
+    """What a driver is known to do; of one that is not known nothing is expected but its verbs."""
+    outlives, durable, atomic, create_only = Survives.NOTHING, False, False, False
+    match spec.get("driver"):
+        case "memory":
+            atomic = create_only = True
+        case "file":
+            # Writing in place, as on a file system without rename, gives up what the lock and rename give.
+            atomic = create_only = _member(spec, "file_io_locking", "mode") != "non_atomic"
+            outlives, durable = Survives.NODE, spec.get("file_io_sync", True) is not False
+        case "gcs" | "s3":
+            outlives, durable, atomic, create_only = Survives.SITE, True, True, True
+    return Traits(
+        survives=outlives if survives is None else survives,
+        durable=durable,
+        atomic_put=atomic,
+        create_only=create_only,
+        ranged_get=True,
+        direct_io=False,
+        object_size=object_size,
+    )
+
+
+def _member(spec: Mapping[str, Any], name: str, member: str) -> object:
+    inner = spec.get(name)
+    return inner.get(member) if isinstance(inner, Mapping) else None
+
+
+def _location(store: ts.KvStore) -> str:
+    try:
+        return store.url
+    except Exception:
+        # Some drivers have no URL form.
+        return str(store.spec().to_json())
+
+
+def _is_key(name: str) -> bool:
+    try:
+        check_key(name)
+    except Invalid:
+        return False
+    return True
+
+
+def _joined(parts: Sequence[Buffer]) -> bytes:
+    if len(parts) == 1 and isinstance(parts[0], bytes):
+        return parts[0]
+    return b"".join(parts)
+
+
+def _copy(data: bytes, into: memoryview) -> None:
+    if data:
+        np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(data, dtype=np.uint8))

@@ -1,0 +1,315 @@
+"""A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
+
+Small objects go through aiofiles, large transfers through `transfer`; both on threads of the store's own, so
+that a file system that hangs starves no other tier. A cancelled verb waits for its thread, which looks for
+that before every block, since until then the caller's memory is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import aiofiles
+import aiofiles.os
+import numpy as np
+
+from tieredckpt.blobs import transfer
+from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.folders import Folders, open_regular, probe
+from tieredckpt.blobs.settle import settle
+from tieredckpt.errors import (
+    Closed,
+    Corrupt,
+    Invalid,
+    NotFound,
+    ShortRead,
+    TieredCkptError,
+    TierUnavailable,
+)
+
+__all__ = ["PosixStore"]
+
+T = TypeVar("T")
+
+
+class PosixStore:
+    """Blobs as files below ``root``.
+
+    The constructor makes ``root`` and finds out what its file system can do; it blocks, so on an event loop
+    call it through a thread. Raises `TierUnavailable`; `Invalid` for ``direct=True`` where it is refused.
+
+    Args:
+        root: the folder; made with ``folder_mode`` if missing, otherwise left as it is.
+        survives: what the medium outlives; a shared file system is ``Survives.SITE``.
+        fsync: sync files and folders, so that a put is durable. Off only where nothing could be.
+        direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
+        follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
+        object_size: the trait, in bytes.
+        threads: how many calls block at a time.
+        folder_mode, file_mode: permissions of what is made, narrowed by the umask.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        survives: Survives = Survives.NODE,
+        fsync: bool = True,
+        direct: bool | None = None,
+        follow_symlinks: bool = False,
+        object_size: int = 256 << 20,
+        threads: int = 4,
+        folder_mode: int = 0o700,
+        file_mode: int = 0o600,
+    ) -> None:
+        self._root = Path(os.path.abspath(root))
+        self._folders = Folders(self._root, folder_mode, follow_symlinks, fsync)
+        takes_direct, self._links = probe(self._root)
+        if direct and not takes_direct:
+            raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
+        self._direct = takes_direct if direct is None else direct
+        self._fsync, self._file_mode, self._follow = fsync, file_mode, follow_symlinks
+        self._traits = Traits(
+            survives=survives,
+            durable=fsync,
+            atomic_put=True,
+            create_only=self._links,
+            ranged_get=True,
+            direct_io=self._direct,
+            object_size=object_size,
+        )
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
+        self._active = 0
+        self._closed = False
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def location(self) -> str:
+        return str(self._root)
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        path = self._path(key)
+        stop = transfer.Stop()
+        return await self._settle(asyncio.ensure_future(self._read_whole(path, limit)), stop.set)
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        path = self._path(key)
+        if offset < 0 or into.readonly:
+            raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
+        await self._on_thread(partial(self._fill, path, offset, into))
+
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        path = self._path(key)
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        if nbytes >= transfer.DIRECT_FROM:
+            await self._on_thread(partial(self._write_large, path, parts, nbytes, create_only))
+            return
+        stop = transfer.Stop()
+        write = self._write_small(path, b"".join(parts), create_only, stop)
+        await self._settle(asyncio.ensure_future(write), stop.set)
+
+    async def stat(self, key: str) -> BlobInfo:
+        path = self._path(key)
+
+        def look(_: transfer.Stop) -> BlobInfo:
+            with self._errors(path, "looked at"):
+                return self._folders.info(path)
+
+        return await self._on_thread(look)
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        check_prefix(prefix)
+
+        def scan(folder: Path, _: transfer.Stop) -> tuple[Sequence[BlobInfo], Sequence[Path]]:
+            with self._errors(folder, "listed"):
+                return self._folders.scan(folder)
+
+        pending = [self._root / prefix]
+        while pending:
+            self._check_open()
+            infos, folders = await self._on_thread(partial(scan, pending.pop()))
+            pending.extend(folders)
+            for info in infos:
+                yield info
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+
+        def remove(_: transfer.Stop) -> None:
+            with self._errors(path, "deleted"):
+                self._folders.remove(path)
+
+        await self._on_thread(remove)
+
+    async def sweep(self, age: float) -> int:
+        """Remove what puts of dead writers left behind: temporary files unchanged for ``age`` seconds.
+
+        Returns how many. An age shorter than a live put takes would end that put with an error. Raises
+        `TierUnavailable`, `Closed`.
+        """
+        self._check_open()
+
+        def sweep(_: transfer.Stop) -> int:
+            with self._errors(self._root, "swept"):
+                return self._folders.sweep(age)
+
+        return await self._on_thread(sweep)
+
+    async def close(self) -> None:
+        """Refuse further verbs; those under way end as they would have."""
+        self._closed = True
+        if not self._active:
+            self._pool.shutdown(wait=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the store at {self._root} was closed")
+
+    def _path(self, key: str) -> Path:
+        self._check_open()
+        return self._root / check_key(key)
+
+    async def _on_thread(self, work: Callable[[transfer.Stop], T]) -> T:
+        stop = transfer.Stop()
+        call = self._pool.submit(work, stop)
+
+        def give_up() -> None:
+            stop.set()
+            call.cancel()  # only if no thread has taken it yet
+
+        return await self._settle(asyncio.wrap_future(call), give_up)
+
+    async def _settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
+        self._active += 1
+        running.add_done_callback(self._ended)
+        return await settle(running, give_up)
+
+    def _ended(self, _: object) -> None:
+        self._active -= 1
+        if self._closed and not self._active:
+            self._pool.shutdown(wait=False)
+
+    @contextlib.contextmanager
+    def _errors(self, path: Path, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._folders.error(error, path, doing) from error
+
+    async def _read_whole(self, path: Path, limit: int) -> bytes:
+        def opener(name: str, flags: int) -> int:
+            return open_regular(Path(name), flags, follow_symlinks=self._follow)
+
+        try:
+            file = await aiofiles.open(path, "rb", opener=opener, executor=self._pool)
+            try:
+                size = (await aiofiles.os.stat(file.fileno(), executor=self._pool)).st_size
+                if size > limit:
+                    raise Corrupt(f"{path} has {size} bytes, and at most {limit} are acceptable")
+                data = await file.read(size)
+            finally:
+                await file.close()
+        except OSError as error:
+            raise await self._mapped(error, path, "read") from error
+        if len(data) < size:
+            raise ShortRead(f"{path} ended after {len(data)} of {size} bytes")
+        return bytes(data)
+
+    def _fill(self, path: Path, offset: int, into: memoryview, stop: transfer.Stop) -> None:
+        array = np.frombuffer(into, dtype=np.uint8)
+        direct = self._direct and len(array) >= transfer.DIRECT_FROM
+        with self._errors(path, "read"):
+            fd, direct = self._open_to_read(path, direct)
+            try:
+                size = os.fstat(fd).st_size
+                if offset + len(array) > size:
+                    raise ShortRead(
+                        f"{path} has {size} bytes, and {len(array)} from offset {offset} were wanted"
+                    )
+                transfer.fill(fd, offset, array, stop, direct=direct)
+            except transfer.EndOfFile as end:
+                raise ShortRead(f"{path} ended {end.got} bytes after offset {offset}") from None
+            finally:
+                os.close(fd)
+
+    def _open_to_read(self, path: Path, direct: bool) -> tuple[int, bool]:
+        if direct:
+            try:
+                flags = os.O_RDONLY | transfer.O_DIRECT
+                return open_regular(path, flags, follow_symlinks=self._follow), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return open_regular(path, os.O_RDONLY, follow_symlinks=self._follow), False
+
+    async def _write_small(self, path: Path, data: bytes, create_only: bool, stop: transfer.Stop) -> None:
+        folders, pool, exact = self._folders, self._pool, create_only and self._links
+        try:
+            create = aiofiles.os.wrap(folders.create)
+            temporary, fd = await create(path, 0, self._file_mode, create_only=create_only, executor=pool)
+            try:
+                file = await aiofiles.open(fd, "wb", executor=pool)
+                try:
+                    await file.write(data)
+                    await file.flush()
+                    if self._fsync:
+                        await aiofiles.os.wrap(os.fsync)(fd, executor=pool)
+                finally:
+                    await file.close()
+                if stop.is_set():
+                    raise transfer.Stopped
+                publish = aiofiles.os.wrap(folders.publish)
+                await publish(temporary, path, create_only=exact, executor=pool)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    await aiofiles.os.unlink(temporary, executor=pool)
+                raise
+        except OSError as error:
+            raise _of_put(await self._mapped(error, path, "written"), path) from error
+
+    def _write_large(
+        self, path: Path, parts: Sequence[Buffer], nbytes: int, create_only: bool, stop: transfer.Stop
+    ) -> None:
+        folders, exact = self._folders, create_only and self._links
+        flags = transfer.O_DIRECT if self._direct else 0
+        try:
+            temporary, fd = folders.create(path, flags, self._file_mode, create_only=create_only)
+            try:
+                try:
+                    transfer.reserve(fd, nbytes)
+                    transfer.write(fd, transfer.as_arrays(parts), stop, direct=self._direct)
+                    if self._fsync:
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                if stop.is_set():
+                    raise transfer.Stopped
+                folders.publish(temporary, path, create_only=exact)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise _of_put(folders.error(error, path, "written"), path) from error
+
+    async def _mapped(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
+        # On a thread, since it may have to look whether the root is still there.
+        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._pool)
+
+
+def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:
+    """A put finds nothing missing: what it made has gone, or a file stands where its folder belongs."""
+    if isinstance(error, NotFound):
+        return TierUnavailable(f"{path} was not written: its folder was removed, or a file stands there")
+    return error

@@ -1,0 +1,14 @@
+"""Behaviours around a blob store: each takes one, and is one.
+
+From the outside in: ``Metered(Retrying(Deadline(Limited(store))))``. Retries inside the meter count as one
+operation; a deadline outside the limit covers the waiting, inside it only the work.
+"""
+
+from __future__ import annotations
+
+from tieredckpt.blobs.wrap.deadline import Deadline
+from tieredckpt.blobs.wrap.limited import Limited
+from tieredckpt.blobs.wrap.metered import Metered, Usage, VerbUsage
+from tieredckpt.blobs.wrap.retrying import Retrying
+
+__all__ = ["Deadline", "Limited", "Metered", "Retrying", "Usage", "VerbUsage"]

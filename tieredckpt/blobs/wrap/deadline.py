@@ -1,0 +1,80 @@
+"""Ends what takes longer than its bytes justify."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.settle import note, outlast
+from tieredckpt.blobs.wrap.forward import Forward, Operation
+from tieredckpt.errors import TierUnavailable
+
+__all__ = ["Deadline"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tieredckpt")
+
+
+class Deadline(Forward):
+    """Raises `TierUnavailable` for a verb that has not ended after ``base + bytes / min_bandwidth`` seconds.
+
+    The verb is cancelled then. One that does not end within ``base`` seconds even so hangs in the device and
+    is left behind, as the contract of a blob store allows; except a `get_into`, which is waited for (and
+    logged), since it may still write to the caller's memory.
+
+    Args:
+        tier: the name of the tier, for messages.
+        base: seconds.
+        min_bandwidth: bytes a second.
+    """
+
+    def __init__(
+        self, inner: BlobStore, tier: str, *, base: float = 30.0, min_bandwidth: float = 10_000_000
+    ) -> None:
+        super().__init__(inner)
+        self._tier, self._base, self._min_bandwidth = tier, base, min_bandwidth
+        self._left_behind: set[asyncio.Future[Any]] = set()
+
+    @property
+    def left_behind(self) -> int:
+        """How many verbs hang in the device, their deadline past."""
+        return len(self._left_behind)
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        seconds = self._base + operation.nbytes / self._min_bandwidth
+        running = asyncio.ensure_future(call())
+        try:
+            await asyncio.wait([running], timeout=seconds)
+        except asyncio.CancelledError:
+            await self._end(operation, running)
+            raise
+        if not running.done():
+            await self._end(operation, running)
+        if running.done() and not running.cancelled():
+            return running.result()
+        raise TierUnavailable(
+            f"{self._tier}: {operation.verb} of {operation.key} ({operation.nbytes} bytes) had not ended "
+            f"after {seconds:.1f} s; if the tier is only slow, raise `deadline` or lower `min_bandwidth`"
+        )
+
+    async def _end(self, operation: Operation, running: asyncio.Future[Any]) -> None:
+        running.cancel()
+        try:
+            await asyncio.wait([running], timeout=self._base)
+        finally:
+            if not running.done():
+                _log.warning("%s: %s of %s hangs in the device", self._tier, operation.verb, operation.key)
+                self._left_behind.add(running)
+                running.add_done_callback(self._ended)
+            if operation.verb == "get_into":
+                await outlast(running)
+            elif running.done():
+                note(running)
+
+    def _ended(self, running: asyncio.Future[Any]) -> None:
+        self._left_behind.discard(running)
+        note(running)

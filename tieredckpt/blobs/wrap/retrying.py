@@ -1,0 +1,88 @@
+"""Tries again what a store could not do just now."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import stamina
+
+from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer
+from tieredckpt.blobs.wrap.forward import Forward, Operation, size_of
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TierUnavailable
+
+__all__ = ["Retrying"]
+
+T = TypeVar("T")
+
+
+class Retrying(Forward):
+    """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
+
+    Args:
+        attempts: how often a verb is tried at most, the first time included.
+        timeout: seconds after which no further attempt is begun.
+        wait_initial, wait_max, wait_jitter: seconds between attempts: the first wait, the longest, and the
+            most that chance adds.
+    """
+
+    def __init__(
+        self,
+        inner: BlobStore,
+        *,
+        attempts: int = 4,
+        timeout: float = 120.0,
+        wait_initial: float = 0.1,
+        wait_max: float = 10.0,
+        wait_jitter: float = 1.0,
+    ) -> None:
+        super().__init__(inner)
+        self._retry = stamina.AsyncRetryingCaller(
+            attempts=attempts,
+            timeout=timeout,
+            wait_initial=wait_initial,
+            wait_max=wait_max,
+            wait_jitter=wait_jitter,
+        ).on(TierUnavailable)
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        # No argument is passed through stamina, which would print it: a part may be gigabytes.
+        return await self._retry(call)
+
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        failed = False
+
+        async def attempt() -> None:
+            nonlocal failed
+            try:
+                await self._inner.put(key, parts, create_only=create_only)
+            except TierUnavailable:
+                failed = True
+                raise
+            except Conflict:
+                # An attempt whose answer was lost may have created the object: then it holds these bytes.
+                if not failed or not await self._holds(key, parts):
+                    raise
+
+        await self.around(Operation("put", key, 0), attempt)
+
+    async def _holds(self, key: str, parts: Sequence[Buffer]) -> bool:
+        try:
+            found = memoryview(await self._inner.get(key, limit=size_of(parts)))
+        except (NotFound, Corrupt):
+            return False
+        at = 0
+        for part in parts:
+            nbytes = memoryview(part).nbytes
+            if found[at : at + nbytes] != part:
+                return False
+            at += nbytes
+        return at == len(found)
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        # A listing that broke off cannot go on where it was, so it is completed before it is handed out.
+        async def whole() -> Sequence[BlobInfo]:
+            return [info async for info in self._inner.list(prefix)]
+
+        for info in await self.around(Operation("list", prefix, 0), whole):
+            yield info

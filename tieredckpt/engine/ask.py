@@ -1,0 +1,69 @@
+"""Asks the policies, and stays safe whatever they answer: one that raises is logged and its step kept."""
+
+from __future__ import annotations
+
+import logging
+
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
+from tieredckpt.format.manifest import StepId
+from tieredckpt.policy import StoreView
+
+__all__ = ["is_due", "leaving", "save_is_due", "waits_for_promotion"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
+    """Whether a step is to be promoted to a tier on its own: it is on the live line, not there, and wanted.
+
+    A step older than what the tier holds already is wanted only if the tier would retain it: what was evicted
+    there does not come back.
+    """
+    if tier.index == 0 or step in tier.held or not state.on_line(step.serial):
+        return False
+    view = view or state.view()
+    mine = next((seen for seen in view.steps if seen.serial == step.serial), None)
+    if mine is None:
+        return False
+    tier_view = state.tier_view(tier)
+    try:
+        if not tier.config.promote.promotes(mine, tier_view, view):
+            return False
+        if any(held > step and state.on_line(held.serial) for held in tier.held):
+            return step.serial in tier.config.retain.retains(tier_view, state.view(and_on=(step, tier)))
+    except Exception:
+        _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
+    return True
+
+
+def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
+    """Whether a slower tier is still to get the step."""
+    slower = [other for other in state.tiers[tier.index + 1 :] if other.healthy or not only_healthy]
+    view = state.view()
+    return any(is_due(state, step, other, view) for other in slower)
+
+
+def leaving(state: State, tier: Tier) -> list[StepId]:
+    """The steps that retention lets go, abandoned ones first, then as the eviction policy orders them."""
+    view = state.view()
+    tier_view = state.tier_view(tier)
+    try:
+        retained = tier.config.retain.retains(tier_view, view)
+        found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
+        proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
+    except Exception:
+        _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
+        return []
+    order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
+    order.sort(key=lambda serial: found[serial].on_line)
+    return [StepId(serial, found[serial].step) for serial in order]
+
+
+def save_is_due(state: State, step: int) -> bool:
+    """The schedule's answer; a schedule that fails saves rather than not."""
+    try:
+        return state.config.schedule.due(step, state.view(), state.observed)
+    except Exception:
+        _log.exception("the schedule failed at step %d; the step is saved", step)
+        return True

@@ -1,0 +1,229 @@
+"""What leaves a tier: steps by policy and for room, packs that no step needs, packs that are mostly dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tieredckpt.engine.ask import leaving, waits_for_promotion
+from tieredckpt.engine.safety import why_not
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.errors import Conflict, NotFound, TieredCkptError
+from tieredckpt.events import StepEvicted
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Collected", "Collector"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection reclaimed on one tier."""
+
+    tier: str
+    packs: int = 0
+    """Packs deleted, those that were rewritten included."""
+    nbytes: int = 0
+    """Bytes that they took, less what was written anew."""
+    files: int = 0
+    """Other leftovers: index files and temporary files of writers that died."""
+
+
+class Collector:
+    """Evicts and collects. Lives on the engine's loop."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._unread: list[tuple[Tier, Callable[[], bool], list[bytes]]] = []
+        """Steps retracted from RAM whose extents another process may still be reading."""
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    async def evict(self, step: StepId, tier: Tier) -> None:
+        """Retract one step from one tier.
+
+        Raises:
+            NotFound: the tier does not hold it.
+            Conflict: promise 6, or a reader, forbids it.
+        """
+        if step not in tier.held and step not in tier.damaged:
+            raise NotFound(f"tier {tier.name!r} does not hold {step}")
+        if step in tier.held and (reason := why_not(self._state, step, tier)):
+            raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
+        if tier.ram is not None and tier.slab_index is not None:
+            digests = list(unique_extents((await tier.load_index(step)).arrays)) if step in tier.held else []
+            unread = tier.ram.retire(layout.manifest_key(step.step, step.serial))
+            await tier.retract(step)
+            self._unread.append((tier, unread, digests))
+            self._reclaim_unread()
+        else:
+            await tier.retract(step)
+        self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
+        self._state.changed.beat()
+
+    async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
+        """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
+        assert tier.ram is not None
+        tier.ram.retire(layout.manifest_key(step.step, step.serial))
+        await tier.retract(step)
+        self._state.changed.beat()
+
+    def _reclaim_unread(self) -> None:
+        waiting = []
+        for tier, unread, digests in self._unread:
+            if unread():
+                if tier.slab_index is not None:
+                    tier.slab_index.drop(digests)
+            else:
+                waiting.append((tier, unread, digests))
+        self._unread = waiting
+
+    async def apply_retention(self, tier: Tier) -> None:
+        """Let the steps go that the tier's policy does not retain.
+
+        A tier with a capacity keeps them until room is needed; one without would grow for ever.
+        """
+        if tier.capacity is not None or not tier.healthy:
+            return
+        evicted = [step for step in leaving(self._state, tier) if await self._try_evict(step, tier)]
+        if evicted:
+            await self.collect(tier, orphans=False)
+
+    async def _try_evict(self, step: StepId, tier: Tier) -> bool:
+        if step not in tier.held or why_not(self._state, step, tier):
+            return False
+        await self.evict(step, tier)
+        return True
+
+    async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
+        """Evict from a tier until there is room enough; False when nothing more may go.
+
+        Steps that still wait for their promotion stay. Steps that the policy retains leave RAM when a slower
+        tier holds them: the slab is a cache.
+        """
+        self._reclaim_unread()
+        if enough():
+            return True
+        going = leaving(self._state, tier)
+        if tier.ram is not None:
+            going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
+        for step in going:
+            if waits_for_promotion(self._state, step, tier) or not await self._try_evict(step, tier):
+                continue
+            if tier.ram is None:
+                await self.collect(tier, orphans=False)
+            if enough():
+                return True
+        return False
+
+    def _elsewhere(self, step: StepId, tier: Tier) -> bool:
+        return any(step in other.held and other.healthy for other in self._state.tiers if other is not tier)
+
+    async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
+        """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
+        for step in sorted(tier.held):
+            if await self._try_evict(step, tier) and enough():
+                return True
+        return enough()
+
+    # -- packs --------------------------------------------------------------------------------------------
+
+    async def collect(self, tier: Tier, *, orphans: bool = True) -> Collected:
+        """Delete the packs that no committed step refers to.
+
+        Args:
+            tier: to collect on.
+            orphans: also delete packs and files that no step was ever known to use, once they are older than
+                the store's ``grace``: they may belong to a writer that is still at work.
+        """
+        self._reclaim_unread()
+        if tier.ram is not None or not tier.healthy:
+            return Collected(tier.name)
+        async with tier.guards_packs:
+            live = await self._live_packs(tier)
+            oldest_kept = time.time() - self._state.config.grace
+            dead = [
+                key
+                for key in tier.packs
+                if key not in live and (key not in tier.orphans or (orphans and tier.orphans[key] < oldest_kept))
+            ]
+            nbytes = await self._delete_packs(tier, dead)
+            files = await self._sweep(tier, oldest_kept) if orphans else 0
+        self._state.changed.beat()
+        return Collected(tier.name, len(dead), nbytes, files)
+
+    async def _live_packs(self, tier: Tier) -> set[str]:
+        live: set[str] = set()
+        for step in tuple(tier.held):
+            live |= await tier.packs_of(step)
+        for key in live:
+            tier.orphans.pop(key, None)
+        return live
+
+    async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
+        dead = set(keys)
+        for digest in [digest for digest, extent in tier.chunks.items() if extent.path in dead]:
+            tier.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
+        freed = 0
+        for key in dead:
+            await tier.store.delete(key)
+            tier.orphans.pop(key, None)
+            freed += tier.packs.pop(key)
+        return freed
+
+    async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
+        """Delete index files of steps that were never committed or were retracted half."""
+        known = {held.btree_key for held in tier.held.values()}
+        known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.held, *tier.damaged)}
+        stale = [
+            info.key
+            async for info in tier.store.list(layout.STEPS)
+            if info.key not in known and info.modified < oldest_kept and not _belongs(info.key, tier.damaged)
+        ]
+        for key in stale:
+            await tier.store.delete(key)
+        return len(stale)
+
+    async def sparse_packs(self, tier: Tier) -> set[str]:
+        """Packs whose live share of bytes is below the store's ``repack_below``."""
+        if tier.ram is not None or not tier.healthy:
+            return set()
+        live: dict[str, int] = {}
+        seen: set[tuple[str, int]] = set()
+        for step in tuple(tier.held):
+            for extent in unique_extents((await tier.load_index(step)).arrays).values():
+                if (extent.path, extent.offset) not in seen:
+                    seen.add((extent.path, extent.offset))
+                    live[extent.path] = live.get(extent.path, 0) + extent.length
+            await asyncio.sleep(0)
+        threshold = self._state.config.repack_below
+        return {key for key, nbytes in live.items() if nbytes < threshold * tier.packs.get(key, 0)}
+
+    async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
+        """The steps on a tier that refer to any of the packs."""
+        return [step for step in sorted(tier.held) if packs & await tier.packs_of(step)]
+
+    def forget_packs(self, tier: Tier, packs: set[str]) -> list[tuple[bytes, Extent]]:
+        """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
+        leaving = [(digest, extent) for digest, extent in tier.chunks.items() if extent.path in packs]
+        for digest, _ in leaving:
+            tier.forget(digest)
+        return leaving
+
+    async def settle(self, tier: Tier) -> None:
+        """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""
+        try:
+            await self.apply_retention(tier)
+        except TieredCkptError as error:
+            _log.warning("retention on tier %r: %s", tier.name, error)
+
+
+def _belongs(key: str, steps: Iterable[StepId]) -> bool:
+    return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)

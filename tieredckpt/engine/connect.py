@@ -1,0 +1,123 @@
+"""From a tier's configuration to its blob store, and from a store's tiers to one identity."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.blobs.ram import RamStore, shared_memory_root
+from tieredckpt.blobs.wrap.deadline import Deadline
+from tieredckpt.blobs.wrap.retrying import Retrying
+from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+from tieredckpt.engine.lease import Lease
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import Conflict, TieredCkptError
+from tieredckpt.format.manifest import StoreMarker
+
+__all__ = ["connect", "identify", "make_tiers"]
+
+_SURVIVES = {"process": Survives.PROCESS, "node": Survives.NODE, "site": Survives.SITE}
+
+
+def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
+    """The tiers of a store, not connected yet."""
+    return tuple(
+        Tier(tier.name, index, tier, _connector(config, tier, read_only=read_only))
+        for index, tier in enumerate(config.tiers)
+    )
+
+
+def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Callable[[], Awaitable[BlobStore]]:
+    async def connect_ram() -> BlobStore:
+        assert isinstance(tier, RamTier)
+        folder = tier.path or shared_memory_root() / config.identity
+        if read_only:
+            return await asyncio.to_thread(RamStore.attach, folder)
+        capacity = tier.capacity if isinstance(tier.capacity, int) else None
+        return await asyncio.to_thread(RamStore.open, folder, capacity)
+
+    async def connect_slower() -> BlobStore:
+        store = await _slower(tier)
+        return Retrying(
+            Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth), attempts=tier.retries + 1
+        )
+
+    return connect_ram if isinstance(tier, RamTier) else connect_slower
+
+
+async def _slower(tier: TierConfig) -> BlobStore:
+    if isinstance(tier, PosixTier):
+        return await asyncio.to_thread(
+            PosixStore,
+            tier.path,
+            survives=_SURVIVES[tier.survives],
+            fsync=tier.fsync,
+            direct=tier.direct,
+            threads=tier.threads,
+        )
+    from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
+
+    assert isinstance(tier, KvstoreTier)
+    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives])
+
+
+async def connect(state: State, tier: Tier) -> None:
+    """Open a tier, see that it belongs to this store and to no other writer, and learn what it holds.
+
+    Raises:
+        Conflict: it belongs to another store, or another writer holds it.
+        TierUnavailable, Corrupt: it cannot be read.
+    """
+    marker = await tier.open()
+    if state.marker is not None and marker is not None and marker.store != state.marker.store:
+        if tier.ram is None:
+            raise Conflict(
+                f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
+                f"{state.marker.store}); point the tier to a folder of its own"
+            )
+        await tier.wipe()
+        marker = None
+    if not state.read_only and tier.ram is None and tier.lease is None:
+        lease = Lease(tier.store, tier.name, state.config.lease_ttl)
+        await lease.acquire()
+        tier.lease = lease
+    if marker is None and state.marker is not None and not state.read_only:
+        await tier.mark(state.marker)
+    await tier.load()
+    tier.marker = marker or state.marker
+
+
+async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
+    """Open every tier and settle whose store it is; returns the tiers that could not be, and why.
+
+    The identity is that of the nearest durable tier, else that of RAM, else a new one. A RAM tier of another
+    identity is a leftover and is emptied.
+    """
+    failures: list[tuple[Tier, TieredCkptError]] = []
+
+    async def look(tier: Tier) -> StoreMarker | None:
+        try:
+            return await tier.open()
+        except TieredCkptError as error:
+            failures.append((tier, error))
+            return None
+
+    markers = await asyncio.gather(*(look(tier) for tier in state.tiers))
+    durable = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None]
+    volatile = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None]
+    found = next(iter([*durable, *volatile]), None)
+    state.marker = found or (None if state.read_only else StoreMarker(store=str(uuid.uuid4())))
+    failed = [tier for tier, _ in failures]
+
+    async def join(tier: Tier) -> None:
+        try:
+            await connect(state, tier)
+        except TieredCkptError as error:
+            failures.append((tier, error))
+
+    await asyncio.gather(*(join(tier) for tier in state.tiers if tier not in failed))
+    return failures

@@ -1,0 +1,156 @@
+"""Copies one step to one tier: the chunks that the tier lacks, then the commit. Promotes, repairs, repacks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+
+from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.packs import Batch, Payload, seal, stored_size, write_packs
+from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.events import StepPromoted
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.units import format_size
+
+__all__ = ["copy_step"]
+
+_PACK_SIZE = 256 << 20
+_SCRATCH_PACKS = 4
+"""A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
+
+Need = tuple[str, int]
+"""One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
+
+
+async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool = False) -> int:
+    """Bring a step to a durable tier, and return the bytes of the packs that it took.
+
+    Args:
+        state: of the engine.
+        collector: makes room.
+        step: held by some tier.
+        tier: the target.
+        again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
+
+    Raises:
+        NotFound: no tier holds the step.
+        Corrupt: a chunk is intact nowhere; nothing was committed.
+        NoSpace, TierUnavailable: of the target; nothing was committed.
+    """
+    if step in tier.held and not again:
+        return 0
+    begin = time.monotonic()
+    async with StepSource.open(state, step) as source:
+        need = sum(stored_size(nbytes) for nbytes in _missing(source, tier)[1].values())
+        await _make_room(state, collector, step, tier, need)
+        async with tier.guards_packs:
+            needs, sizes = _missing(source, tier)
+            written = 0
+            if needs:
+                async with aclosing(_batches(state, source, tier, needs, sizes)) as batches:
+                    written = await write_packs(tier, batches)
+            await tier.commit(source.index.record, _located(source.index.arrays, tier.chunks))
+        record = source.index.record
+    state.events.emit(
+        StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin)
+    )
+    state.changed.beat()
+    return written
+
+
+def _missing(source: StepSource, tier: Tier) -> tuple[dict[bytes, Need], dict[bytes, int]]:
+    """By digest, where each chunk occurs that the tier does not have, and how many bytes it has."""
+    needs: dict[bytes, Need] = {}
+    sizes: dict[bytes, int] = {}
+    for key, array in source.index.arrays.items():
+        for ordinal, chunk in enumerate(array.chunks):
+            if isinstance(chunk.where, Extent) and chunk.digest not in tier.chunks:
+                needs[chunk.digest] = (key, ordinal)
+                sizes[chunk.digest] = array.grid.cell_nbytes
+    return needs, sizes
+
+
+async def _make_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
+    capacity = tier.capacity
+    if capacity is None or await collector.make_room(tier, lambda: tier.used + need <= capacity):
+        return
+    raise NoSpace(
+        f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(capacity)} in use, and {step} needs "
+        f"{format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer steps"
+    )
+
+
+def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:
+    """The same arrays, with every chunk where ``extents`` has it; small ones stay in the index."""
+    return {
+        key: ArrayIndex(
+            array.grid,
+            array.dtype,
+            [
+                Chunk(chunk.digest, extents[chunk.digest] if isinstance(chunk.where, Extent) else chunk.where)
+                for chunk in array.chunks
+            ],
+        )
+        for key, array in arrays.items()
+    }
+
+
+async def _batches(
+    state: State, source: StepSource, target: Tier, needs: Mapping[bytes, Need], sizes: Mapping[bytes, int]
+) -> AsyncIterator[Batch]:
+    """The missing chunks, sealed, a pack's worth at a time.
+
+    From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
+    tiers they pass through scratch memory.
+    """
+    from_slab = source.tier.ram is not None
+    traits = target.store.traits
+    limit = min(traits.object_size, _PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
+    batch = Batch()
+    try:
+        for digest, (key, ordinal) in _in_storage_order(source, needs):
+            if batch.payloads and (not traits.ranged_get or batch.size + stored_size(sizes[digest]) > limit):
+                full, batch = batch, Batch()
+                yield full
+            payload = None
+            if from_slab:
+                payload = await _from_slab(state, source, key, ordinal, sizes[digest])
+            if payload is None:
+                memory = await batch.lent.enter_async_context(state.scratch.lend(stored_size(sizes[digest])))
+                await source.read(key, ordinal, memory, bad=source.tier if from_slab else None)
+                payload = Payload(digest, sizes[digest], memory)
+                await asyncio.get_running_loop().run_in_executor(state.pool, seal, payload)
+            batch.payloads.append(payload)
+        if batch.payloads:
+            full, batch = batch, Batch()
+            yield full
+    finally:
+        await batch.lent.aclose()
+
+
+async def _from_slab(state: State, source: StepSource, key: str, ordinal: int, nbytes: int) -> Payload | None:
+    """A chunk where it lies in RAM, sealed there; None if it was damaged."""
+    chunk = source.index.arrays[key].chunks[ordinal]
+    assert source.tier.ram is not None and isinstance(chunk.where, Extent)
+    offset = chunk.where.offset
+    payload = Payload(chunk.digest, nbytes, source.tier.ram.slab.array[offset : offset + stored_size(nbytes)])
+    if await asyncio.get_running_loop().run_in_executor(state.pool, seal, payload):
+        return payload
+    source.note(source.tier, key, chunk, Corrupt(f"{source.step}: a chunk of {key!r} changed in RAM"))
+    return None
+
+
+def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:
+    def place(item: tuple[bytes, Need]) -> tuple[str, int]:
+        key, ordinal = item[1]
+        where = source.index.arrays[key].chunks[ordinal].where
+        assert isinstance(where, Extent)
+        return where.path, where.offset
+
+    return sorted(needs.items(), key=place)

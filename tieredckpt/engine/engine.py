@@ -1,0 +1,397 @@
+"""The engine: everything a store does, on one event loop of its own.
+
+The parts, each a module: `connect` makes tiers, `writer` saves, `promoter` and `copier` move steps down,
+`reader` and `source` bring them back, `heal` mends, `collector` and `safety` let go. This one ties them
+together and owns their life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine import heal as healing
+from tieredckpt.engine.ask import is_due, save_is_due
+from tieredckpt.engine.collector import Collected, Collector
+from tieredckpt.engine.connect import connect, identify, make_tiers
+from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.promoter import Promoter
+from tieredckpt.engine.reader import fill
+from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.views import can_view, view_arrays
+from tieredckpt.engine.writer import Saved, Writer
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import Events, StepRestored, TierFailed
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.tree.flatten import Flat
+
+__all__ = ["Engine", "Read", "Verified", "empty_targets"]
+
+_log = logging.getLogger("tieredckpt")
+
+_SCRATCH_MIN = 256 << 20
+_CHUNKS_IN_SCRATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A step that was read: its record, its arrays by key, and the bytes that came from each tier."""
+
+    id: StepId
+    record: StepRecord
+    arrays: dict[str, npt.NDArray[Any]]
+    sources: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What verifying a step on a tier found."""
+
+    id: StepId
+    tier: str
+    nbytes: int
+    damaged: tuple[str, ...]
+    """Keys of the arrays with a chunk that is not as it was saved; ``tieredckpt/step.json`` for the index."""
+    repaired: bool
+    problem: str
+
+
+class Engine:
+    """Runs a store. Every coroutine belongs on the engine's loop."""
+
+    def __init__(self, config: StoreConfig, events: Events, *, read_only: bool) -> None:
+        self._config = config
+        self._events = events
+        self._read_only = read_only
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heals: set[asyncio.Task[None]] = set()
+        self.promoters: dict[str, Promoter] = {}
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the tiers and begin to work. Raises when no tier can be opened, or another store writes here."""
+        config = self._config
+        self.state = State(
+            config=config,
+            tiers=make_tiers(config, read_only=self._read_only),
+            events=self._events,
+            pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
+            scratch=Scratch(max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size)),
+            read_only=self._read_only,
+        )
+        self.collector = Collector(self.state)
+        self._writer = Writer(self.state, self.collector)
+        try:
+            await self._open_tiers()
+        except BaseException:
+            await self._release()
+            raise
+        self.state.adopt_line()
+        if self._read_only:
+            return
+        for tier in self.state.tiers:
+            promoter = Promoter(self.state, self.collector, tier, self._reconnect)
+            self.promoters[tier.name] = promoter
+            self._tasks.append(asyncio.create_task(promoter.run(), name=f"tieredckpt promote to {tier.name}"))
+        self._tasks.append(asyncio.create_task(self._renew_leases(), name="tieredckpt leases"))
+        self._prefault()
+
+    async def _open_tiers(self) -> None:
+        failures = await identify(self.state)
+        for tier, error in failures:
+            _log.warning("tier %r cannot be opened: %s", tier.name, error)
+            if isinstance(error, Conflict | Invalid) and not self._read_only:
+                raise error
+            self._events.emit(TierFailed(tier.name, error, tier.fail(error)))
+        if len(failures) == len(self.state.tiers):
+            raise failures[0][1]
+
+    async def _reconnect(self, tier: Tier) -> None:
+        await connect(self.state, tier)
+        if tier.index == 0:
+            self._prefault()
+
+    def _prefault(self) -> None:
+        ram = self.state.tiers[0].ram
+        if ram is not None and ram.slab.writable:
+            asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_ttl / 3)
+            for tier in self.state.tiers:
+                if tier.lease is None or not tier.healthy:
+                    continue
+                try:
+                    await tier.lease.renew()
+                except TieredCkptError as error:
+                    self._events.emit(TierFailed(tier.name, error, tier.fail(error)))
+
+    async def close(self, *, flush: bool, keep_ram: bool) -> None:
+        """Finish what is due on the tiers that work, and let everything go.
+
+        Args:
+            flush: wait for the promotions that are due.
+            keep_ram: leave the RAM tier's memory as it is, for the next process; otherwise it is given back if
+                everything in it is on another tier.
+        """
+        try:
+            if flush and not self._read_only:
+                with suppress(TieredCkptError):
+                    await self.flush()
+        finally:
+            for task in [*self._tasks, *self._heals]:
+                task.cancel()
+            await asyncio.gather(*self._tasks, *self._heals, return_exceptions=True)
+            await self._release(keep_ram=keep_ram)
+
+    async def _release(self, *, keep_ram: bool = True) -> None:
+        state = self.state
+        for tier in state.tiers:
+            if tier.blobs is None:
+                continue
+            if tier.lease is not None:
+                with suppress(TieredCkptError):
+                    await tier.lease.release()
+            spare = not keep_ram and all(
+                any(step in other.held for other in state.tiers if other is not tier) for step in tier.held
+            )
+            await tier.blobs.close()
+            if tier.ram is not None and spare and tier.ram.slab.writable:
+                await asyncio.to_thread(tier.ram.remove)
+        state.pool.shutdown(wait=True)
+        state.scratch.close()
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    async def save(self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool) -> Saved:
+        """See `Writer.save`."""
+        self._check_writable("save")
+        reserved = self._slab_reserved()
+        saved = await self._writer.save(step, flat, metrics, overwrite=overwrite)
+        await self.collector.settle(self.state.tiers[0])
+        if self._slab_reserved() != reserved:
+            self._prefault()
+        return saved
+
+    def _slab_reserved(self) -> int:
+        ram = self.state.tiers[0].ram
+        return ram.slab.reserved if ram is not None else 0
+
+    def _check_writable(self, what: str) -> None:
+        if self._read_only:
+            raise Invalid(f"cannot {what}: the store was opened with read_only=True")
+
+    def is_due(self, step: int) -> bool:
+        """The schedule's answer."""
+        return save_is_due(self.state, step)
+
+    async def reached(self, step: StepId, name: str) -> None:
+        """Return when the tier holds the step.
+
+        Raises:
+            NotFound: it is not going to: not due there, evicted before, or no such tier.
+            TieredCkptError: what keeps the tier from it.
+        """
+        state = self.state
+        tier = state.tier(name)
+        while step not in tier.held:
+            promoter = self.promoters.get(name)
+            if promoter is not None and promoter.is_lost(step):
+                raise NotFound(f"{step} cannot reach tier {name!r}: a chunk of it is intact on no tier")
+            if step not in state.records():
+                raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
+            if tier.error is not None:
+                raise _again(tier.error, f"{step} is not on tier {name!r}: ")
+            if not (is_due(state, step, tier) or (promoter is not None and promoter.busy == step)):
+                raise NotFound(
+                    f"{step} is not due on tier {name!r} by its policy {tier.config.promote!r}; "
+                    f"store.promote({step.step}, {name!r}) sends it there all the same"
+                )
+            await state.changed.wait()
+
+    async def flush(self) -> None:
+        """Wait until every tier has what is due on it, and damage that was found is mended.
+
+        Raises:
+            TieredCkptError: a tier that still lacks a step failed; the others have theirs.
+        """
+        while self._heals:
+            await asyncio.wait(set(self._heals))
+        await self.state.changed.until(
+            lambda: all(promoter.idle or promoter.tier.error is not None for promoter in self.promoters.values())
+        )
+        for promoter in self.promoters.values():
+            if promoter.tier.error is not None and not promoter.idle:
+                raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
+
+    # -- restoring ----------------------------------------------------------------------------------------
+
+    async def look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
+        """The step that a restore takes; None when the store is empty.
+
+        Raises:
+            NotFound: a step number that no tier holds.
+            TierUnavailable: nothing was found, and a tier that may hold something does not answer.
+        """
+        state = self.state
+        records = state.records()
+        if step is None and not records:
+            silent = [tier for tier in state.tiers if tier.marker is None and tier.error is not None]
+            silent = [tier for tier in silent if not (self._read_only and isinstance(tier.error, NotFound))]
+            if silent:
+                raise TierUnavailable(
+                    f"no tier that answers holds a step, and {', '.join(repr(tier.name) for tier in silent)} cannot be "
+                    f"read ({silent[0].error}); to start afresh all the same, take it out of the configuration"
+                )
+            return None
+        found = state.newest() if step is None else None
+        found = found or state.find(step)
+        return found, records[found]
+
+    async def read(
+        self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]
+    ) -> Read:
+        """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
+        begin = time.monotonic()
+        async with StepSource.open(self.state, step) as source:
+            targets = await asyncio.to_thread(targets_for, source.index)
+            sources = await fill(self.state, source, targets)
+            record, damage, unreadable = source.index.record, source.damage, source.unreadable
+        if (damage or unreadable) and not self._read_only:
+            self._heal_behind(step, damage, unreadable)
+        self._events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
+        return Read(step, record, dict(targets), sources)
+
+    async def view(self, step: StepId, keys: Sequence[str]) -> Read | None:
+        """Read-only views of the arrays in RAM; None when the step is not there, or an array is not in one piece.
+
+        Nothing is verified yet: see `check_views`.
+        """
+        tier = self.state.tiers[0]
+        if tier.ram is None or step not in tier.held:
+            return None
+        index = await tier.load_index(step)
+        if not all(can_view(index.arrays[key]) for key in keys):
+            return None
+        arrays = await asyncio.to_thread(view_arrays, tier.ram, step, index.arrays, keys)
+        return Read(step, index.record, arrays, {tier.name: sum(array.nbytes for array in arrays.values())})
+
+    async def check_views(self, step: StepId, keys: Sequence[str]) -> None:
+        """Verify the arrays of a step in RAM; raises `Corrupt` naming those that are damaged, and mends them."""
+        damage = await healing.inspect(self.state, step, self.state.tiers[0])
+        found = sorted({chunk.key for chunk in damage} & set(keys))
+        if damage and not self._read_only:
+            self._heal_behind(step, damage, ())
+        if found:
+            raise Corrupt(f"views of {step} in RAM are damaged: {', '.join(map(repr, found))}; restore it with copy=True")
+
+    def resume_from(self, step: StepId, record: StepRecord) -> None:
+        """Make a step the end of the live line."""
+        self.state.rewind(step, record)
+        self.state.changed.beat()
+
+    def _heal_behind(self, step: StepId, damage: Sequence[Any], unreadable: Sequence[tuple[Tier, TieredCkptError]]) -> None:
+        async def work() -> None:
+            try:
+                for tier, error in unreadable:
+                    if not isinstance(error, TierUnavailable):
+                        await healing.heal_index(self.state, self.collector, step, tier, error)
+                await healing.heal(self.state, self.collector, step, damage)
+            except TieredCkptError as error:
+                _log.error("%s could not be mended: %s", step, error)
+
+        task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
+        self._heals.add(task)
+        task.add_done_callback(self._heals.discard)
+
+    # -- by hand ------------------------------------------------------------------------------------------
+
+    async def promote(self, step: StepId, name: str) -> int:
+        """Copy a step to a tier now, whatever its policy says; the bytes written."""
+        self._check_writable("promote")
+        tier = self.state.tier(name)
+        if tier.ram is not None:
+            raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
+        written = await copy_step(self.state, self.collector, step, tier)
+        await self.collector.settle(tier)
+        return written
+
+    async def evict(self, step: StepId, name: str) -> None:
+        """See `Collector.evict`."""
+        self._check_writable("evict")
+        tier = self.state.tier(name)
+        await self.collector.evict(step, tier)
+        await self.collector.collect(tier, orphans=False)
+
+    async def collect(self) -> list[Collected]:
+        """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead."""
+        self._check_writable("collect")
+        reclaimed = []
+        for tier in self.state.tiers:
+            if not tier.healthy:
+                continue
+            sparse = await self.collector.sparse_packs(tier)
+            if sparse:
+                users = await self.collector.users_of(tier, sparse)
+                self.collector.forget_packs(tier, sparse)
+                for step in users:
+                    await copy_step(self.state, self.collector, step, tier, again=True)
+            reclaimed.append(await self.collector.collect(tier))
+        return reclaimed
+
+    async def verify(self, step: StepId, name: str | None, *, repair: bool) -> list[Verified]:
+        """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
+        if repair:
+            self._check_writable("repair")
+        tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
+        results = []
+        for tier in tiers:
+            if step in tier.held or step in tier.damaged:
+                results.append(await self._verify_on(step, tier, repair=repair))
+        if not results:
+            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+        return results
+
+    async def _verify_on(self, step: StepId, tier: Tier, *, repair: bool) -> Verified:
+        record = self.state.records().get(step)
+        nbytes = record.nbytes if record is not None else 0
+        try:
+            if step in tier.damaged:
+                raise tier.damaged[step]
+            damage = await healing.inspect(self.state, step, tier)
+        except TieredCkptError as error:
+            if repair and not isinstance(error, TierUnavailable):
+                await healing.heal_index(self.state, self.collector, step, tier, error)
+            return Verified(step, tier.name, nbytes, ("tieredckpt/step.json",), step in tier.held, str(error))
+        problems = await healing.heal(self.state, self.collector, step, damage) if repair and damage else []
+        keys = tuple(sorted({found.key for found in damage}))
+        problem = str(problems[0]) if problems else str(damage[0].error) if damage else ""
+        return Verified(step, tier.name, nbytes, keys, bool(damage) and repair and not problems, problem)
+
+
+def _again(error: Exception, prefix: str) -> TieredCkptError:
+    """The tier's error once more, for one caller, with the step it concerns in front."""
+    kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
+    copy = kind(prefix + str(error))
+    copy.__cause__ = error
+    return copy
+
+
+def empty_targets(index: StepIndex, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """New arrays for the given keys of a step."""
+    return {key: np.empty(index.arrays[key].grid.shape, index.arrays[key].dtype) for key in keys}

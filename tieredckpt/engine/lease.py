@@ -1,0 +1,126 @@
+"""Who is writing to a tier: a small renewed file, so that a second store is refused and a dead one is not.
+
+On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.format import layout
+
+__all__ = ["Lease"]
+
+_SIZE_MAX = 4096
+
+
+class _Holder(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    machine: str
+    """Boot id and process namespace: within one, process numbers can be compared."""
+    process: int
+    process_started: str
+    taken_at: float
+    renewed_at: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.taken_at))
+        return f"process {self.process} on {self.host}, since {since}"
+
+
+def _machine() -> str:
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(found)
+
+
+def _started(process: int) -> str | None:
+    """When a process of this machine started, in its kernel's terms; None when there is none (any more)."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return None
+        except OSError:
+            pass
+        return "unknown"
+    return None if state in "ZX" else fields[18]
+
+
+class Lease:
+    """The right to write to one tier, from `acquire` to `release`."""
+
+    def __init__(self, store: BlobStore, tier: str, ttl: float) -> None:
+        self._store = store
+        self._tier = tier
+        self._ttl = ttl
+        self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
+        self._taken_at = time.time()
+
+    async def acquire(self) -> None:
+        """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
+        await self._write()
+        try:
+            await self._refuse_others()
+        except BaseException:
+            await self.release()
+            raise
+
+    async def renew(self) -> None:
+        """Say that this writer is alive. Raises `Conflict` when another took over while it was not heard of."""
+        try:
+            await self._store.stat(self._key)
+        except NotFound:
+            self._taken_at = time.time()  # taken for dead and removed: whoever came since is first now
+        await self._write()
+        await self._refuse_others()
+
+    async def release(self) -> None:
+        await self._store.delete(self._key)
+
+    async def _write(self) -> None:
+        holder = _Holder(
+            host=socket.gethostname(),
+            machine=_machine(),
+            process=os.getpid(),
+            process_started=_started(os.getpid()) or "",
+            taken_at=self._taken_at,
+            renewed_at=time.time(),
+        )
+        await self._store.put(self._key, [msgspec.json.encode(holder)])
+
+    async def _refuse_others(self) -> None:
+        async for info in self._store.list(layout.LEASES):
+            if info.key == self._key:
+                continue
+            try:
+                data = await self._store.get(info.key, limit=_SIZE_MAX)
+                holder = msgspec.json.decode(data, type=_Holder)
+            except (NotFound, msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # released just now, or torn by a crash: neither holds anything
+            if not self._alive(holder):
+                await self._store.delete(info.key)
+            elif (holder.taken_at, info.key) < (self._taken_at, self._key):
+                raise Conflict(
+                    f"tier {self._tier!r} at {self._store.location} is being written to by {holder}; close that store "
+                    f"first, or open this one with read_only=True"
+                )
+
+    def _alive(self, holder: _Holder) -> bool:
+        if holder.machine == _machine():
+            return _started(holder.process) == holder.process_started
+        return time.time() - holder.renewed_at < self._ttl

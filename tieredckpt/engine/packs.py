@@ -1,0 +1,122 @@
+"""Chunks on their way to a durable tier: verified, sealed with a checksum, and written as packs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.ram import aligned
+from tieredckpt.engine.tier import Tier
+from tieredckpt.format import layout
+from tieredckpt.format.crc import crc32c
+from tieredckpt.format.digest import BLOCK, Digester
+from tieredckpt.format.manifest import CHECKSUM_SIZE
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.pack import PackEntry, encode_footer
+
+__all__ = ["Batch", "Payload", "seal", "stored_size", "write_pack", "write_packs"]
+
+_PACKS_IN_FLIGHT = 2
+"""One pack is sealed while another is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A chunk to write: its digest, its bytes (``nbytes`` of ``memory``), and page-aligned room behind them."""
+
+    digest: bytes
+    nbytes: int
+    memory: npt.NDArray[np.uint8]
+
+
+def stored_size(nbytes: int) -> int:
+    """Bytes that a chunk takes in a pack: with its checksum, up to the next page."""
+    return aligned(nbytes + CHECKSUM_SIZE)
+
+
+def seal(payload: Payload) -> bool:
+    """Write the chunk's checksum behind it, in the pass that verifies its digest; False on a mismatch."""
+    digester, crc = Digester(), 0
+    for start in range(0, payload.nbytes, BLOCK):
+        block = payload.memory[start : min(start + BLOCK, payload.nbytes)]
+        digester.update(block)
+        crc = crc32c(block, crc)
+    end = payload.nbytes + CHECKSUM_SIZE
+    payload.memory[payload.nbytes : end] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
+    return digester.digest() == payload.digest
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sealed chunks that become one pack, and the memory that was lent for them until it is written."""
+
+    payloads: list[Payload] = field(default_factory=list)
+    lent: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the pack before its footer."""
+        return sum(stored_size(payload.nbytes) for payload in self.payloads)
+
+
+async def write_packs(tier: Tier, batches: AsyncIterator[Batch]) -> int:
+    """Write every batch as a pack and add its chunks to the tier's index; returns the bytes written.
+
+    The caller holds ``tier.guards_packs``. The next batch is pulled while others are being written.
+    """
+    slots = asyncio.Semaphore(_PACKS_IN_FLIGHT)
+    written = 0
+
+    async def write(batch: Batch) -> None:
+        nonlocal written
+        try:
+            async with batch.lent:
+                written += await write_pack(tier, batch)
+        finally:
+            slots.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            async for batch in batches:
+                await slots.acquire()
+                group.create_task(write(batch))
+    except* Exception as errors:
+        raise _first(errors) from None
+    return written
+
+
+def _first(errors: BaseException) -> BaseException:
+    return _first(errors.exceptions[0]) if isinstance(errors, BaseExceptionGroup) else errors
+
+
+async def write_pack(tier: Tier, batch: Batch) -> int:
+    """Write one batch as a pack; its bytes. The caller holds ``tier.guards_packs``."""
+    key = layout.pack_key(layout.new_pack_id())
+    parts: list[Buffer] = []
+    entries: list[PackEntry] = []
+    offset = 0
+    for payload in batch.payloads:
+        size = stored_size(payload.nbytes)
+        entries.append(PackEntry(payload.digest, offset, payload.nbytes + CHECKSUM_SIZE))
+        parts.append(memoryview(payload.memory[:size]))
+        offset += size
+    parts.append(encode_footer(entries, offset))
+    total = offset + len(parts[-1])
+    begin = time.monotonic()
+    await tier.store.put(key, parts)
+    seconds = time.monotonic() - begin
+    if seconds > 0 and total > 1 << 20:
+        rate = total / seconds
+        tier.write_bandwidth = rate if tier.write_bandwidth is None else 0.7 * tier.write_bandwidth + 0.3 * rate
+    tier.packs[key] = total
+    tier.orphans[key] = time.time()  # until a commit refers to it
+    for entry in entries:
+        tier.chunks[entry.digest] = Extent(key, entry.offset, entry.length)
+    return total

@@ -1,0 +1,247 @@
+"""Restores: every chunk from the nearest tier that has it intact, straight into its place, verified."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.ram import aligned
+from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.digest import BLOCK, Digester, digest
+from tieredckpt.format.grid import cells
+from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["check", "fill", "verify_and_copy"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_RUN_SIZE = 16 << 20
+"""Small neighbouring extents are read together up to this size."""
+_RUN_GAP = 64 << 10
+"""Bytes between two extents that are read rather than skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk and where it goes: ``target`` is the part of the array that the cell covers, without padding."""
+
+    key: str
+    ordinal: int
+    nbytes: int
+    chunk: Chunk
+    target: Bytes
+
+
+@dataclass(slots=True)
+class Run:
+    """Extents of one pack that are read in one go."""
+
+    path: str
+    offset: int
+    end: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
+    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch."""
+    digester = Digester()
+    for start in range(0, source.size, BLOCK):
+        block = source[start : start + BLOCK]
+        digester.update(block)
+        if start < target.size:
+            np.copyto(target[start : start + BLOCK], block[: target.size - start])
+    return digester.digest() == expected
+
+
+async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
+    """Fill every target array with the array of its key, and return the bytes that came from each tier.
+
+    Args:
+        state: of the engine.
+        source: the step.
+        targets: C-contiguous writable arrays of the stored shape and dtype, by key.
+
+    Raises:
+        Corrupt: a chunk is intact on no tier; the message names the array.
+    """
+    sources: dict[str, int] = {}
+    inline, pieces = _pieces(source, targets)
+    for piece in inline:
+        assert isinstance(piece.chunk.where, bytes)
+        if digest(piece.chunk.where) != piece.chunk.digest:
+            raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
+        piece.target[:] = np.frombuffer(piece.chunk.where, dtype=np.uint8)[: piece.target.size]
+        sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.target.size
+    if source.tier.ram is not None:
+        failed = await _from_slab(state, source, pieces)
+    else:
+        failed = await _from_packs(state, source, pieces)
+    lost = {id(piece) for piece in failed}
+    good = sum(piece.target.size for piece in pieces if id(piece) not in lost)
+    if good:
+        sources[source.tier.name] = sources.get(source.tier.name, 0) + good
+    for piece in failed:
+        tier = await _from_elsewhere(state, source, piece)
+        sources[tier.name] = sources.get(tier.name, 0) + piece.target.size
+    return sources
+
+
+async def check(state: State, source: StepSource) -> None:
+    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage."""
+    nothing = np.empty(0, dtype=np.uint8)
+    pieces = [
+        Piece(key, ordinal, array.grid.cell_nbytes, chunk, nothing)
+        for key, array in source.index.arrays.items()
+        for ordinal, chunk in enumerate(array.chunks)
+    ]
+    stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
+    for piece in pieces:
+        if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
+            source.note(source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.key!r} in the index are damaged"))
+    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
+
+
+def _pieces(source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> tuple[list[Piece], list[Piece]]:
+    inline: list[Piece] = []
+    stored: list[Piece] = []
+    for key, target in targets.items():
+        array = source.index.arrays[key]
+        flat = target.reshape(-1).view(np.uint8) if target.size else np.empty(0, np.uint8)
+        for ordinal, (cell, chunk) in enumerate(zip(cells(array.grid), array.chunks, strict=True)):
+            part = flat[cell.start : cell.start + cell.nbytes]
+            piece = Piece(key, ordinal, array.grid.cell_nbytes, chunk, part)
+            (inline if isinstance(chunk.where, bytes) else stored).append(piece)
+    return inline, stored
+
+
+async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
+    assert source.tier.ram is not None
+    slab = source.tier.ram.slab.array
+    waiting = deque(pieces)
+    failed: list[Piece] = []
+
+    def work() -> None:
+        while True:
+            try:
+                piece = waiting.popleft()
+            except IndexError:
+                return
+            assert isinstance(piece.chunk.where, Extent)
+            start = piece.chunk.where.offset
+            if not verify_and_copy(slab[start : start + piece.nbytes], piece.target, piece.chunk.digest):
+                failed.append(piece)
+
+    loop = asyncio.get_running_loop()
+    threads = min(state.config.copy_threads, len(pieces))
+    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)))
+    try:
+        await asyncio.shield(everyone)
+    except asyncio.CancelledError:
+        waiting.clear()
+        await everyone  # nobody writes into the caller's arrays any more
+        raise
+    for piece in failed:
+        source.note(source.tier, piece.key, piece.chunk, Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"))
+    return failed
+
+
+def _runs(pieces: list[Piece]) -> list[Run]:
+    runs: list[Run] = []
+
+    def place(piece: Piece) -> tuple[str, int]:
+        assert isinstance(piece.chunk.where, Extent)
+        return piece.chunk.where.path, piece.chunk.where.offset
+
+    for piece in sorted(pieces, key=place):
+        path, offset = place(piece)
+        end = offset + piece.nbytes
+        last = runs[-1] if runs else None
+        if last and last.path == path and offset - last.end <= _RUN_GAP and end - last.offset <= _RUN_SIZE:
+            last.end = max(last.end, end)
+        else:
+            last = Run(path, offset, end)
+            runs.append(last)
+        last.pieces.append(piece)
+    return runs
+
+
+async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
+    """Read runs of extents through scratch memory, several at a time, as much as that holds."""
+    failed: list[Piece] = []
+    loop = asyncio.get_running_loop()
+
+    def unpack(run: Run, memory: Bytes) -> list[Piece]:
+        bad = []
+        for piece in run.pieces:
+            assert isinstance(piece.chunk.where, Extent)
+            start = piece.chunk.where.offset - run.offset
+            if not verify_and_copy(memory[start : start + piece.nbytes], piece.target, piece.chunk.digest):
+                bad.append(piece)
+        return bad
+
+    async def read(run: Run) -> None:
+        size = run.end - run.offset
+        async with state.scratch.lend(size) as memory:
+            try:
+                await source.tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
+            except (Corrupt, NotFound, TierUnavailable) as error:
+                bad, why = run.pieces, error
+            else:
+                bad = await _uninterrupted(loop.run_in_executor(state.pool, unpack, run, memory))
+                why = Corrupt(f"tier {source.tier.name!r}: bytes of {run.path} are not what was saved")
+        if len(run.pieces) > 1 and bad and isinstance(why, Corrupt | NotFound) and bad is run.pieces:
+            bad = [piece for piece in bad if not await _alone(state, source.tier, piece)]
+        for piece in bad:
+            source.note(source.tier, piece.key, piece.chunk, why)
+        failed.extend(bad)
+
+    waiting = deque(_runs(pieces))
+
+    async def reader() -> None:
+        while waiting:
+            await read(waiting.popleft())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(_READS_IN_FLIGHT, len(waiting))):
+            group.create_task(reader())
+    return failed
+
+
+_READS_IN_FLIGHT = 4
+
+
+async def _alone(state: State, tier: Tier, piece: Piece) -> bool:
+    """Read a chunk by itself, after the run around it failed as a whole."""
+    assert isinstance(piece.chunk.where, Extent)
+    async with state.scratch.lend(piece.nbytes) as memory:
+        try:
+            await tier.store.get_into(piece.chunk.where.path, piece.chunk.where.offset, memoryview(memory[: piece.nbytes]))
+        except TieredCkptError:
+            return False
+        return verify_and_copy(memory[: piece.nbytes], piece.target, piece.chunk.digest)
+
+
+async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:
+    async with state.scratch.lend(aligned(piece.nbytes)) as memory:
+        tier = await source.read(piece.key, piece.ordinal, memory, bad=source.tier)
+        np.copyto(piece.target, memory[: piece.target.size])
+        return tier
+
+
+async def _uninterrupted(running: asyncio.Future[list[Piece]]) -> list[Piece]:
+    """Await a thread that writes to the caller's memory; a cancellation is raised once it has ended."""
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

@@ -1,0 +1,63 @@
+"""A bounded pool of page-aligned, warm memory that chunks pass through on their way to or from a device."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.ram import Slab, aligned
+from tieredckpt.engine.pulse import Pulse
+
+__all__ = ["Scratch"]
+
+
+class Scratch:
+    """Memory lent out by the piece; who asks for more than is free waits. Used on one event loop.
+
+    The pieces are reused, because first-touched pages cost several times what a copy does.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = aligned(capacity)
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("tieredckpt-scratch", os.MFD_CLOEXEC)
+        else:
+            fd, path = tempfile.mkstemp(prefix="tieredckpt-scratch-")
+            os.unlink(path)
+        os.ftruncate(fd, self.capacity)
+        self.slab = Slab(fd, self.capacity)
+        self._returned = Pulse()
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def lend(self, nbytes: int) -> AsyncIterator[npt.NDArray[np.uint8]]:
+        """A writable array of ``nbytes`` rounded up to pages, for the length of the block."""
+        offset = await self.borrow(nbytes)
+        try:
+            yield self.memory(offset, nbytes)
+        finally:
+            self.give_back(offset, nbytes)
+
+    async def borrow(self, nbytes: int) -> int:
+        """The offset of a piece that is to be given back. Waiters are served in their order."""
+        assert aligned(nbytes) <= self.capacity
+        async with self._turn:
+            while (offset := self.slab.allocate(nbytes)) is None:
+                await self._returned.wait()
+            return offset
+
+    def memory(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        return self.slab.array[offset : offset + aligned(nbytes)]
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        self.slab.release(offset, nbytes)
+        self._returned.beat()
+
+    def close(self) -> None:
+        self.slab.close()

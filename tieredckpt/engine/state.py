@@ -1,0 +1,171 @@
+"""What the parts of the engine share: the tiers, the line of steps that is live, and views of both."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tieredckpt.blobs.base import Survives
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine.pulse import Pulse
+from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import NotFound
+from tieredckpt.events import Events
+from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+from tieredckpt.policy import Observed, StepView, StoreView, TierView
+
+__all__ = ["State"]
+
+_SERIALS_SKIPPED_WHEN_BLIND = 10_000
+"""A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
+
+
+@dataclass
+class State:
+    """The engine's memory. Touched on the engine's loop alone."""
+
+    config: StoreConfig
+    tiers: tuple[Tier, ...]
+    events: Events
+    pool: ThreadPoolExecutor
+    """The threads that copy, digest and encode."""
+    scratch: Scratch
+    read_only: bool
+    marker: StoreMarker | None = None
+    changed: Pulse = field(default_factory=Pulse)
+    """Beats whenever a step or a tier changed."""
+    line: tuple[tuple[int, int], ...] = ()
+    """Serials of the live line, as inclusive ranges."""
+    restored_from: StepId | None = None
+    last_serial: int = 0
+    observed: Observed = field(default_factory=lambda: Observed(started_at=time.time()))
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def records(self) -> dict[StepId, StepRecord]:
+        """Every step that some tier holds, by age."""
+        found: dict[StepId, StepRecord] = {}
+        for tier in self.tiers:
+            for step, held in tuple(tier.held.items()):  # at once: `due` asks from the trainer's thread
+                found.setdefault(step, held.record)
+        return dict(sorted(found.items()))
+
+    def holders(self, step: StepId) -> list[Tier]:
+        """The tiers that hold a step, nearest first, those that fail at present last."""
+        holding = [tier for tier in self.tiers if step in tier.held]
+        return sorted(holding, key=lambda tier: not tier.healthy)
+
+    def on_line(self, serial: int) -> bool:
+        """Whether a serial belongs to the line that is being trained, and not to an abandoned one."""
+        return any(first <= serial <= last for first, last in self.line)
+
+    def newest(self) -> StepId | None:
+        """What a restore takes: the newest step of the live line."""
+        return max((step for tier in self.tiers for step in tier.held if self.on_line(step.serial)), default=None)
+
+    def find(self, step: int | None) -> StepId:
+        """The step of that number (the newest without one); on the live line if there, else the newest such.
+
+        Raises:
+            NotFound: no tier holds it; the message lists what there is.
+        """
+        records = self.records()
+        matching = [found for found in records if step is None or found.step == step]
+        if not matching:
+            held = ", ".join(str(found.step) for found in records) or "none"
+            silent = [tier.name for tier in self.tiers if not tier.healthy]
+            hint = f"; not reachable at present: {', '.join(silent)}" if silent else ""
+            raise NotFound(f"no tier holds step {step} (held: {held}{hint})")
+        return max(matching, key=lambda found: (self.on_line(found.serial), found))
+
+    def adopt_line(self) -> None:
+        """Continue from the newest step there is, as after a restart."""
+        records = self.records()
+        newest = max(records, default=None)
+        self.line = records[newest].line if newest else ()
+        serials = [step.serial for tier in self.tiers for step in (*tier.held, *tier.damaged)]
+        blind = any(tier.marker is None for tier in self.tiers)
+        self.last_serial = max(self.last_serial, *serials, 0) + (_SERIALS_SKIPPED_WHEN_BLIND if blind else 0)
+
+    def rewind(self, step: StepId, record: StepRecord) -> None:
+        """Make a restored step the end of the live line; what was saved after it is abandoned."""
+        self.line = tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
+        self.restored_from = step
+
+    def extended_line(self, serial: int) -> tuple[tuple[int, int], ...]:
+        """The live line with a new save at its end."""
+        if self.line and self.line[-1][1] == serial - 1:
+            return (*self.line[:-1], (self.line[-1][0], serial))
+        return (*self.line, (serial, serial))
+
+    # -- tiers --------------------------------------------------------------------------------------------
+
+    def tier(self, name: str) -> Tier:
+        """The tier of that name. Raises `NotFound` with the names there are."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        names = [tier.name for tier in self.tiers]
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise NotFound(f"there is no tier {name!r} (tiers: {', '.join(names)}){hint}")
+
+    # -- views for policies -------------------------------------------------------------------------------
+
+    def view(self, *, and_on: tuple[StepId, Tier] | None = None) -> StoreView:
+        """What policies see; with ``and_on``, as if that tier held that step too."""
+        now = time.time()
+        steps = []
+        for step, record in self.records().items():
+            names = tuple(
+                tier.name for tier in self.tiers if step in tier.held or (and_on is not None and and_on == (step, tier))
+            )
+            steps.append(
+                StepView(
+                    step=step.step,
+                    serial=step.serial,
+                    saved_at=record.saved_at,
+                    age=max(0.0, now - record.saved_at),
+                    nbytes=record.nbytes,
+                    metrics=_numbers(record.metrics.items()),
+                    tiers=names,
+                    on_line=self.on_line(step.serial),
+                )
+            )
+        return StoreView(now=now, steps=tuple(steps), tiers=tuple(self.tier_view(tier) for tier in self.tiers))
+
+    def tier_view(self, tier: Tier) -> TierView:
+        return TierView(
+            name=tier.name,
+            index=tier.index,
+            survives=_SURVIVAL_NAMES[tier.survives],
+            capacity=tier.capacity,
+            used=tier.used,
+            write_bandwidth=tier.write_bandwidth,
+            healthy=tier.healthy,
+        )
+
+
+_SURVIVAL_NAMES: dict[Survives, Literal["process", "node", "site"]] = {
+    Survives.NOTHING: "process",
+    Survives.PROCESS: "process",
+    Survives.NODE: "node",
+    Survives.SITE: "site",
+}
+
+
+def _numbers(metrics: Iterable[tuple[str, float | str]]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics if not isinstance(value, str) or _is_number(value)}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not math.isnan(float(text)) or text == "nan"
+    except ValueError:
+        return False

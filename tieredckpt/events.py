@@ -1,0 +1,147 @@
+"""What a store tells the outside while it works: frozen event values and their distribution.
+
+Events carry plain numbers (bytes, seconds) and names. A listener runs in the engine's thread and must
+return quickly; one that raises is logged and costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = [
+    "ChunkRepaired",
+    "Event",
+    "Events",
+    "SaveFailed",
+    "SaveSkipped",
+    "StepEvicted",
+    "StepPromoted",
+    "StepRestored",
+    "StepSaved",
+    "TierFailed",
+    "TierRecovered",
+]
+
+_log = logging.getLogger("tieredckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSaved(Event):
+    """A step was committed in the first tier; ``seconds`` is what `save` took from the trainer."""
+
+    step: int
+    serial: int
+    tier: str
+    nbytes: int
+    new_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped(Event):
+    """A save was not made, because the slab was full and ``when_full`` says ``skip``."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed(Event):
+    """A save that had returned (``capture="reference"``) could not be completed."""
+
+    step: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class StepPromoted(Event):
+    """A step was committed on a slower tier; ``written`` counts the bytes of its new packs."""
+
+    step: int
+    serial: int
+    tier: str
+    nbytes: int
+    written: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvicted(Event):
+    """A step was retracted from a tier."""
+
+    step: int
+    serial: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRestored(Event):
+    """A step was restored; ``sources`` maps a tier's name to the bytes that came from it."""
+
+    step: int
+    serial: int
+    sources: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRepaired(Event):
+    """Good bytes of a chunk were written back to a tier that had lost or damaged them."""
+
+    step: int
+    key: str
+    tier: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierFailed(Event):
+    """A tier stopped working; it is bypassed, and retried in ``retry_in`` seconds."""
+
+    tier: str
+    error: Exception
+    retry_in: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierRecovered(Event):
+    """A tier works again and catches up."""
+
+    tier: str
+
+
+class Events:
+    """Hands each event to every listener; safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Event], None]] = []
+        self._guards_listeners = threading.Lock()
+
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``listener`` with every event from now on; the returned function ends that."""
+        with self._guards_listeners:
+            self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            with self._guards_listeners:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> None:
+        with self._guards_listeners:
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception:
+                _log.exception("a listener failed on %s", type(event).__name__)

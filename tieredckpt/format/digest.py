@@ -1,0 +1,119 @@
+"""Digests of chunks: XXH3-128, over bytes where they lie or while they are copied.
+
+XXH3 is not cryptographic: it finds damage and equal chunks, it does not stand against forgery. The digest of
+a chunk is the canonical (big-endian) form of https://github.com/Cyan4973/xxHash, seed 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tieredckpt.errors import Invalid
+
+__all__ = ["BLOCK", "NAME", "SIZE", "Bytes", "Digester", "copy_and_digest", "digest", "digest_array"]
+
+NAME: Final = "xxh3-128"
+"""The digest's name as stored with every step."""
+
+SIZE: Final = 16
+"""Bytes of a digest."""
+
+BLOCK: Final = 512 << 10
+"""Bytes copied and hashed at a time: a block is still in the L2 cache when it is hashed, and large enough
+that numpy and xxhash give up the GIL for it. On warm 16 MiB chunks, 256 KiB to 1 MiB were within a tenth of
+each other, and copy and digest ran at 0.7 of the speed of a copy alone, with one thread and with two."""
+
+Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
+"""A C-contiguous buffer."""
+
+_ZEROS = bytes(BLOCK)
+
+
+class Digester:
+    """The digest of bytes that come in pieces."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: Bytes) -> None:
+        """Append ``data``; the GIL is released for a large piece, so ``data`` must not change meanwhile."""
+        # numpy's stubs know the buffer protocol only from Python 3.12 on.
+        buffer: Any = data
+        self._state.update(buffer)
+
+    def digest(self) -> bytes:
+        """Digest of all bytes so far, 16 bytes."""
+        return self._state.digest()
+
+
+def digest(data: Bytes, padding: int = 0) -> bytes:
+    """Digest of ``data`` followed by ``padding`` zero bytes, which are never allocated.
+
+    Raises:
+        Invalid: ``padding`` is negative.
+    """
+    if padding < 0:
+        raise Invalid(f"cannot digest {padding} bytes of padding: it must not be negative")
+    digester = Digester()
+    digester.update(data)
+    for _ in range(padding // BLOCK):
+        digester.update(_ZEROS)
+    digester.update(_ZEROS[: padding % BLOCK])
+    return digester.digest()
+
+
+def digest_array(array: NDArray[np.uint8]) -> bytes:
+    """Digest of a one-dimensional contiguous uint8 array; other threads get the GIL between blocks at least.
+
+    Raises:
+        Invalid: not such an array.
+    """
+    _check(array, "array")
+    digester = Digester()
+    for start in range(0, array.size, BLOCK):
+        digester.update(array[start : start + BLOCK])
+    return digester.digest()
+
+
+def copy_and_digest(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
+    """Copy ``src`` to the start of ``dst``, zero the rest, and return the digest of all of ``dst``: one pass.
+
+    The digest is taken from the copy, so it holds for what is stored even if ``src`` changes meanwhile.
+
+    Args:
+        src: the valid bytes of a cell; one-dimensional, uint8, contiguous, no longer than ``dst``.
+        dst: a whole cell; one-dimensional, uint8, contiguous, writable.
+
+    Raises:
+        Invalid: arrays of another form, or ``src`` longer than ``dst``.
+    """
+    _check(src, "src")
+    _check(dst, "dst")
+    valid = src.size
+    if valid > dst.size:
+        raise Invalid(f"{valid} bytes do not fit into a cell of {dst.size}")
+    digester = Digester()
+    for start in range(0, dst.size, BLOCK):
+        end = min(start + BLOCK, dst.size)
+        block = dst[start:end]
+        if end <= valid:
+            np.copyto(block, src[start:end])
+        else:
+            kept = max(valid - start, 0)
+            block[:kept] = src[start:valid] if kept else 0
+            block[kept:] = 0
+        digester.update(block)
+    return digester.digest()
+
+
+def _check(array: NDArray[np.uint8], name: str) -> None:
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise Invalid(
+            f"{name} must be one-dimensional, contiguous uint8, not {array.ndim}-dimensional {array.dtype}"
+        )

@@ -1,0 +1,100 @@
+"""Every name on disk: of files relative to a tier's root, and of the library's own keys in a step index."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from tieredckpt.errors import Invalid
+
+__all__ = [
+    "CHUNK_DIGESTS",
+    "FORMAT_VERSION",
+    "LEASES",
+    "MARKER",
+    "PACKS",
+    "STEPS",
+    "STEP_RECORD",
+    "btree_key",
+    "manifest_key",
+    "new_pack_id",
+    "pack_key",
+    "parse_pack_key",
+    "parse_step_folder",
+    "step_folder",
+]
+
+FORMAT_VERSION = 1
+"""Version of everything under a root; a reader refuses what it does not know."""
+
+MARKER = "tieredckpt.json"
+"""The file that tells whose root this is; written once."""
+
+STEPS = "steps/"
+PACKS = "packs/"
+LEASES = "leases/"
+
+STEP_RECORD = "tieredckpt/step.json"
+"""Key in a step index: the record of the step, JSON."""
+
+CHUNK_DIGESTS = "tieredckpt/chunks"
+"""Key in a step index: the digests of all chunks, back to back."""
+
+_STEP_FOLDER = re.compile(r"steps/(\d{10,})-(\d{6,})/", re.ASCII)
+_PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
+_PACK_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def step_folder(step: int, serial: int) -> str:
+    """Folder of a step, ``steps/0000001000-000007/`` for step 1000 of serial 7.
+
+    Zero padding makes names sort by step while the numbers keep to 10 and 6 digits; larger ones are longer.
+
+    Raises:
+        Invalid: ``step < 0`` or ``serial < 1``.
+    """
+    if step < 0 or serial < 1:
+        raise Invalid(f"step {step} with serial {serial} has no folder: steps begin at 0, serials at 1")
+    return f"{STEPS}{step:010d}-{serial:06d}/"
+
+
+def parse_step_folder(name: str) -> tuple[int, int] | None:
+    """``(step, serial)`` of a name that `step_folder` makes, None for any other."""
+    match = _STEP_FOLDER.fullmatch(name)
+    # Python refuses to convert thousands of digits; no step number has so many.
+    if match is None or len(name) > 64:
+        return None
+    step, serial = int(match[1]), int(match[2])
+    return (step, serial) if serial >= 1 and step_folder(step, serial) == name else None
+
+
+def manifest_key(step: int, serial: int) -> str:
+    """The commit file of a step. Raises `Invalid` as `step_folder` does."""
+    return step_folder(step, serial) + "manifest.ocdbt"
+
+
+def btree_key(step: int, serial: int) -> str:
+    """The file with the index nodes of a step. Raises `Invalid` as `step_folder` does."""
+    return step_folder(step, serial) + "btree"
+
+
+def new_pack_id() -> str:
+    """A pack's identity: 128 random bits as 32 lower-case hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def pack_key(pack_id: str) -> str:
+    """File of a pack, in one of 256 folders by the first two digits of its identity.
+
+    Raises:
+        Invalid: not 32 lower-case hexadecimal digits.
+    """
+    if not _PACK_ID.fullmatch(pack_id):
+        raise Invalid(f"{pack_id!r} is not a pack id: 32 lower-case hexadecimal digits, see new_pack_id()")
+    return f"{PACKS}{pack_id[:2]}/{pack_id}.pack"
+
+
+def parse_pack_key(key: str) -> str | None:
+    """Identity of the pack in a file that `pack_key` names, None for any other file."""
+    match = _PACK_KEY.fullmatch(key)
+    return match[2] if match else None

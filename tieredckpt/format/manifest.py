@@ -1,0 +1,269 @@
+"""What a commit consists of: the record of a step, its arrays' chunks, and their place in one index.
+
+A step's key space is, in TensorStore's OCDBT format (`tieredckpt.format.ocdbt`):
+
+- ``<array>/zarr.json`` and ``<array>/c/i/j`` for every array, as zarr version 3 has them;
+- ``tieredckpt/step.json``, a `StepRecord`;
+- ``tieredckpt/chunks``, the digests of all chunks: arrays in ascending byte order of their keys, cells in
+  row-major order, 16 bytes each.
+
+The last two are inline values, so that the CRC-32C of the index nodes covers them; one longer than OCDBT's
+limit for those goes on under ``tieredckpt/step.json.1``, ``.2`` and so on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from tieredckpt.errors import Corrupt, TieredCkptError
+from tieredckpt.format import digest as digests
+from tieredckpt.format import layout, ocdbt, zarr
+from tieredckpt.format.crc import crc32c
+from tieredckpt.format.grid import Grid, cell_key, cells
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.structure import Node, array_nodes, check_structure
+
+__all__ = [
+    "CHECKSUM_SIZE",
+    "INLINE_MAX",
+    "ArrayIndex",
+    "Chunk",
+    "StepId",
+    "StepIndex",
+    "StepRecord",
+    "StoreMarker",
+    "decode_marker",
+    "decode_step",
+    "encode_marker",
+    "encode_step",
+    "find_record",
+]
+
+INLINE_MAX = 4096
+"""A chunk of at most this many bytes lies in the index itself: its own extent would be padded to a page."""
+
+CHECKSUM_SIZE = 4
+"""Bytes that zarr's ``crc32c`` codec adds to a chunk on tiers that use it."""
+
+_INLINE_VALUE_MAX = 1 << 20
+
+
+class StepId(NamedTuple):
+    """Identity of a save: its serial in the store's life, and the trainer's step number. Sorts by age."""
+
+    serial: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (serial {self.serial})"
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is stored about a step besides its arrays; ``tieredckpt/step.json``."""
+
+    store: str
+    """Identity of the store, a UUID."""
+    step: int
+    serial: int
+    line: tuple[tuple[int, int], ...]
+    """Serials of this step's history, as inclusive ranges: a rollback ends one and begins the next."""
+    restored_from: int | None
+    """Serial of the step that this run was restored from."""
+    saved_at: float
+    """Seconds since the epoch."""
+    nbytes: int
+    """Bytes of all arrays."""
+    metrics: dict[str, float | str]
+    """Finite numbers as they are; ``"nan"``, ``"inf"`` and ``"-inf"`` as text, which JSON has no number for."""
+    provenance: dict[str, str]
+    policy: dict[str, Any]
+    """The configuration in force, as ``StoreConfig`` dumps it."""
+    structure: Node
+    format_version: int = layout.FORMAT_VERSION
+    digest: str = digests.NAME
+
+    @property
+    def id(self) -> StepId:
+        return StepId(self.serial, self.step)
+
+    def descends_from(self, serial: int) -> bool:
+        """Whether the step with that serial lies on this step's line."""
+        return any(first <= serial <= last for first, last in self.line)
+
+
+class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """``tieredckpt.json`` at the root of every tier: whose it is, and in which format."""
+
+    store: str
+    format_version: int = layout.FORMAT_VERSION
+    digest: str = digests.NAME
+
+
+class Chunk(NamedTuple):
+    """One cell of an array: its digest, and where its bytes are (an extent, or the bytes themselves)."""
+
+    digest: bytes
+    where: Extent | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayIndex:
+    """The chunks of one array, in row-major order of its grid."""
+
+    grid: Grid
+    dtype: np.dtype[Any]
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """A committed step: its record, and its arrays by key."""
+
+    record: StepRecord
+    arrays: dict[str, ArrayIndex]
+
+
+def encode_marker(marker: StoreMarker) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(marker), indent=2) + b"\n"
+
+
+def decode_marker(data: bytes, where: str) -> StoreMarker:
+    """Raises `Corrupt` for anything but a marker of a format that this version reads."""
+    try:
+        marker = msgspec.json.decode(data, type=StoreMarker)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Corrupt(f"{where}/{layout.MARKER} does not mark a tieredckpt store: {error}") from error
+    if marker.format_version != layout.FORMAT_VERSION or marker.digest != digests.NAME:
+        raise Corrupt(
+            f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "
+            f"format {layout.FORMAT_VERSION} with {digests.NAME!r}: use a newer tieredckpt"
+        )
+    return marker
+
+
+def encode_step(
+    record: StepRecord, arrays: Mapping[str, ArrayIndex], *, btree_path: str, checksum: bool
+) -> ocdbt.Index:
+    """The two files that commit a step: the index nodes (``btree_path``) and the manifest.
+
+    Args:
+        record: of the step.
+        arrays: every array; extents are relative to the tier's root and include the checksum if there is one.
+        btree_path: where the nodes will be, relative to the tier's root.
+        checksum: whether this tier's chunks carry zarr's ``crc32c``.
+    """
+    entries: list[tuple[bytes, bytes | Extent]] = []
+    digest_parts: list[bytes] = []
+    for key in sorted(arrays, key=str.encode):
+        array = arrays[key]
+        prefix = key.encode()
+        metadata = zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, checksum)
+        entries.append((prefix + b"/zarr.json", metadata))
+        for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
+            where = chunk.where
+            if checksum and isinstance(where, bytes):
+                where += crc32c(where).to_bytes(CHECKSUM_SIZE, "little")
+            entries.append((prefix + b"/" + cell_key(cell.index).encode(), where))
+            digest_parts.append(chunk.digest)
+    entries += _in_parts(layout.STEP_RECORD, msgspec.json.encode(record))
+    entries += _in_parts(layout.CHUNK_DIGESTS, b"".join(digest_parts))
+    entries.sort(key=itemgetter(0))
+    return ocdbt.encode(
+        entries,
+        btree_path,
+        uuid=bytes.fromhex(record.store.replace("-", "")),
+        commit_time_ns=time.time_ns(),
+    )
+
+
+def _in_parts(name: str, value: bytes) -> list[tuple[bytes, bytes | Extent]]:
+    pieces = [value[i : i + _INLINE_VALUE_MAX] for i in range(0, len(value), _INLINE_VALUE_MAX)] or [b""]
+    return [(_part_key(name, i), piece) for i, piece in enumerate(pieces)]
+
+
+def _part_key(name: str, part: int) -> bytes:
+    return f"{name}.{part}".encode() if part else name.encode()
+
+
+def _join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where: str) -> bytes:
+    pieces = []
+    for part in count():
+        piece = get(_part_key(name, part))
+        if piece is None:
+            break
+        if not isinstance(piece, bytes):
+            raise Corrupt(f"{where}: {name} lies outside the index")
+        pieces.append(piece)
+    if not pieces:
+        raise Corrupt(f"{where}: the index has no {name}")
+    return b"".join(pieces)
+
+
+def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
+    """The record alone, without decoding the chunks. Raises `Corrupt`."""
+    data = _join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
+    return _decode_record(data, btree_path)
+
+
+def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
+    """Everything about a step, from its two files. Raises `Corrupt` for anything that does not fit together."""
+    values = dict(ocdbt.decode(manifest, btree, btree_path))
+    record = _decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
+    table = _join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
+    arrays: dict[str, ArrayIndex] = {}
+    taken = 0
+    for name in sorted(name for name in values if name.endswith(b"/zarr.json")):
+        prefix = name[: -len(b"/zarr.json")]
+        where = f"{btree_path}: array {prefix!r}"
+        metadata = values[name]
+        if not isinstance(metadata, bytes):
+            raise Corrupt(f"{where} has metadata outside the index")
+        try:
+            key = prefix.decode()
+            shape, dtype, cell = zarr.parse_array_metadata(metadata)
+        except (UnicodeDecodeError, TieredCkptError) as error:
+            raise Corrupt(f"{where} has unreadable metadata: {error}") from error
+        grid = Grid(shape, cell, dtype.itemsize)
+        end = taken + grid.size * digests.SIZE
+        if end > len(table):
+            raise Corrupt(f"{where} has {grid.size} chunks, more than there are digests")
+        chunks = []
+        for position in cells(grid):
+            value = values.get(prefix + b"/" + cell_key(position.index).encode())
+            digest = table[taken : taken + digests.SIZE]
+            taken += digests.SIZE
+            chunks.append(Chunk(digest, _chunk_location(value, grid.cell_nbytes, where)))
+        arrays[key] = ArrayIndex(grid, dtype, chunks)
+    if taken != len(table) or len(values) != len(arrays) + taken // digests.SIZE:
+        raise Corrupt(f"{btree_path}: arrays, chunks and digests do not match in number")
+    for node in array_nodes(record.structure):
+        found = arrays.get(node.key)
+        if found is None or found.grid.shape != node.shape or zarr.dtype_name(found.dtype) != node.dtype:
+            raise Corrupt(f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree")
+    return StepIndex(record, arrays)
+
+
+def _chunk_location(value: bytes | Extent | None, nbytes: int, where: str) -> bytes | Extent:
+    length = len(value) if isinstance(value, bytes) else value.length if value is not None else -1
+    if value is None or length not in (nbytes, nbytes + CHECKSUM_SIZE):
+        raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {length}")
+    return value[:nbytes] if isinstance(value, bytes) else value
+
+
+def _decode_record(data: bytes, where: str) -> StepRecord:
+    try:
+        record = msgspec.json.decode(data, type=StepRecord)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Corrupt(f"{where}: {layout.STEP_RECORD} cannot be read: {error}") from error
+    if record.format_version != layout.FORMAT_VERSION or record.digest != digests.NAME:
+        raise Corrupt(f"{where}: a step of format {record.format_version}; use a newer tieredckpt")
+    check_structure(record.structure)
+    return record

@@ -1,0 +1,337 @@
+"""The structure of a tree as a step stores it: containers, the names of arrays, and inline scalars.
+
+A structure is JSON of tagged objects and says only what data is: no class path, no repr, nothing to execute.
+A namedtuple, dataclass or custom container keeps its field names; which class it was is for the reader's
+``like`` to say.
+
+Containers nest at most `MAX_DEPTH` deep. The key of every array is the path that leads to it (see
+`tieredckpt.format.keys`). Floats are the 16 hexadecimal digits of their IEEE 754 bits, so that -0.0 and the
+payload of a NaN survive; integers beyond 2**53 are hexadecimal strings, bytes are base64.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format.keys import LEAF_KEY, MAX_KEY_BYTES, ROOT, child_key, show_key
+from tieredckpt.format.zarr import dtype_from_name
+
+__all__ = [
+    "CONTAINERS",
+    "MAX_DEPTH",
+    "MAX_INLINE_BYTES",
+    "MAX_JSON_INT",
+    "MAX_RANK",
+    "MAX_STRUCTURE_BYTES",
+    "ArrayNode",
+    "BoolNode",
+    "BytesNode",
+    "ComplexNode",
+    "ContainerNode",
+    "CustomNode",
+    "DataclassNode",
+    "DictNode",
+    "FloatNode",
+    "IntNode",
+    "Kind",
+    "ListNode",
+    "NamedTupleNode",
+    "Node",
+    "NoneNode",
+    "StrNode",
+    "TupleNode",
+    "array_nodes",
+    "check_structure",
+    "container",
+    "decode_structure",
+    "encode_structure",
+    "names_of",
+    "scalar_node",
+    "scalar_value",
+    "walk",
+]
+
+MAX_DEPTH: Final = 256
+"""Containers inside containers, the outermost counted."""
+
+MAX_INLINE_BYTES: Final = 1 << 20
+"""Largest inline str, bytes or int, in bytes; larger data belongs in an array."""
+
+MAX_JSON_INT: Final = 1 << 53
+"""Largest magnitude of an int that is a JSON number, and of an int that is a dict key."""
+
+MAX_RANK: Final = 32
+"""Most dimensions of an array: what stock TensorStore opens."""
+
+MAX_STRUCTURE_BYTES: Final = 256 << 20
+"""Largest structure, in bytes of JSON."""
+
+Kind = Literal["numpy", "numpy-scalar", "torch", "jax", "jax-key"]
+"""What an array was in the tree that was saved."""
+
+_Small = Annotated[int, msgspec.Meta(ge=-MAX_JSON_INT, le=MAX_JSON_INT)]
+_Bits = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+_Hex = Annotated[str, msgspec.Meta(pattern=r"\A-?0x[0-9a-f]+\Z", max_length=2 * MAX_INLINE_BYTES + 4)]
+_Name = _Small | Annotated[str, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+_Length = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    children: list[Node]
+
+
+class ListNode(_Sequence, frozen=True, tag="list"):
+    """A list."""
+
+
+class TupleNode(_Sequence, frozen=True, tag="tuple"):
+    """A tuple without field names."""
+
+
+class _Keyed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: list[_Name]
+    children: list[Node]
+
+
+class DictNode(_Keyed, frozen=True, tag="dict"):
+    """A dict; its keys keep their type and order."""
+
+
+class NamedTupleNode(_Keyed, frozen=True, tag="namedtuple"):
+    """A namedtuple, by field names."""
+
+
+class DataclassNode(_Keyed, frozen=True, tag="dataclass"):
+    """A dataclass instance, by field names."""
+
+
+class CustomNode(_Keyed, frozen=True, tag="custom"):
+    """A container of a type registered with a pytree library, by the names it gives its children."""
+
+
+class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="array"):
+    """An array: key, and dtype and shape as stored; of a typed PRNG key those of its data, and ``prng``."""
+
+    key: str
+    dtype: str
+    shape: tuple[_Length, ...]
+    kind: Kind
+    prng: str | None = None
+
+
+class IntNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="int"):
+    value: _Small | _Hex
+
+
+class FloatNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="float"):
+    bits: _Bits
+
+
+class ComplexNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="complex"):
+    real: _Bits
+    imag: _Bits
+
+
+class BoolNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bool"):
+    value: bool
+
+
+class StrNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="str"):
+    value: Annotated[str, msgspec.Meta(max_length=MAX_INLINE_BYTES)]
+
+
+class BytesNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bytes"):
+    value: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE_BYTES)]
+
+
+class NoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="none"):
+    pass
+
+
+ContainerNode: TypeAlias = DictNode | ListNode | TupleNode | NamedTupleNode | DataclassNode | CustomNode
+ScalarNode: TypeAlias = IntNode | FloatNode | ComplexNode | BoolNode | StrNode | BytesNode | NoneNode
+Node: TypeAlias = ContainerNode | ArrayNode | ScalarNode
+
+CONTAINERS: Final = (DictNode, ListNode, TupleNode, NamedTupleNode, DataclassNode, CustomNode)
+
+
+def container(kind: type[ContainerNode], names: Sequence[str | int], children: list[Node]) -> ContainerNode:
+    """A container of ``kind``; the names of a list or tuple are its indices and are not stored."""
+    if issubclass(kind, _Sequence):
+        return kind(children)
+    return kind(list(names), children)
+
+
+def names_of(node: ContainerNode) -> Sequence[str | int]:
+    """Names of the children of ``node``, in their order."""
+    return range(len(node.children)) if isinstance(node, _Sequence) else node.keys
+
+
+def walk(structure: Node) -> Iterator[tuple[str, Node]]:
+    """Path and node of everything in ``structure``, parents first; a bare leaf comes with `LEAF_KEY`."""
+    stack = [(ROOT if isinstance(structure, CONTAINERS) else LEAF_KEY, structure)]
+    while stack:
+        path, node = stack.pop()
+        yield path, node
+        if isinstance(node, CONTAINERS):
+            names = names_of(node)
+            stack.extend(
+                (child_key(path, name), child)
+                for name, child in zip(reversed(names), reversed(node.children), strict=True)
+            )
+
+
+def array_nodes(structure: Node) -> Iterator[ArrayNode]:
+    """The arrays of ``structure``, in order."""
+    return (node for _, node in walk(structure) if isinstance(node, ArrayNode))
+
+
+def scalar_node(key: str, value: object) -> ScalarNode | None:
+    """``value`` as an inline scalar: an int, float, complex, bool, str, bytes or None; else None.
+
+    Subclasses are not scalars: they would not come back as what they were. Raises `Invalid`, naming ``key``,
+    for a str that UTF-8 cannot hold and for one larger than `MAX_INLINE_BYTES`.
+    """
+    make = _SCALARS.get(type(value))
+    return None if make is None else make(key, value)
+
+
+def scalar_value(node: ScalarNode) -> int | float | complex | bool | str | bytes | None:
+    """The Python scalar that ``node`` holds."""
+    match node:
+        case IntNode(value=str(digits)):
+            return int(digits, 16)
+        case FloatNode(bits=bits):
+            return _from_bits(bits)
+        case ComplexNode(real=real, imag=imag):
+            return complex(_from_bits(real), _from_bits(imag))
+        case NoneNode():
+            return None
+        case _:
+            return node.value
+
+
+def encode_structure(structure: Node) -> bytes:
+    """``structure`` as JSON; `decode_structure` is the inverse. `Invalid` beyond `MAX_STRUCTURE_BYTES`."""
+    data = msgspec.json.encode(structure)
+    if len(data) > MAX_STRUCTURE_BYTES:
+        raise Invalid(
+            f"the structure of the tree takes {len(data)} bytes of JSON, more than {MAX_STRUCTURE_BYTES}; "
+            f"join small leaves into arrays"
+        )
+    return data
+
+
+def decode_structure(data: bytes) -> Node:
+    """The structure in ``data``; whatever is wrong with it is `Corrupt`."""
+    if len(data) > MAX_STRUCTURE_BYTES:
+        raise Corrupt(f"a tree structure of {len(data)} bytes exceeds the limit of {MAX_STRUCTURE_BYTES}")
+    try:
+        structure = _DECODER.decode(data)
+    except RecursionError:
+        raise Corrupt(f"a tree structure nests deeper than the limit of {MAX_DEPTH}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Corrupt(f"a tree structure is malformed: {error}") from error
+    check_structure(structure)
+    return structure
+
+
+def check_structure(structure: Node) -> None:
+    """`Corrupt` unless ``structure``, as decoded, keeps the rules that its types cannot state.
+
+    `decode_structure` calls this; whoever decodes a structure as part of a larger record must.
+    """
+    stack = [(ROOT if isinstance(structure, CONTAINERS) else LEAF_KEY, structure, 1)]
+    while stack:
+        path, node, depth = stack.pop()
+        if isinstance(node, CONTAINERS):
+            if depth > MAX_DEPTH:
+                raise Corrupt(f"a tree structure nests deeper than the limit of {MAX_DEPTH}")
+            names = names_of(node)
+            if len(names) != len(node.children):
+                raise Corrupt(f"container {show_key(path)} has {len(names)} keys for {len(node.children)}")
+            keys = [child_key(path, name) for name in names]
+            if len(set(keys)) != len(keys):
+                raise Corrupt(f"container {show_key(path)} has two children of one key")
+            stack.extend((key, child, depth + 1) for key, child in zip(keys, node.children, strict=True))
+        elif isinstance(node, ArrayNode):
+            _check_array(path, node)
+
+
+def _check_array(path: str, node: ArrayNode) -> None:
+    if node.key != path:
+        raise Corrupt(f"array {show_key(path)} is stored under the key {node.key!r}")
+    if len(path.encode()) > MAX_KEY_BYTES:
+        raise Corrupt(f"array {path[:64]!r}… has a key of more than {MAX_KEY_BYTES} bytes")
+    try:
+        dtype = dtype_from_name(node.dtype)
+    except Invalid as error:
+        raise Corrupt(f"array {path!r} has the unknown dtype {node.dtype[:64]!r}") from error
+    if len(node.shape) > MAX_RANK or math.prod(node.shape) * dtype.itemsize >= 1 << 63:
+        raise Corrupt(f"array {path!r} has an impossible shape: {node.shape}")
+    if node.kind == "numpy-scalar" and node.shape:
+        raise Corrupt(f"array {path!r} is a scalar of shape {node.shape}")
+    if (node.prng is not None) != (node.kind == "jax-key"):
+        raise Corrupt(f"array {path!r} of kind {node.kind!r} has the PRNG {node.prng!r}")
+
+
+def _int_node(key: str, value: int) -> IntNode:
+    if -MAX_JSON_INT <= value <= MAX_JSON_INT:
+        return IntNode(value)
+    if value.bit_length() > 8 * MAX_INLINE_BYTES:
+        raise _too_large(key, "int", (value.bit_length() + 7) // 8)
+    # Hexadecimal: the interpreter limits decimal conversion to some thousand digits.
+    return IntNode(hex(value))
+
+
+def _str_node(key: str, value: str) -> StrNode:
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise Invalid(
+            f"leaf {key!r}: the str holds a lone surrogate, which UTF-8 cannot; store bytes (os.fsencode)"
+        ) from error
+    if size > MAX_INLINE_BYTES:
+        raise _too_large(key, "str", size)
+    return StrNode(value)
+
+
+def _bytes_node(key: str, value: bytes) -> BytesNode:
+    if len(value) > MAX_INLINE_BYTES:
+        raise _too_large(key, "bytes", len(value))
+    return BytesNode(value)
+
+
+def _too_large(key: str, what: str, size: int) -> Invalid:
+    return Invalid(
+        f"leaf {key!r}: {what} of {size} bytes exceeds the limit of {MAX_INLINE_BYTES} for inline values; "
+        f"store it as a uint8 array (np.frombuffer)"
+    )
+
+
+def _bits(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+def _from_bits(bits: str) -> float:
+    value: float = struct.unpack(">d", bytes.fromhex(bits))[0]
+    return value
+
+
+_SCALARS: dict[type, Callable[[str, Any], ScalarNode]] = {
+    int: _int_node,
+    float: lambda key, value: FloatNode(_bits(value)),
+    complex: lambda key, value: ComplexNode(_bits(value.real), _bits(value.imag)),
+    bool: lambda key, value: BoolNode(value),
+    str: _str_node,
+    bytes: _bytes_node,
+    type(None): lambda key, value: NoneNode(),
+}
+
+_DECODER: msgspec.json.Decoder[Node] = msgspec.json.Decoder(Node)

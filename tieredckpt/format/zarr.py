@@ -1,0 +1,174 @@
+"""The ``zarr.json`` of an array, and the names of dtypes, both ways.
+
+zarr version 3 (https://zarr-specs.readthedocs.io) as TensorStore reads it: a regular grid, the default chunk
+key encoding, the codec ``bytes``, and ``crc32c`` after it on tiers that want stock readers to notice damage.
+
+Two kinds of names. A *zarr data type* is what the metadata says (``float32``, ``bfloat16``). A *dtype name*
+also says what zarr keeps elsewhere or cannot say: a byte order that is not little as a suffix
+(``float32:big``), and time units (``datetime64[ns]``, ``timedelta64[25s]``), whose arrays are zarr ``int64``.
+Sub-byte types (``int4``, ``float4_e2m1fn``) take a byte per item, as in ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format.grid import Grid, check
+
+__all__ = ["array_metadata", "dtype_from_name", "dtype_name", "parse_array_metadata"]
+
+_BUILTIN = (
+    "bool",
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+# What ml_dtypes has and TensorStore 0.1.86 does not open as zarr3 is left out: uint2, uint4, float6_e2m3fn,
+# float6_e3m2fn, float8_e4m3, bcomplex32, complex32.
+_EXTENDED = (
+    *("bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int4", "int2"),
+)
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    **{name: np.dtype(name).newbyteorder("<") for name in _BUILTIN},
+    # int2 came to ml_dtypes later than the rest.
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)},
+}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_BIG = ":big"
+_MAX_METADATA = 1 << 16
+
+
+@lru_cache(maxsize=1024)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name under which a dtype is stored; `dtype_from_name` is its inverse.
+
+    Raises:
+        Invalid: a dtype that zarr cannot hold: object, strings, structured, long double, and the like.
+    """
+    name = _zarr_type(dtype)
+    if dtype.kind in "mM":
+        name = dtype.newbyteorder("<").name
+    return name + (_BIG if _endian(dtype) == "big" else "")
+
+
+@lru_cache(maxsize=1024)
+def dtype_from_name(name: str) -> np.dtype[Any]:
+    """The dtype that `dtype_name` calls ``name``.
+
+    Raises:
+        Invalid: a name that it never gives.
+    """
+    base = name.removesuffix(_BIG)
+    dtype: np.dtype[Any] | None = _DTYPES.get(base)
+    if base.startswith(("datetime64[", "timedelta64[")) and "generic" not in base:
+        try:
+            dtype = np.dtype(base).newbyteorder("<")
+        except (TypeError, ValueError):
+            dtype = None
+    if dtype is not None and base != name:
+        dtype = dtype.newbyteorder(">")
+    # Aliases ("datetime64[1ns]") and byte orders of what has none would make two names of one dtype.
+    if dtype is None or dtype_name(dtype) != name:
+        raise Invalid(f"{name!r} names no dtype that a checkpoint can hold")
+    return dtype
+
+
+@lru_cache(maxsize=4096)
+def array_metadata(
+    shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool
+) -> bytes:
+    """The ``zarr.json`` of an array.
+
+    Args:
+        shape: of the array.
+        dtype: of the array; its byte order is that of the chunks.
+        cell: shape of a chunk, as `tieredckpt.format.grid.plan` chose it.
+        checksum: whether each chunk is followed by its CRC-32C.
+
+    Raises:
+        Invalid: a dtype that zarr cannot hold.
+    """
+    return json.dumps(_metadata(shape, dtype, cell, checksum), separators=(",", ":")).encode()
+
+
+def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...]]:
+    """Shape, dtype and cell shape from a ``zarr.json`` that `array_metadata` wrote, with or without checksum.
+
+    Times come back as the int64 that they are stored as; the byte order is that of the chunks.
+
+    Raises:
+        Corrupt: anything else, valid zarr that this library never writes included.
+    """
+    if len(data) > _MAX_METADATA:
+        raise Corrupt(f"zarr.json of {len(data)} bytes: more than any array needs")
+    try:
+        metadata = json.loads(data)
+        shape = _axes(metadata["shape"])
+        cell = _axes(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        codecs = metadata["codecs"]
+        big = codecs[0].get("configuration") == {"endian": "big"}
+        dtype = dtype_from_name(metadata["data_type"] + (_BIG if big else ""))
+        check(Grid(shape, cell, dtype.itemsize))
+        # json.dumps tells 1 from True and 1.0, which compare equal.
+        found = json.dumps(metadata, sort_keys=True)
+        expected = json.dumps(_metadata(shape, dtype, cell, len(codecs) > 1), sort_keys=True)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"zarr.json is not one that tieredckpt writes: {error!r:.200}") from error
+    if found != expected:
+        raise Corrupt(f"zarr.json is not one that tieredckpt writes: {data[:200]!r}")
+    return shape, dtype, cell
+
+
+def _metadata(
+    shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool
+) -> dict[str, Any]:
+    data_type = _zarr_type(dtype)
+    codec: dict[str, Any] = {"name": "bytes"}
+    if (endian := _endian(dtype)) is not None:
+        codec["configuration"] = {"endian": endian}
+    fill: object = False if dtype.kind == "b" else [0.0, 0.0] if dtype.kind == "c" else 0
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [int(axis) for axis in shape],
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(axis) for axis in cell]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [codec, {"name": "crc32c"}] if checksum else [codec],
+        "attributes": {},
+    }
+
+
+def _zarr_type(dtype: np.dtype[Any]) -> str:
+    """The zarr data type that holds a dtype's bytes. Raises `Invalid` if none does."""
+    if dtype.kind in "mM" and np.datetime_data(dtype)[0] != "generic":
+        return "int64"
+    name = _NAMES.get(dtype.newbyteorder("<"))
+    if name is None or dtype.fields is not None:
+        raise Invalid(
+            f"dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a unit; "
+            f"zarr holds {', '.join(_DTYPES)}"
+        )
+    return name
+
+
+def _endian(dtype: np.dtype[Any]) -> str | None:
+    """``little``, ``big``, or None where a single byte has no order."""
+    if dtype.itemsize == 1:
+        return None
+    order = dtype.byteorder
+    return "big" if order == ">" or (order == "=" and sys.byteorder == "big") else "little"
+
+
+def _axes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(axis) is int for axis in value):
+        raise TypeError(f"{value!r} is not a list of integers")
+    return tuple(value)

@@ -1,0 +1,399 @@
+"""The questions that policies answer, the frozen views they see, and how a policy is found by its kind.
+
+A policy is a frozen pydantic model with a literal ``kind``, pure and synchronous: from the views it is
+handed it answers one question, always in the same way. It reads no clock, file or random number, so that
+the simulator can drive the very same object. Policies propose; the engine disposes.
+
+::
+
+    class Milestones(Promotion):
+        kind: Literal["milestones"] = "milestones"
+        steps: tuple[int, ...]
+
+        def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+            return step.step in self.steps
+
+A package offers policies through entry points of the group ``tieredckpt.policies``. The name of an entry
+point is the question, a dot and the kind, and its value is the class; so a kind may answer several
+questions, each with a class of its own::
+
+    [project.entry-points."tieredckpt.policies"]
+    "promotion.milestones" = "my_policies:Milestones"
+
+A script offers its own through `register`. A class is imported only when its kind is asked for, and one that
+cannot be imported harms nobody who does not use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args
+
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError
+
+from tieredckpt.errors import Conflict, Invalid
+from tieredckpt.settings import Settings, did_you_mean, explain, problems, refusal
+
+__all__ = [
+    "GROUP",
+    "QUESTIONS",
+    "AnyEviction",
+    "AnyPromotion",
+    "AnyRetention",
+    "AnySchedule",
+    "Eviction",
+    "Observed",
+    "Policy",
+    "Promotion",
+    "Retention",
+    "Schedule",
+    "StepView",
+    "StoreView",
+    "TierView",
+    "parse",
+    "register",
+    "registered",
+]
+
+GROUP = "tieredckpt.policies"
+"""The entry-point group of policies."""
+
+_NESTING_LIMIT = 32
+"""How deep a stored policy may nest: its JSON may come from a hostile store."""
+
+_log = logging.getLogger("tieredckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One saved step, as it is when the policy is asked."""
+
+    step: int
+    """The trainer's number; after a rollback it may occur again under a higher serial."""
+    serial: int
+    """The number of the save in the store's life; unique."""
+    saved_at: float
+    """Seconds since the epoch."""
+    age: float
+    """Seconds from ``saved_at`` to ``StoreView.now``."""
+    nbytes: int
+    """Bytes of all its arrays, before chunks are shared with other steps."""
+    metrics: Mapping[str, float]
+    tiers: tuple[str, ...]
+    """Names of the tiers that hold it committed."""
+    on_line: bool = True
+    """False for a step of a line that was abandoned by restoring an earlier step and saving on from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier, as it is when the policy is asked."""
+
+    name: str
+    index: int
+    """0 is the nearest."""
+    survives: Literal["process", "node", "site"]
+    capacity: int | None
+    """Bytes; None where no bound is known."""
+    used: int
+    """Bytes."""
+    write_bandwidth: float | None
+    """Bytes a second seen lately; None before the first write."""
+    healthy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """The whole store, as it is when the policy is asked."""
+
+    now: float
+    """Seconds since the epoch."""
+    steps: tuple[StepView, ...]
+    """Every step that some tier holds, ascending by serial."""
+    tiers: tuple[TierView, ...]
+    """Nearest first."""
+
+    def on(self, tier: str) -> tuple[StepView, ...]:
+        """The steps that the tier of this name holds, abandoned ones included, ascending by serial."""
+        return tuple(step for step in self.steps if tier in step.tiers)
+
+    def line_on(self, tier: str) -> tuple[StepView, ...]:
+        """The steps that the tier holds and that are not abandoned, ascending by serial."""
+        return tuple(step for step in self.steps if step.on_line and tier in step.tiers)
+
+    @property
+    def newest(self) -> StepView | None:
+        """The newest step that is not abandoned: what a restore would take."""
+        return next((step for step in reversed(self.steps) if step.on_line), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the trainer's process has seen of its own saves, for schedules."""
+
+    started_at: float
+    """When the store was opened, in seconds since the epoch."""
+    last_save_step: int | None = None
+    """Of this process; after a restore and before the first save, the step that was restored."""
+    last_save_at: float | None = None
+    """Seconds since the epoch; None before this process's first save."""
+    save_count: int = 0
+    """Saves of this process."""
+    stall_seconds: float | None = None
+    """What a save takes from the trainer, a recent mean; None before the first save."""
+    step_seconds: float | None = None
+    """Time of one training step without saves, a recent mean; None before two steps were seen."""
+
+
+class Policy(Settings):
+    """Base of the four questions; derive from one of those, never from this."""
+
+    question: ClassVar[str] = ""
+    """The first half of an entry point's name."""
+    answer: ClassVar[str] = ""
+    """The method that a policy of this question defines."""
+
+    kind: str
+    """A class narrows it to one literal, and gives that as the default."""
+
+    @classmethod
+    def noun(cls) -> str:
+        return f"the {cls.question} policy `{_kind(cls)}`"
+
+    def _unanswered(self) -> NoReturn:
+        # Not an abstract method: mypy forbids to pass abstract classes by value, as in parse(Promotion, …).
+        raise NotImplementedError(f"{type(self).__name__} does not define {self.answer}()")
+
+
+class Promotion(Policy):
+    """Should this step go to this tier?"""
+
+    question = "promotion"
+    answer = "promotes"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        """Whether ``step``, committed on a nearer tier, is copied to ``tier``."""
+        self._unanswered()
+
+
+class Retention(Policy):
+    """Which steps stay on this tier?"""
+
+    question = "retention"
+    answer = "retains"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        """Serials of the steps that must stay on ``tier``; the others may leave it."""
+        self._unanswered()
+
+
+class Eviction(Policy):
+    """In which order do the others leave when room is needed?"""
+
+    question = "eviction"
+    answer = "order"
+
+    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
+        """The serial of each of ``candidates`` once, first to leave first.
+
+        The engine moves steps of abandoned lines to the front, whatever this answers.
+        """
+        self._unanswered()
+
+
+class Schedule(Policy):
+    """Is a save due now?"""
+
+    question = "schedule"
+    answer = "due"
+
+    def due(self, step: int, store: StoreView, observed: Observed) -> bool:
+        """Whether the trainer should save, having finished ``step``."""
+        self._unanswered()
+
+
+QUESTIONS: tuple[type[Policy], ...] = (Promotion, Retention, Eviction, Schedule)
+
+P = TypeVar("P", bound=Policy)
+
+
+_offered: dict[str, type[Policy]] = {}
+"""What `register` was given, by the name that its entry point would have."""
+
+
+def register(policy: type[P]) -> type[P]:
+    """Offer a policy class to `parse` without an entry point; usable as a decorator.
+
+    Registering a class again, or its new version in a notebook, is fine. Raises `Conflict` when another
+    class has its question and kind, `Invalid` when it is not a complete policy.
+    """
+    _check(policy)
+    name = f"{policy.question}.{_kind(policy)}"
+    before = _offered.get(name)
+    others = {entry.value for entry in _entry_points().get(name, ())} | ({_path(before)} if before else set())
+    if others - {_path(policy)}:
+        raise Conflict(
+            f"the kind {_kind(policy)!r} of {policy.question} is taken by {', '.join(sorted(others))}; "
+            f"give {_path(policy)} another kind"
+        )
+    _offered[name] = policy
+    return policy
+
+
+def registered(base: type[P]) -> dict[str, type[P]]:
+    """Every class that answers the question of ``base`` (such as `Promotion`), by kind.
+
+    Entry points that cannot be loaded are left out, with a warning in the log ``tieredckpt``.
+    """
+    found: dict[str, type[P]] = {}
+    for kind in _kinds(base):
+        try:
+            found[kind] = _load(base, kind)
+        except Invalid as error:
+            _log.warning("%s", error)
+    return found
+
+
+def parse(base: type[P], data: object) -> P:
+    """The policy that ``data`` describes: a table with its ``kind``, the bare kind, or a policy itself.
+
+    ``base`` is the question, such as `Retention`. Raises `Invalid` with one line per problem.
+    """
+    try:
+        return _choose(base, data)
+    except ValidationError as error:
+        raise Invalid(explain(problems(error, (base.question,)))) from error
+
+
+def _choose(base: type[P], data: object) -> P:
+    if isinstance(data, base):
+        return data
+    if isinstance(data, Policy):
+        raise refusal([((), f"`{data.kind}` answers {data.question}, not {base.question}")])
+    if isinstance(data, str):
+        data = {"kind": data}
+    if not isinstance(data, Mapping):
+        raise refusal([((), f"should be a kind of {base.question} or a table with its `kind`, not {data!r}")])
+    if _nests_too_deep(data):
+        raise refusal([((), f"nests more than {_NESTING_LIMIT} levels; write it flatter")])
+    if not isinstance(data.get("kind"), str):
+        known = ", ".join(_kinds(base)) or "none is installed"
+        raise refusal([(("kind",), f"is required: a kind of {base.question} ({known})")])
+    try:
+        policy = _load(base, data["kind"])
+    except Invalid as error:
+        raise refusal([(("kind",), str(error))]) from error
+    return policy.model_validate(dict(data))
+
+
+def _load(base: type[P], kind: str) -> type[P]:
+    name = f"{base.question}.{kind}"
+    if name in _offered:
+        return cast(type[P], _offered[name])
+    entries = _entry_points().get(name, ())
+    if not entries:
+        raise Invalid(_unknown(base, kind))
+    if len(entries) > 1:
+        values = ", ".join(entry.value for entry in entries)
+        raise Invalid(f"`{kind}` of {base.question} is offered by {values}; uninstall all but one of them")
+    entry = entries[0]
+    told = f"the {base.question} policy `{kind}`, which {_distribution(entry)} offers as {entry.value},"
+    try:
+        policy = entry.load()
+    except Exception as error:
+        raise Invalid(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        _check(policy)
+    except Invalid as error:
+        raise Invalid(f"{told} cannot be used: {error}") from error
+    if not issubclass(policy, base) or _kind(policy) != kind:
+        raise Invalid(f"{told} is a {policy.question} policy of the kind `{_kind(policy)}`")
+    return cast(type[P], policy)
+
+
+def _check(policy: object) -> None:
+    if not (isinstance(policy, type) and issubclass(policy, QUESTIONS)):
+        raise Invalid(f"{policy!r} is not a class derived from Promotion, Retention, Eviction or Schedule")
+    if not _kind(policy):
+        raise Invalid(f'{_path(policy)} needs a literal kind, as in kind: Literal["name"] = "name"')
+    question = next(base for base in QUESTIONS if issubclass(policy, base))
+    if getattr(policy, policy.answer) is getattr(question, policy.answer):
+        raise Invalid(f"{_path(policy)} does not define {policy.answer}()")
+
+
+def _kind(policy: type[Policy]) -> str:
+    field = policy.model_fields["kind"]
+    literals = get_args(field.annotation)
+    return str(field.default) if literals == (field.default,) else ""
+
+
+def _kinds(base: type[Policy]) -> list[str]:
+    prefix = f"{base.question}."
+    names = _offered.keys() | _entry_points().keys()
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _unknown(base: type[Policy], kind: str) -> str:
+    kinds = _kinds(base)
+    if not kinds:
+        return (
+            f"`{kind}` is not known, and no {base.question} policy is: the entry points of {GROUP!r} are "
+            "missing; install the package (`pip install -e .` in a checkout), or register() the classes"
+        )
+    elsewhere = [other.question for other in QUESTIONS if kind in _kinds(other)]
+    asks = f" (it answers {' and '.join(elsewhere)})" if elsewhere else ""
+    return f"`{kind}` is not a kind of {base.question}{asks}{did_you_mean(kind, kinds)}"
+
+
+@functools.cache
+def _entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
+    # Once per process: it reads the metadata of every installed package.
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=GROUP):
+        before = found.get(entry.name, ())
+        if all(entry.value != other.value for other in before):
+            found[entry.name] = (*before, entry)
+    return found
+
+
+def _path(policy: type) -> str:
+    return f"{policy.__module__}:{policy.__qualname__}"
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return f"the package {entry.dist.name}" if entry.dist is not None else "a package"
+
+
+def _nests_too_deep(data: object) -> bool:
+    level = [data]
+    for _ in range(2 * _NESTING_LIMIT):  # a policy's table, and the list in it
+        level = [
+            child
+            for value in level
+            if isinstance(value, (Mapping, list, tuple))
+            for child in (value.values() if isinstance(value, Mapping) else value)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _chooses(base: type[P]) -> Callable[[Any], P]:
+    return functools.partial(_choose, base)
+
+
+AnyPromotion = Annotated[SerializeAsAny[Promotion], BeforeValidator(_chooses(Promotion))]
+"""Field type: a promotion policy, parsed by its kind."""
+
+AnyRetention = Annotated[SerializeAsAny[Retention], BeforeValidator(_chooses(Retention))]
+"""Field type: a retention policy, parsed by its kind."""
+
+AnyEviction = Annotated[SerializeAsAny[Eviction], BeforeValidator(_chooses(Eviction))]
+"""Field type: an eviction policy, parsed by its kind."""
+
+AnySchedule = Annotated[SerializeAsAny[Schedule], BeforeValidator(_chooses(Schedule))]
+"""Field type: a schedule, parsed by its kind."""

@@ -1,0 +1,433 @@
+"""`CheckpointStore`: the async face of the library."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy.typing as npt
+
+from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
+from tieredckpt.config import StoreConfig, load
+from tieredckpt.engine.collector import Collected
+from tieredckpt.engine.engine import Engine, Read, Verified, empty_targets
+from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.specs import array_spec
+from tieredckpt.engine.writer import Saved
+from tieredckpt.errors import Closed, Invalid, NotFound
+from tieredckpt.events import Event, Events, SaveFailed
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.structure import Node, array_nodes
+from tieredckpt.tree.arrays import writable_view
+from tieredckpt.tree.flatten import Flat, flatten, unflatten
+from tieredckpt.tree.match import Match, match
+from tieredckpt.tree.select import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tieredckpt.sync import SyncStore
+
+__all__ = ["CheckpointStore"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class CheckpointStore:
+    """Stores the checkpoints of a training in tiers.
+
+    ::
+
+        async with CheckpointStore.open("ckpt.toml") as store:
+            restored = await store.restore(like=state)
+            ...
+            ckpt = await store.save(step, state, metrics={"loss": loss})
+
+    Made by `open`; usable from any event loop and thread. All work happens on the store's own loop and threads.
+    """
+
+    def __init__(self, config: StoreConfig, *, read_only: bool) -> None:
+        self._config = config
+        self._events = Events()
+        self._read_only = read_only
+        self._engine = Engine(config, self._events, read_only=read_only)
+        self._loop: EngineLoop | None = None
+        self._pending: set[asyncio.Task[Saved]] = set()
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig, *, read_only: bool = False
+    ) -> CheckpointStore:
+        """A store over the tiers of a configuration.
+
+        Use it with ``async with``, ``await`` it, or take its blocking face with `sync`; nothing is touched
+        before that.
+
+        Args:
+            source: a ``.toml`` file, a `StoreConfig` or its dict, or a path: RAM and that directory.
+            read_only: look at a store, also one that another process writes to.
+
+        Raises:
+            Invalid: of the configuration, with a line for every problem.
+            NotFound: there is no such file.
+
+        Opening raises `Conflict` when another store writes there, and a tier's own error when no tier can be
+        opened at all; if some can, the others are reported as events and retried.
+        """
+        return cls(load(source), read_only=read_only)
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._close(clean=kind is None)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def _open(self) -> None:
+        loop = self._new_loop()
+        try:
+            await loop.call(self._engine.start())
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(loop.stop))
+            raise
+
+    def open_blocking(self) -> None:
+        """Open without an event loop; for `SyncStore`."""
+        loop = self._new_loop()
+        try:
+            loop.call_blocking(self._engine.start())
+        except BaseException:
+            loop.stop()
+            raise
+
+    def close_blocking(self, *, clean: bool) -> None:
+        """Close without an event loop; for `SyncStore`."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_blocking(self._finish(clean=clean))
+        except Closed:
+            return
+        finally:
+            self._loop.stop()
+
+    def _new_loop(self) -> EngineLoop:
+        if self._loop is not None:
+            raise Invalid("this store was opened before; make a new one with CheckpointStore.open")
+        self._loop = EngineLoop("tieredckpt engine")
+        return self._loop
+
+    async def close(self) -> None:
+        """Wait for what is still to be promoted, on tiers that work, and release everything. Idempotent."""
+        await self._close(clean=True)
+
+    async def _close(self, *, clean: bool) -> None:
+        if self._loop is None:
+            return
+        try:
+            await self._loop.call(self._finish(clean=clean))
+        except Closed:
+            return
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._loop.stop))
+
+    async def _finish(self, *, clean: bool) -> None:
+        if self._pending:
+            await asyncio.wait(set(self._pending))
+        await self._engine.close(flush=clean, keep_ram=self._keeps_ram(clean=clean))
+
+    def _keeps_ram(self, *, clean: bool) -> bool:
+        on_close = getattr(self._config.tiers[0], "on_close", "keep")
+        return on_close == "keep" or (on_close == "auto" and not clean)
+
+    def sync(self) -> SyncStore:
+        """The blocking face of this store, for trainers without an event loop."""
+        from tieredckpt.sync import SyncStore  # it is built on this module
+
+        return SyncStore(self)
+
+    @property
+    def engine_loop(self) -> EngineLoop:
+        """Where the store's work runs. Raises `Closed` before opening."""
+        if self._loop is None:
+            raise Closed("the store is not open yet: use `async with`, or await it")
+        return self._loop
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether the schedule wants a save after ``step``."""
+        self.engine_loop  # noqa: B018  # raises Closed before opening
+        return self._engine.is_due(_checked_step(step))
+
+    async def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        capture: Literal["copy", "reference"] = "copy",
+        overwrite: bool = False,
+    ) -> Checkpoint:
+        """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
+
+        Args:
+            step: the trainer's number, not negative.
+            tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
+            metrics: numbers that policies and people look at.
+            capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
+                behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
+            overwrite: save a step number again that this line has already.
+
+        Raises:
+            Invalid: a leaf cannot be stored (named), or a mutable one captured by reference; nothing was saved.
+            Conflict: the step was saved before on this line.
+            NoSpace, TierUnavailable: no tier can take the tree.
+        """
+        _checked_step(step)
+        if capture == "reference":
+            flat = flatten(tree)
+            mutable = [leaf.key for leaf in flat.arrays if not leaf.immutable]
+            if mutable:
+                raise Invalid(
+                    f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "
+                    f"({len(mutable)} in all) can change; use capture='copy'"
+                )
+            saving = await self.engine_loop.call(self._save_behind(step, flat, dict(metrics or {}), overwrite))
+            return Checkpoint(step, self._engine, self.engine_loop, saving)
+        if capture != "copy":
+            raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
+        saved = await self.engine_loop.call(self._save(step, tree, dict(metrics or {}), overwrite))
+        return Checkpoint(step, self._engine, self.engine_loop, saved)
+
+    async def _save(self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool) -> Saved:
+        flat = await asyncio.to_thread(flatten, tree)
+        return await self._engine.save(step, flat, metrics, overwrite=overwrite)
+
+    async def _save_behind(
+        self, step: int, flat: Flat, metrics: Mapping[str, float], overwrite: bool
+    ) -> asyncio.Task[Saved]:
+        async def save() -> Saved:
+            try:
+                return await self._engine.save(step, flat, metrics, overwrite=overwrite)
+            except Exception as error:
+                _log.error("step %d, captured by reference, was not saved: %s", step, error)
+                self._events.emit(SaveFailed(step, error))
+                raise
+
+        task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
+        self._pending.add(task)
+        task.add_done_callback(self._saved_behind)
+        return task
+
+    def _saved_behind(self, task: asyncio.Task[Saved]) -> None:
+        self._pending.discard(task)
+        if not task.cancelled():
+            task.exception()  # reported as an event; `reached` raises it again
+
+    async def flush(self) -> None:
+        """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
+        await self.engine_loop.call(self._flush())
+
+    async def _flush(self) -> None:
+        while self._pending:
+            await asyncio.wait(set(self._pending))
+        await self._engine.flush()
+
+    # -- restoring ----------------------------------------------------------------------------------------
+
+    async def restore(
+        self,
+        step: int | None = None,
+        *,
+        keys: Sequence[str] | None = None,
+        like: Any = None,
+        into: Any = None,
+        copy: bool = True,
+        resume: bool | None = None,
+    ) -> Restored | None:
+        """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
+
+        Args:
+            step: which; None for the newest. A number that was saved on several lines means the live one's.
+            keys: only the leaves under these keys or glob patterns (``params/**``).
+            like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
+                dicts, lists, tuples and NumPy arrays.
+            into: a tree of writable arrays that are filled in place, which saves the page faults of new ones.
+            copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
+            resume: whether saves from now on continue the restored step's line, and what was saved after it
+                counts as abandoned; by default unless ``keys`` are given.
+
+        Returns:
+            The step, or None when the store is empty.
+
+        Raises:
+            NotFound: there is no such step or key.
+            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed.
+            Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
+            TierUnavailable: nothing was found, and a tier that may hold something does not answer.
+        """
+        if like is not None and into is not None:
+            raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
+        if into is not None and not copy:
+            raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
+        resume = keys is None if resume is None else resume
+        return await self.engine_loop.call(self._restore(step, keys, like, into, copy=copy, resume=resume))
+
+    async def _restore(
+        self, step: int | None, keys: Sequence[str] | None, like: Any, into: Any, *, copy: bool, resume: bool
+    ) -> Restored | None:
+        found = await self._engine.look_up(step)
+        if found is None:
+            return None
+        chosen, record = found
+        wanted, fitted, targets = await asyncio.to_thread(_fit, record.structure, keys, like, into)
+        names = [node.key for node in array_nodes(wanted)]
+        read = None if copy else await self._engine.view(chosen, names)
+        viewed = read is not None
+        if read is None:
+            read = await self._engine.read(chosen, lambda index: targets or empty_targets(index, names))
+        tree = await asyncio.to_thread(_build, wanted, fitted, read)
+        if resume and not self._read_only:
+            self._engine.resume_from(chosen, read.record)
+        metrics = {name: float(value) for name, value in record.metrics.items()}
+        check = partial(self._check_views, chosen, names) if viewed else None
+        return Restored(chosen.step, chosen.serial, tree, metrics, read.sources, check)
+
+    async def _check_views(self, step: StepId, keys: Sequence[str]) -> None:
+        await self.engine_loop.call(self._engine.check_views(step, keys))
+
+    # -- what there is ------------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, nearest first."""
+        return tuple(tier.name for tier in self._config.tiers)
+
+    @property
+    def config(self) -> StoreConfig:
+        """The configuration in force."""
+        return self._config
+
+    async def steps(self) -> tuple[StepInfo, ...]:
+        """Every step that some tier holds, oldest save first."""
+        return await self.engine_loop.call(self._steps())
+
+    async def _steps(self) -> tuple[StepInfo, ...]:
+        state = self._engine.state
+        return tuple(_info(self._engine, step, record) for step, record in state.records().items())
+
+    async def where(self, step: int | None = None) -> tuple[str, ...]:
+        """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
+        return await self.engine_loop.call(self._where(step))
+
+    async def _where(self, step: int | None) -> tuple[str, ...]:
+        state = self._engine.state
+        return tuple(tier.name for tier in state.tiers if state.find(step) in tier.held)
+
+    async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
+        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library.
+
+        Raises `NotFound` for a step, tier or key that is not there.
+        """
+        return await self.engine_loop.call(self._spec(step, key, tier))
+
+    async def _spec(self, step: int, key: str, tier: str | None) -> dict[str, Any]:
+        state = self._engine.state
+        found = state.find(step)
+        holder = state.tier(tier) if tier is not None else state.holders(found)[0]
+        index = await holder.load_index(found)
+        if key not in index.arrays:
+            raise NotFound(f"{found} has no array {key!r}; `tieredckpt show {step}` lists them")
+        return array_spec(holder, found, key)
+
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
+        return self._events.subscribe(listener)
+
+    # -- by hand ------------------------------------------------------------------------------------------
+
+    async def promote(self, step: int, tier: str) -> int:
+        """Copy a step to a tier now, whatever the policy says; returns the bytes written.
+
+        Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
+        """
+        return await self.engine_loop.call(self._promote(step, tier))
+
+    async def _promote(self, step: int, tier: str) -> int:
+        return await self._engine.promote(self._engine.state.find(step), tier)
+
+    async def evict(self, step: int, tier: str) -> None:
+        """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
+        await self.engine_loop.call(self._evict(step, tier))
+
+    async def _evict(self, step: int, tier: str) -> None:
+        await self._engine.evict(self._engine.state.find(step), tier)
+
+    async def collect(self) -> list[Collected]:
+        """Reclaim the space that no step needs, on every tier that works."""
+        return await self.engine_loop.call(self._engine.collect())
+
+    async def verify(self, step: int | None = None, tier: str | None = None, *, repair: bool = False) -> list[Verified]:
+        """Read all of a step on one tier, or on every tier that holds it, and compare every digest.
+
+        Args:
+            step: which; the newest without one.
+            tier: where; everywhere without one.
+            repair: mend what is damaged from the tiers that have it intact.
+        """
+        return await self.engine_loop.call(self._verify(step, tier, repair=repair))
+
+    async def _verify(self, step: int | None, tier: str | None, *, repair: bool) -> list[Verified]:
+        return await self._engine.verify(self._engine.state.find(step), tier, repair=repair)
+
+
+def _checked_step(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
+    return step
+
+
+def _fit(
+    structure: Node, keys: Sequence[str] | None, like: Any, into: Any
+) -> tuple[Node, Match | None, dict[str, npt.NDArray[Any]] | None]:
+    """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to fill."""
+    wanted = structure if keys is None else select(structure, keys)
+    template = like if into is None else into
+    if template is None:
+        return wanted, None, None
+    fitted = match(template, wanted)
+    if into is None:
+        return wanted, fitted, None
+    return wanted, fitted, {leaf.key: writable_view(leaf.key, leaf.source) for leaf in fitted.leaves}
+
+
+def _build(wanted: Node, fitted: Match | None, read: Read) -> Any:
+    return unflatten(wanted, read.arrays) if fitted is None else fitted.build(read.arrays)
+
+
+def _info(engine: Engine, step: StepId, record: StepRecord) -> StepInfo:
+    state = engine.state
+    return StepInfo(
+        step=step.step,
+        serial=step.serial,
+        saved_at=record.saved_at,
+        nbytes=record.nbytes,
+        metrics={name: float(value) for name, value in record.metrics.items()},
+        tiers=tuple(tier.name for tier in state.tiers if step in tier.held),
+        damaged=tuple(tier.name for tier in state.tiers if step in tier.damaged),
+        restored_from=record.restored_from,
+        abandoned=not state.on_line(step.serial),
+    )

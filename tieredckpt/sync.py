@@ -1,0 +1,127 @@
+"""`SyncStore`: the blocking face of a store, for trainers without an event loop.
+
+Every method is that of `tieredckpt.CheckpointStore` of the same name, and blocks until it has ended. The work
+runs on the store's own thread in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
+from tieredckpt.events import Event
+
+if TYPE_CHECKING:
+    from tieredckpt.engine.collector import Collected
+    from tieredckpt.engine.engine import Verified
+    from tieredckpt.store import CheckpointStore
+
+__all__ = ["SyncCheckpoint", "SyncStore"]
+
+T = TypeVar("T")
+
+
+class SyncCheckpoint:
+    """A save; see `Checkpoint`."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def __repr__(self) -> str:
+        return f"Sync{self.checkpoint!r}"
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @property
+    def skipped(self) -> str:
+        return self.checkpoint.skipped
+
+    def reached(self, tier: str) -> None:
+        """See `Checkpoint.reached`."""
+        self.checkpoint.engine_loop.call_blocking(self.checkpoint.reached(tier))
+
+
+class SyncStore:
+    """A store without ``await``; use it with ``with``."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store = store
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.store.engine_loop.call_blocking(coroutine)
+
+    def __enter__(self) -> Self:
+        self.store.open_blocking()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.store.close_blocking(clean=kind is None)
+
+    def close(self) -> None:
+        """See `CheckpointStore.close`."""
+        self.store.close_blocking(clean=True)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return self.store.tiers
+
+    def due(self, step: int) -> bool:
+        return self.store.due(step)
+
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        return self.store.subscribe(listener)
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        capture: Literal["copy", "reference"] = "copy",
+        overwrite: bool = False,
+    ) -> SyncCheckpoint:
+        return SyncCheckpoint(
+            self._run(self.store.save(step, tree, metrics=metrics, capture=capture, overwrite=overwrite))
+        )
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        keys: Sequence[str] | None = None,
+        like: Any = None,
+        into: Any = None,
+        copy: bool = True,
+        resume: bool | None = None,
+    ) -> Restored | None:
+        return self._run(self.store.restore(step, keys=keys, like=like, into=into, copy=copy, resume=resume))
+
+    def steps(self) -> tuple[StepInfo, ...]:
+        return self._run(self.store.steps())
+
+    def where(self, step: int | None = None) -> tuple[str, ...]:
+        return self._run(self.store.where(step))
+
+    def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
+        return self._run(self.store.spec(step, key, tier))
+
+    def promote(self, step: int, tier: str) -> int:
+        return self._run(self.store.promote(step, tier))
+
+    def evict(self, step: int, tier: str) -> None:
+        self._run(self.store.evict(step, tier))
+
+    def collect(self) -> list[Collected]:
+        return self._run(self.store.collect())
+
+    def verify(self, step: int | None = None, tier: str | None = None, *, repair: bool = False) -> list[Verified]:
+        return self._run(self.store.verify(step, tier, repair=repair))
+
+    def flush(self) -> None:
+        self._run(self.store.flush())

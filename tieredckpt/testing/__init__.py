@@ -1,0 +1,9 @@
+"""What the tests of this library, and those of anybody who extends it, are made of.
+
+`blobs` holds a blob store to its contract, `policies` a policy to its own; `faulty` is a blob store that
+fails by script, `backdoor` reaches past one. Needs the packages of the extra ``test``.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,94 @@
+"""What a test needs beside a blob store: its back door, all its verbs, and memory of known content."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from tieredckpt.blobs.base import ALIGNMENT, BlobStore
+
+__all__ = ["BackDoor", "FolderBackDoor", "aligned", "listed", "pattern", "verbs"]
+
+
+class BackDoor(Protocol):
+    """Raw access to what a store keeps, past the store."""
+
+    async def put(self, key: str, data: bytes) -> None: ...
+
+    async def get(self, key: str) -> bytes | None:
+        """The whole object; None if there is none."""
+
+    async def delete(self, key: str) -> None: ...
+
+    async def list(self) -> set[str]:
+        """The name of everything that is there, keys or not."""
+
+
+class FolderBackDoor:
+    """The back door of a store that keeps objects as files named by their keys."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    async def put(self, key: str, data: bytes) -> None:
+        def write() -> None:
+            path = self._root / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+        await asyncio.to_thread(write)
+
+    async def get(self, key: str) -> bytes | None:
+        def read() -> bytes | None:
+            path = self._root / key
+            return path.read_bytes() if path.is_file() else None
+
+        return await asyncio.to_thread(read)
+
+    async def delete(self, key: str) -> None:
+        await asyncio.to_thread((self._root / key).unlink)
+
+    async def list(self) -> set[str]:
+        def names() -> set[str]:
+            found = self._root.rglob("*")
+            return {path.relative_to(self._root).as_posix() for path in found if not path.is_dir()}
+
+        return await asyncio.to_thread(names)
+
+
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that are the same for the same seed."""
+    return random.Random(seed).randbytes(nbytes)  # noqa: S311
+
+
+def aligned(data: bytes, *, shift: int = 0) -> memoryview:
+    """A writable copy of ``data`` in memory whose address is ``shift`` bytes past a page's start."""
+    # An anonymous mapping cannot be empty, and keeps a page to show writes past the end.
+    view = memoryview(mmap.mmap(-1, shift + len(data) + ALIGNMENT))[shift : shift + len(data)]
+    view[:] = data
+    return view
+
+
+async def listed(store: BlobStore, prefix: str = "") -> dict[str, int]:
+    """Key and size of what the store lists; an object that is listed twice is an error."""
+    infos = [(info.key, info.size) async for info in store.list(prefix)]
+    found = dict(infos)
+    assert len(found) == len(infos), f"listed twice: {infos}"
+    return found
+
+
+def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
+    """A call of each verb that takes a key."""
+    return [
+        lambda: store.get(key, limit=10),
+        lambda: store.get_into(key, 0, memoryview(bytearray(1))),
+        lambda: store.put(key, [b"x"]),
+        lambda: store.put(key, [b"x"], create_only=True),
+        lambda: store.put(key, [bytes(2 << 20)]),
+        lambda: store.stat(key),
+        lambda: store.delete(key),
+    ]

@@ -1,0 +1,253 @@
+"""A blob store that fails by script, around one that works.
+
+::
+
+    store = Faulty(PosixStore(tmp_path))
+    store.fail("put", NoSpace("full"), key="packs/*", nth=2)    # the second put of a pack
+    store.fail("put", TierUnavailable("no answer"), after=True) # done, but the answer is lost
+    held = store.hold("get_into")                               # hangs there ...
+    await held.reached()
+    held.release()                                              # ... until now
+    store.cut("get_into", 100)                                  # fills 100 bytes, raises ShortRead
+    store.flip("get", bit=7)                                    # returns wrong bytes, and no error
+    store.full_after(1 << 20)                                   # puts find the device full after so much
+    store.kill(); store.revive()                                # the tier is dead, and comes back
+
+A script may be written from any thread, before or while the store is in use. ``verb`` is a verb's name or
+``"*"``, ``key`` a pattern of `fnmatch`. ``nth`` counts the matching calls from 1 on; ``times`` says how many
+in a row are affected, None all that follow. Listing counts once for each object, and once for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.settle import outlast
+from tieredckpt.blobs.wrap.forward import Forward, Operation
+from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
+
+__all__ = ["Faulty", "Hold"]
+
+T = TypeVar("T")
+
+
+class Hold:
+    """A place where calls wait; made by `Faulty.hold`. Safe to use from any thread."""
+
+    def __init__(self, *, stubborn: bool) -> None:
+        self._stubborn = stubborn
+        self._reached: Future[None] = Future()
+        self._released: Future[None] = Future()
+        self._guards_futures = threading.Lock()
+
+    async def reached(self) -> None:
+        """Wait until a call has come here."""
+        await asyncio.shield(asyncio.wrap_future(self._reached))
+
+    def wait(self, timeout: float) -> None:
+        """The same from a thread without an event loop; `TimeoutError` after ``timeout`` seconds."""
+        self._reached.result(timeout)
+
+    def release(self) -> None:
+        """Let those that wait go on, and those that come later pass."""
+        self._settle(self._released)
+
+    def _settle(self, future: Future[None]) -> None:
+        with self._guards_futures:
+            if not future.done():
+                future.set_result(None)
+
+    async def _stop_here(self) -> None:
+        self._settle(self._reached)
+        released = asyncio.wrap_future(self._released)
+        await (outlast(released) if self._stubborn else asyncio.shield(released))
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    error: TieredCkptError
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Flip:
+    bit: int
+
+
+@dataclass(slots=True)
+class _Fault:
+    """One line of the script; ``skip`` and ``left`` count down."""
+
+    verb: str
+    key: str
+    when: Literal["before", "data", "after"]
+    skip: int
+    left: int | None
+    effect: _Error | _Cut | _Flip | Hold
+
+    def strikes(self, operation: Operation, when: str) -> bool:
+        if self.when != when or self.left == 0:
+            return False
+        if self.verb not in ("*", operation.verb) or not fnmatchcase(operation.key, self.key):
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        if self.left is not None:
+            self.left -= 1
+        return True
+
+
+class Faulty(Forward):
+    """A store with a script of faults; without one it is the inner store."""
+
+    def __init__(self, inner: BlobStore) -> None:
+        super().__init__(inner)
+        self._guards_script = threading.Lock()
+        self._script: list[_Fault] = []
+        self._calls: list[Operation] = []
+        self._dead: TieredCkptError | None = None
+        self._room: int | None = None
+
+    @property
+    def calls(self) -> tuple[Operation, ...]:
+        """Every call so far, those that failed included."""
+        with self._guards_script:
+            return tuple(self._calls)
+
+    def fail(
+        self,
+        verb: str,
+        error: TieredCkptError,
+        *,
+        key: str = "*",
+        nth: int = 1,
+        times: int | None = 1,
+        after: bool = False,
+    ) -> None:
+        """Raise ``error``: instead of the work, or ``after`` it is done."""
+        self._add(verb, key, nth, times, "after" if after else "before", _Error(error))
+
+    def hold(
+        self,
+        verb: str,
+        *,
+        key: str = "*",
+        nth: int = 1,
+        times: int | None = 1,
+        after: bool = False,
+        stubborn: bool = False,
+    ) -> Hold:
+        """Make calls wait before their work, or ``after`` it; ``stubborn`` ones even when cancelled."""
+        hold = Hold(stubborn=stubborn)
+        self._add(verb, key, nth, times, "after" if after else "before", hold)
+        return hold
+
+    def cut(self, verb: str, nbytes: int, *, key: str = "*", nth: int = 1, times: int | None = 1) -> None:
+        """Read at most ``nbytes``: `get` returns so many, `get_into` fills so many and raises `ShortRead`."""
+        self._add(verb, key, nth, times, "data", _Cut(nbytes))
+
+    def flip(self, verb: str, bit: int, *, key: str = "*", nth: int = 1, times: int | None = 1) -> None:
+        """Invert a bit of what `get` or `get_into` reads, counted modulo its length."""
+        self._add(verb, key, nth, times, "data", _Flip(bit))
+
+    def full_after(self, nbytes: int | None) -> None:
+        """Let puts store ``nbytes`` more and raise `NoSpace` for one that does not fit; None: no bound."""
+        with self._guards_script:
+            self._room = nbytes
+
+    def kill(self, error: TieredCkptError | None = None) -> None:
+        """Make every verb raise ``error``, a `TierUnavailable` by default, until `revive`."""
+        with self._guards_script:
+            self._dead = error or TierUnavailable(f"the store at {self.location} is dead by script")
+
+    def revive(self) -> None:
+        """End what `kill` began; the rest of the script stays."""
+        with self._guards_script:
+            self._dead = None
+
+    def clear(self) -> None:
+        """Forget the script; calls that are held stay so until they are released."""
+        with self._guards_script:
+            self._script.clear()
+            self._dead = self._room = None
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        with self._guards_script:
+            self._calls.append(operation)
+        await self._meet(operation, "before")
+        with self._guards_script:
+            if self._dead is not None:
+                raise self._dead
+            if operation.verb == "put" and self._room is not None:
+                if operation.nbytes > self._room:
+                    raise NoSpace(
+                        f"{operation.key} does not fit into {self.location}: {self._room} bytes left"
+                    )
+                self._room -= operation.nbytes
+        result = await call()
+        await self._meet(operation, "after")
+        return result
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        data = await super().get(key, limit=limit)
+        for effect in self._due(Operation("get", key, limit), "data"):
+            match effect:
+                case _Cut(nbytes):
+                    data = data[:nbytes]
+                case _Flip(bit) if data:
+                    changed = bytearray(data)
+                    _invert(changed, bit)
+                    data = bytes(changed)
+        return data
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        effects = self._due(Operation("get_into", key, into.nbytes), "data")
+        keep = min([len(into), *(effect.nbytes for effect in effects if isinstance(effect, _Cut))])
+        await super().get_into(key, offset, into[:keep])
+        for effect in effects:
+            if isinstance(effect, _Flip) and keep:
+                _invert(into[:keep], effect.bit)
+        if keep < len(into):
+            raise ShortRead(f"{key} ended after {keep} of {len(into)} bytes, by script")
+
+    def _add(
+        self,
+        verb: str,
+        key: str,
+        nth: int,
+        times: int | None,
+        when: Literal["before", "data", "after"],
+        effect: _Error | _Cut | _Flip | Hold,
+    ) -> None:
+        with self._guards_script:
+            self._script.append(_Fault(verb, key, when, nth - 1, times, effect))
+
+    def _due(self, operation: Operation, when: str) -> list[_Error | _Cut | _Flip | Hold]:
+        with self._guards_script:
+            return [fault.effect for fault in self._script if fault.strikes(operation, when)]
+
+    async def _meet(self, operation: Operation, when: str) -> None:
+        effects = self._due(operation, when)
+        for effect in effects:
+            if isinstance(effect, Hold):
+                await effect._stop_here()
+        for effect in effects:
+            if isinstance(effect, _Error):
+                raise effect.error
+
+
+def _invert(data: bytearray | memoryview, bit: int) -> None:
+    at = bit % (8 * len(data))
+    data[at // 8] ^= 1 << (at % 8)

@@ -1,0 +1,220 @@
+"""The tiers of a configuration: what each kind is made of, and how a table becomes one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, ValidationError, ValidationInfo
+
+from tieredckpt.errors import Invalid
+from tieredckpt.policy import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
+from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refusal
+from tieredckpt.units import Duration, Rate, Size, parse_size
+
+__all__ = ["Interval", "KvstoreTier", "PosixTier", "RamTier", "Threads", "TierConfig", "Tiers", "expand"]
+
+
+def _path(value: object, info: ValidationInfo) -> Path:
+    """An absolute path: of text, after ``~`` and ``$NAME`` (``$$`` is a dollar sign); of a Path, as it is."""
+    if isinstance(value, str):
+        value = expand(value)
+    elif not isinstance(value, Path):
+        raise Invalid(f"should be a path, not {value!r}")
+    folder = info.context["folder"] if info.context else Path.cwd()
+    return Path(folder, value)
+
+
+def expand(text: str) -> Path:
+    """The path that ``text`` stands for, after ``~`` and ``$NAME``; raises `Invalid`."""
+    if not text or "\0" in text:
+        raise Invalid(f"{text!r} is not a path")
+    try:
+        path = Path(string.Template(text).substitute(os.environ))
+    except KeyError as error:
+        raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
+    except ValueError as error:
+        raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise Invalid(f"{text!r}: the home folder is not known; write the path from '/' on") from error
+
+
+def _normal(path: Path) -> str:
+    # By its text alone: a file system that hangs must not hang the reading of a configuration.
+    return os.path.normpath(path)
+
+
+def _auto_or_size(value: object) -> Any:
+    if value == "auto":
+        return value
+    nbytes = parse_size(value)
+    if nbytes == 0:
+        raise Invalid("should be greater than 0, or 'auto'")
+    return nbytes
+
+
+def _kvstore_spec(value: object) -> Any:
+    if isinstance(value, str):
+        if not re.match(r"[a-z0-9_.+-]+:", value):
+            raise Invalid(f"should be a URL such as 'gs://bucket/folder/' or a table, not {value!r}")
+        return value
+    if not isinstance(value, Mapping) or not isinstance(value.get("driver"), str):
+        raise Invalid("should be a TensorStore kvstore spec: a URL, or a table with its `driver`")
+    try:
+        return json.loads(json.dumps(dict(value), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Invalid(f"should be a TensorStore kvstore spec made of JSON values: {error}") from error
+
+
+AbsolutePath = Annotated[
+    Path,
+    BeforeValidator(_path),
+    PlainSerializer(lambda path: str(path).replace("$", "$$"), return_type=str, when_used="json"),
+]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$", max_length=64)]
+Threads = Annotated[int, Field(strict=True, ge=1, le=256)]
+Interval = Annotated[Duration, Field(gt=0)]
+Capacity = Annotated[Size, Field(gt=0)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class _Tier(Settings):
+    """What every kind of tier has."""
+
+    kind: str
+    name: Name
+    promote: AnyPromotion = Field(default_factory=lambda: parse(Promotion, "always"))
+    retain: AnyRetention = Field(default_factory=lambda: parse(Retention, {"kind": "last_n", "n": 5}))
+    evict: AnyEviction = Field(default_factory=lambda: parse(Eviction, "oldest"))
+    retries: Annotated[int, Field(strict=True, ge=0, le=100)] = 3
+    """How often an operation that failed is tried again before the tier counts as failed."""
+    deadline: Interval = 30.0
+    """Seconds that an operation may take besides the time for its bytes."""
+    min_bandwidth: Annotated[Rate, Field(gt=0)] = 10_000_000
+    """Bytes a second; an operation on more bytes may take so much longer."""
+    rate_limit: Annotated[Rate, Field(gt=0)] | None = None
+    """Bytes a second that promotion to this tier may use; None for all there are."""
+
+    @classmethod
+    def noun(cls) -> str:
+        return f"a {cls.model_fields['kind'].default} tier"
+
+
+class RamTier(_Tier):
+    """Shared memory of this node; survives the process."""
+
+    kind: Literal["ram"] = "ram"
+    retain: AnyRetention = Field(default_factory=lambda: parse(Retention, {"kind": "last_n", "n": 1}))
+    capacity: Annotated[Size | Literal["auto"], BeforeValidator(_auto_or_size)] = "auto"
+    """Bytes of the slab; ``auto`` takes what the first save needs and the node can spare."""
+    path: AbsolutePath | None = None
+    """The shared-memory folder; None for the system's own."""
+
+    survives: ClassVar[Literal["process"]] = "process"
+
+    @property
+    def location(self) -> str | None:
+        """What no other tier may use; None where the system's own folder is taken."""
+        return None if self.path is None else _normal(self.path)
+
+
+class PosixTier(_Tier):
+    """A folder: NVMe, NFS, or anything else that is mounted."""
+
+    kind: Literal["posix"] = "posix"
+    path: AbsolutePath
+    capacity: Capacity | None = None
+    """Bytes that the tier may use; None for all that the file system has."""
+    direct: Flag | None = None
+    """Whether to bypass the page cache; None to find out whether the file system can."""
+    fsync: Flag = True
+    """False gives up promise 3 on this tier: after a crash of the node it may hold nothing."""
+    survives: Literal["node", "site"] = "node"
+    threads: Threads = 4
+
+    @property
+    def location(self) -> str:
+        """What no other tier may use."""
+        return _normal(self.path)
+
+
+class KvstoreTier(_Tier):
+    """Any store that TensorStore has a driver for."""
+
+    kind: Literal["kvstore"] = "kvstore"
+    spec: Annotated[dict[str, JsonValue] | str, BeforeValidator(_kvstore_spec)]
+    """A TensorStore kvstore spec: its JSON form, or a URL."""
+    capacity: Capacity | None = None
+    """Bytes that the tier may use; None for no bound."""
+    survives: Literal["process", "node", "site"] | None = None
+    """None for what the driver promises."""
+
+    @property
+    def location(self) -> str:
+        """What no other tier may use."""
+        return self.spec if isinstance(self.spec, str) else json.dumps(self.spec, sort_keys=True)
+
+
+TierConfig = RamTier | PosixTier | KvstoreTier
+
+_KINDS: dict[str, type[RamTier | PosixTier | KvstoreTier]] = {
+    "ram": RamTier,
+    "posix": PosixTier,
+    "kvstore": KvstoreTier,
+}
+
+
+def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
+    """Tiers of a table by name, or of a sequence whose elements carry their names."""
+    tables: list[tuple[str | int, object]]
+    if isinstance(value, Mapping):
+        tables = [(str(name), _named(str(name), table)) for name, table in value.items()]
+    elif isinstance(value, (list, tuple)):
+        tables = [(_name_of(tier, i), tier) for i, tier in enumerate(value)]
+    else:
+        raise Invalid(f"should be one table per tier, not {value!r}")
+    found: list[TierConfig] = []
+    wrong: list[Problem] = []
+    for name, table in tables:
+        try:
+            found.append(_tier(table, info.context))
+            if found[-1].name != name:
+                wrong.append(((name, "name"), f"its table is called {name}; leave this out"))
+        except ValidationError as error:
+            wrong += problems(error, (name,))
+    if wrong:
+        raise refusal(wrong)
+    return tuple(found)
+
+
+def _named(name: str, table: object) -> object:
+    return {"name": name, **table} if isinstance(table, Mapping) else table
+
+
+def _name_of(tier: object, index: int) -> str | int:
+    name = tier.get("name") if isinstance(tier, Mapping) else getattr(tier, "name", None)
+    return name if isinstance(name, str) else index
+
+
+def _tier(table: object, context: Any) -> TierConfig:
+    if isinstance(table, TierConfig):
+        return table
+    if not isinstance(table, Mapping):
+        raise refusal([((), f"should be a table of settings, not {table!r}")])
+    kind = table.get("kind")
+    if kind is None:
+        raise refusal([(("kind",), f"is required: one of {', '.join(_KINDS)}")])
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise refusal([(("kind",), f"`{kind}` is not a kind of tier{did_you_mean(str(kind), _KINDS)}")])
+    return _KINDS[kind].model_validate(dict(table), context=context)
+
+
+Tiers = Annotated[tuple[TierConfig, ...], BeforeValidator(_tiers)]
+"""Field type: tiers nearest first, of a table by name or of a sequence."""

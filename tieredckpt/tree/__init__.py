@@ -1,0 +1,28 @@
+"""Trees and leaves: a tree of any framework as a structure and arrays, and back.
+
+`flatten` takes a tree apart, `unflatten` puts it together from plain containers, `match` and `Match.build` in
+the image of a given tree, `select` chooses a part. `arrays` knows what an array is and where its bytes are;
+`snapshot` copies them.
+"""
+
+from __future__ import annotations
+
+from tieredckpt.tree.arrays import as_array_leaf, host_view, row_major_bytes, writable_view
+from tieredckpt.tree.flatten import Flat, flatten, unflatten
+from tieredckpt.tree.leaf import ArrayLeaf
+from tieredckpt.tree.match import Match, match
+from tieredckpt.tree.select import select
+
+__all__ = [
+    "ArrayLeaf",
+    "Flat",
+    "Match",
+    "as_array_leaf",
+    "flatten",
+    "host_view",
+    "match",
+    "row_major_bytes",
+    "select",
+    "unflatten",
+    "writable_view",
+]

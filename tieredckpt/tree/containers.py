@@ -1,0 +1,146 @@
+"""One level of a tree: what a container holds under which names, and how to make it again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+from tieredckpt.errors import Invalid, TieredCkptError
+from tieredckpt.format.keys import show_key
+from tieredckpt.format.structure import (
+    MAX_JSON_INT,
+    ContainerNode,
+    CustomNode,
+    DataclassNode,
+    DictNode,
+    ListNode,
+    NamedTupleNode,
+    TupleNode,
+)
+
+__all__ = ["NAMESPACE", "Opened", "open_container"]
+
+NAMESPACE = "tieredckpt"
+"""The namespace of optree in which programs register containers of their own for checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A container, opened: its kind, and its children with their names, in order."""
+
+    kind: type[ContainerNode]
+    names: Sequence[str | int]
+    children: Sequence[object]
+    make: Callable[[Sequence[Any]], object]
+    """The container again, with other children of the same names and order."""
+
+
+def open_container(path: str, value: object) -> Opened | None:
+    """The container ``value`` at ``path``, or None when it is none.
+
+    Containers are dict, OrderedDict, defaultdict, list, tuple, namedtuples, whatever is registered with
+    optree (in `NAMESPACE` or globally) or, where jax is loaded, with jax, and other dataclasses, in this
+    order. Parts of a registered type that its registration calls static are not children: they are not
+    stored, and come from ``like``. Raises `Invalid` for names that cannot be stored and for containers that
+    fail to open.
+    """
+    cls = type(value)
+    if cls is dict or cls is OrderedDict or cls is defaultdict:
+        return _open_dict(path, value)
+    if cls is list:
+        return _open_sequence(value, ListNode, list)
+    if cls is tuple:
+        return _open_sequence(value, TupleNode, tuple)
+    if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
+        return _open_sequence(value, NamedTupleNode, cls._make, cls._fields)  # type: ignore[attr-defined]
+    try:
+        return _open_registered(path, value)
+    except TieredCkptError:
+        raise
+    except Exception as error:
+        raise Invalid(f"{show_key(path)}: a {cls.__name__} could not be opened: {error}") from error
+
+
+def _open_dict(path: str, value: Any) -> Opened:
+    keys = tuple(value)
+    names = [_checked_name(path, key) for key in keys]
+
+    def make(children: Sequence[Any]) -> object:
+        # A copy keeps the default factory, and attributes such as the _metadata of a torch state_dict.
+        fresh = copy.copy(value)
+        fresh.clear()
+        fresh.update(zip(keys, children, strict=True))
+        return fresh
+
+    return Opened(DictNode, names, list(value.values()), make)
+
+
+def _open_sequence(
+    value: Any,
+    kind: type[ContainerNode],
+    make: Callable[[Sequence[Any]], object],
+    fields: Sequence[str] | None = None,
+) -> Opened:
+    return Opened(kind, range(len(value)) if fields is None else fields, tuple(value), make)
+
+
+def _open_registered(path: str, value: Any) -> Opened | None:
+    # optree's registry, then jax's, then plain dataclasses: a registered dataclass knows its static fields.
+    if not optree.tree_is_leaf(value, none_is_leaf=True, namespace=NAMESPACE):
+        children, metadata, entries, unflatten = optree.tree_flatten_one_level(
+            value, none_is_leaf=True, namespace=NAMESPACE
+        )
+        names = [_checked_name(path, _entry_name(entry)) for entry in entries]
+        return Opened(CustomNode, names, list(children), lambda parts: unflatten(metadata, list(parts)))
+    if "jax" in sys.modules:
+        from tieredckpt.tree import jax_leaves
+
+        opened = jax_leaves.one_level(value)
+        if opened is not None:
+            return Opened(CustomNode, [_checked_name(path, name) for name in opened.names], *opened[1:])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _open_dataclass(value)
+    return None
+
+
+def _open_dataclass(value: Any) -> Opened:
+    names = [field.name for field in dataclasses.fields(value)]
+
+    def make(children: Sequence[Any]) -> object:
+        # Not dataclasses.replace: it refuses fields without init, and runs __init__ and __post_init__.
+        fresh = copy.copy(value)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(fresh, name, child)
+        return fresh
+
+    return Opened(DataclassNode, names, [getattr(value, name) for name in names], make)
+
+
+def _checked_name(path: str, name: object) -> str | int:
+    if type(name) is str:
+        plain = name
+    elif isinstance(name, str):
+        plain = str.__str__(name)
+    elif isinstance(name, int) and not isinstance(name, bool) and -MAX_JSON_INT <= name <= MAX_JSON_INT:
+        return int(name)
+    else:
+        raise Invalid(
+            f"{show_key(path)}: the dict key {name!r} of type {type(name).__name__} cannot be stored; "
+            f"keys are str, or int up to 2**53"
+        )
+    try:
+        plain.encode()
+    except UnicodeEncodeError as error:
+        raise Invalid(f"{show_key(path)}: the dict key {name!r} holds a lone surrogate; rename it") from error
+    return plain
+
+
+def _entry_name(entry: object) -> str | int:
+    return entry if isinstance(entry, str | int) and not isinstance(entry, bool) else str(entry)

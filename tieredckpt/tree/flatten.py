@@ -1,0 +1,181 @@
+"""From a tree to its structure and arrays, and back to plain containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.errors import Corrupt, Invalid, NotFound
+from tieredckpt.format.keys import LEAF_KEY, MAX_KEY_BYTES, ROOT, child_key, show_key
+from tieredckpt.format.structure import (
+    CONTAINERS,
+    MAX_DEPTH,
+    ArrayNode,
+    ListNode,
+    Node,
+    NoneNode,
+    TupleNode,
+    container,
+    names_of,
+    scalar_node,
+    scalar_value,
+)
+from tieredckpt.format.zarr import dtype_from_name
+from tieredckpt.tree.arrays import as_array_leaf
+from tieredckpt.tree.containers import NAMESPACE, Opened, open_container
+from tieredckpt.tree.leaf import ArrayLeaf, array_node
+
+__all__ = ["Flat", "Skeleton", "flatten", "skeleton", "stored_array", "unflatten"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tree, flat: its structure, and the arrays that it names in the same order."""
+
+    structure: Node
+    arrays: tuple[ArrayLeaf, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A tree, flat, and the opened containers, outermost first."""
+
+    flat: Flat
+    containers: tuple[Opened, ...]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A container on the way down: which children are still to come, and the nodes of those that came."""
+
+    value: object
+    pending: Iterator[tuple[int, str, object]]
+    nodes: list[Node]
+
+
+def flatten(tree: object) -> Flat:
+    """The structure and arrays of ``tree``.
+
+    Leaves are arrays (NumPy, torch, jax), NumPy scalars, int, float, complex, bool, str, bytes and None; for
+    containers see `tieredckpt.tree.containers`, for keys `tieredckpt.format.keys`. Arrays are not read.
+
+    Raises `Invalid`, naming the key, for any other object, a leaf that cannot be stored, two children of one
+    key (the dict keys 1 and "1"), a container inside itself, and one deeper than `MAX_DEPTH`.
+    """
+    return skeleton(tree, as_array_leaf).flat
+
+
+def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | None]) -> Skeleton:
+    """As `flatten`, with ``as_array`` to tell what an array is."""
+    arrays: list[ArrayLeaf] = []
+    containers: list[Opened] = []
+    frames: list[_Frame] = []
+
+    def enter(path: str, value: object) -> Node:
+        opened = open_container(path, value)
+        if opened is None:
+            raise Invalid(
+                f"leaf {path or LEAF_KEY!r}: a {_type_name(value)} cannot be stored; keep it out of the "
+                f"tree, convert it to arrays and scalars, or register its type with optree "
+                f"(namespace={NAMESPACE!r})"
+            )
+        if any(frame.value is value for frame in frames):
+            raise Invalid(f"{show_key(path)}: a {type(value).__name__} contains itself; break the cycle")
+        if len(frames) == MAX_DEPTH:
+            raise Invalid(f"{show_key(path[:64])}…: the tree nests deeper than {MAX_DEPTH} containers")
+        nodes: list[Node] = [NoneNode()] * len(opened.children)
+        keys = _child_keys(path, opened)
+        pending = zip(range(len(nodes)), keys, opened.children, strict=True)
+        containers.append(opened)
+        frames.append(_Frame(value, pending, nodes))
+        return container(opened.kind, opened.names, nodes)
+
+    def visit(path: str, key: str, value: object) -> Node:
+        scalar = scalar_node(key, value)
+        if scalar is not None:
+            return scalar
+        leaf = as_array(key, value)
+        if leaf is None:
+            return enter(path, value)
+        if len(key) * 4 > MAX_KEY_BYTES and len(key.encode()) > MAX_KEY_BYTES:
+            raise Invalid(f"leaf {key[:64]!r}…: the key takes more than {MAX_KEY_BYTES} bytes; shorten it")
+        arrays.append(leaf)
+        return array_node(leaf)
+
+    # An explicit stack: the depth of a tree must not depend on how deep the caller's own calls are.
+    structure = visit(ROOT, LEAF_KEY, tree)
+    while frames:
+        frame = frames[-1]
+        depth = len(frames)
+        for i, key, value in frame.pending:
+            frame.nodes[i] = visit(key, key, value)
+            if len(frames) > depth:
+                break
+        else:
+            frames.pop()
+    return Skeleton(Flat(structure, tuple(arrays)), tuple(containers))
+
+
+def unflatten(structure: Node, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
+    """The tree of ``structure`` in plain containers, with ``arrays`` by key as leaves.
+
+    Lists stay lists and tuples tuples; dicts, namedtuples, dataclasses and custom containers become dicts of
+    what they hold by name. NumPy scalars come back as such, every other array as a NumPy array: that of a
+    typed PRNG key holds its data. Raises `NotFound` for a missing array, `Corrupt` for one of another
+    dtype or shape.
+    """
+    if isinstance(structure, ArrayNode):
+        array = stored_array(structure, arrays)
+        return array[()] if structure.kind == "numpy-scalar" else array
+    if not isinstance(structure, CONTAINERS):
+        return scalar_value(structure)
+    children = []
+    for child in structure.children:
+        children.append(unflatten(child, arrays))  # noqa: PERF401  # a comprehension costs a frame per level
+    if isinstance(structure, ListNode):
+        return children
+    if isinstance(structure, TupleNode):
+        return tuple(children)
+    return dict(zip(names_of(structure), children, strict=True))
+
+
+def stored_array(node: ArrayNode, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """The array that ``node`` names, in the dtype that it names (zarr keeps times as int64).
+
+    Raises `NotFound` for a missing array, `Corrupt` for one of another dtype or shape.
+    """
+    array = arrays.get(node.key)
+    if array is None:
+        raise NotFound(f"array {node.key!r} is named by the tree's structure and was not given")
+    dtype = dtype_from_name(node.dtype)
+    if dtype.kind in "mM" and array.dtype == np.dtype(np.int64).newbyteorder(dtype.byteorder):
+        array = array.view(dtype)
+    if array.shape != node.shape or array.dtype != dtype:
+        raise Corrupt(
+            f"array {node.key!r} is {array.dtype}{list(array.shape)}; "
+            f"the tree's structure says {node.dtype}{list(node.shape)}"
+        )
+    return array
+
+
+def _child_keys(path: str, opened: Opened) -> list[str]:
+    keys = [child_key(path, name) for name in opened.names]
+    if len(set(keys)) != len(keys):
+        seen: dict[str, str | int] = {}
+        for key, name in zip(keys, opened.names, strict=True):
+            if key in seen:
+                raise Invalid(
+                    f"{show_key(path)}: the children {seen[key]!r} and {name!r} would both have "
+                    f"the key {key!r}; rename one"
+                )
+            seen[key] = name
+    return keys
+
+
+def _type_name(value: object) -> str:
+    cls = type(value)
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

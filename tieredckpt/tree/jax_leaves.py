@@ -1,0 +1,129 @@
+"""jax arrays and nodes. Imports jax; `tieredckpt.tree` imports this only in a program that has loaded jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.errors import Invalid
+from tieredckpt.tree.leaf import ArrayLeaf, checked_dtype
+
+__all__ = ["Level", "as_array_leaf", "as_template", "host_view", "one_level", "restored"]
+
+
+class Level(NamedTuple):
+    """A node of jax's registry: its children by name, and what makes it again with others."""
+
+    names: list[str | int]
+    children: list[object]
+    make: Callable[[Sequence[Any]], object]
+
+
+def as_array_leaf(key: str, value: object) -> ArrayLeaf:
+    """The jax array ``value`` as a leaf; of a typed PRNG key, its data."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise Invalid(f"leaf {key!r}: a ShapeDtypeStruct has no data to save; it can only be given as `like`")
+    array = _concrete(key, value)
+    if array.is_deleted():
+        raise Invalid(f"leaf {key!r}: the jax array was donated or deleted before the save; save the new one")
+    if not _is_key(array):
+        return ArrayLeaf(key, array, "jax", array.shape, _dtype(key, array), True, None)
+    data = jax.random.key_data(array)
+    return ArrayLeaf(key, data, "jax-key", data.shape, _dtype(key, data), True, _prng(key, array))
+
+
+def as_template(key: str, value: object) -> ArrayLeaf:
+    """The jax array or `jax.ShapeDtypeStruct` ``value`` as an example; its data is not looked at."""
+    like = value if isinstance(value, jax.ShapeDtypeStruct) else _concrete(key, value)
+    if not _is_key(like):
+        return ArrayLeaf(key, like, "jax", like.shape, _dtype(key, like), True, None)
+    prng = []
+
+    def traced(keys: jax.Array) -> jax.Array:
+        prng.append(_prng(key, keys))
+        return jax.random.key_data(keys)
+
+    # Tracing sees the implementation and the shape of the data without needing either key or data.
+    data = jax.eval_shape(traced, jax.ShapeDtypeStruct(like.shape, like.dtype))
+    return ArrayLeaf(key, like, "jax-key", data.shape, _dtype(key, data), True, prng[0])
+
+
+def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
+    """The array as jax shows it to NumPy: a read-only view on a CPU, else a copy by jax."""
+    array = leaf.source
+    assert isinstance(array, jax.Array)
+    try:
+        return np.asarray(array)
+    except RuntimeError as error:
+        if array.is_deleted():
+            raise Invalid(
+                f"leaf {leaf.key!r}: the jax array was donated or deleted while its capture was pending; "
+                f'save with capture="copy", or await reached("ram") before donating'
+            ) from error
+        raise Invalid(f"leaf {leaf.key!r}: jax could not copy the array to the host: {error}") from error
+
+
+def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
+    """``array`` as a jax array with the template's sharding; uncommitted if the template was."""
+    like = template.source
+    assert isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+    # On a CPU, jax may use the memory itself, and may write to it once the array is donated.
+    data = array if array.flags.writeable else array.copy()
+    if template.kind == "jax-key":
+        keys = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=template.prng)
+        return jax.device_put(keys, like.sharding)
+    result = jax.device_put(data, like.sharding if getattr(like, "committed", True) else None)
+    if result.dtype != template.dtype:
+        raise Invalid(
+            f"leaf {template.key!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64"
+        )
+    return result
+
+
+def one_level(value: object) -> Level | None:
+    """The node ``value``, opened, if its type is registered with jax; None for a leaf."""
+    # Only the root is opened: its children are leaves, whatever they are.
+    seen_root = iter((False,))
+    children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda _: next(seen_root, True))
+    if len(children) == 1 and not children[0][0]:
+        return None
+    names = [_name(path[0]) for path, _ in children]
+    return Level(names, [child for _, child in children], treedef.unflatten)
+
+
+def _name(entry: Any) -> str | int:
+    for attribute in ("name", "idx", "key"):
+        name = getattr(entry, attribute, None)
+        if type(name) is str or type(name) is int:
+            return name
+    return str(entry)
+
+
+def _concrete(key: str, value: object) -> jax.Array:
+    if isinstance(value, jax.core.Tracer):
+        raise Invalid(f"leaf {key!r}: a traced value has no data; save and restore outside of jit")
+    assert isinstance(value, jax.Array)
+    if not value.is_fully_addressable:
+        raise Invalid(
+            f"leaf {key!r}: this process can address only part of the jax array; save its addressable shards"
+        )
+    return value
+
+
+def _is_key(value: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def _prng(key: str, keys: jax.Array) -> str:
+    prng = jax.random.key_impl(keys)
+    if not isinstance(prng, str):
+        raise Invalid(f"leaf {key!r}: the PRNG {prng!r} has no registered name; store its key_data")
+    return prng
+
+
+def _dtype(key: str, array: jax.Array | jax.ShapeDtypeStruct) -> np.dtype[Any]:
+    return checked_dtype(key, np.dtype(array.dtype), len(array.shape))

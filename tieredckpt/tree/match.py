@@ -1,0 +1,146 @@
+"""A stored structure against the tree that a reader gives as ``like``, and the restored tree in its image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from tieredckpt.errors import Invalid, TieredCkptError
+from tieredckpt.format.keys import show_key
+from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
+from tieredckpt.tree.arrays import as_template, restored
+from tieredckpt.tree.containers import Opened
+from tieredckpt.tree.flatten import skeleton, stored_array
+from tieredckpt.tree.leaf import ArrayLeaf
+
+__all__ = ["Match", "match"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A ``like`` and the stored structure that fits it."""
+
+    structure: Node
+    """Of ``like``, in its own order."""
+    leaves: tuple[ArrayLeaf, ...]
+    """The arrays of ``like``, in its own order; ``source`` is the object that it holds."""
+    _containers: tuple[Opened, ...]
+    _stored: Mapping[str, Node]
+
+    def build(self, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
+        """The restored tree: containers of the types of ``like``, arrays of its kinds, scalars as stored.
+
+        Args:
+            arrays: by key, of the stored dtypes and shapes. They belong to the tree from here on.
+
+        Raises `NotFound` for a missing array, `Corrupt` for one of another dtype or shape, and `Invalid` for
+        a container that cannot be made from the restored children.
+        """
+        nodes = walk(self.structure)
+        return _Build(nodes, iter(self.leaves), iter(self._containers), self._stored, arrays).next()
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Consumes nodes, leaves and containers in the order in which `skeleton` met them."""
+
+    nodes: Iterator[tuple[str, Node]]
+    leaves: Iterator[ArrayLeaf]
+    containers: Iterator[Opened]
+    stored: Mapping[str, Node]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+    def next(self) -> object:
+        path, node = next(self.nodes)
+        stored = self.stored[path]
+        if isinstance(stored, ArrayNode):
+            return restored(next(self.leaves), stored_array(stored, self.arrays))
+        if not isinstance(node, CONTAINERS):
+            assert not isinstance(stored, CONTAINERS)
+            return scalar_value(stored)
+        opened = next(self.containers)
+        children = []
+        for _ in opened.children:
+            children.append(self.next())  # noqa: PERF401  # a comprehension costs a frame per level
+        try:
+            return opened.make(children)
+        except TieredCkptError:
+            raise
+        except Exception as error:
+            raise Invalid(
+                f"{show_key(path)}: the {_name(node)} of `like` refused its restored children: {error}"
+            ) from error
+
+
+def match(like: object, structure: Node) -> Match:
+    """``structure`` as fitting ``like``, or one `Invalid` that lists every difference.
+
+    Args:
+        like: a tree as `flatten` takes it, whose arrays may also be torch meta tensors and
+            `jax.ShapeDtypeStruct`. An array matches one of the same dtype and shape of any library; a typed
+            PRNG key one of the same implementation; a scalar one of its type, whatever the value. Containers
+            match those of their kind (dict, list, tuple, namedtuple, dataclass, custom) with the same keys,
+            in any order; a dict key ``1`` matches ``"1"``.
+        structure: as stored.
+    """
+    wanted = skeleton(like, as_template)
+    wanted_structure = wanted.flat.structure
+    likes = dict(walk(wanted_structure))
+    stored = dict(walk(structure))
+    if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
+        raise Invalid(
+            f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, "
+            f"the step one {_show(structure)}"
+        )
+    missing = [path for path, node in likes.items() if path not in stored and _is_end(node)]
+    extra = [path for path, node in stored.items() if path not in likes and _is_end(node)]
+    mismatched = [
+        f"{show_key(path)} (like: {_show(node)}, step: {_show(stored[path])})"
+        for path, node in likes.items()
+        if path in stored and not _fits(node, stored[path])
+    ]
+    if missing or extra or mismatched:
+        parts = [
+            _listed("missing from the step", [repr(path) for path in missing]),
+            _listed("only in the step", [repr(path) for path in extra]),
+            _listed("different", mismatched),
+        ]
+        raise Invalid(
+            f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
+            f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
+        )
+    return Match(wanted_structure, wanted.flat.arrays, wanted.containers, stored)
+
+
+def _is_end(node: Node) -> bool:
+    return not (isinstance(node, CONTAINERS) and node.children)
+
+
+def _fits(like: Node, stored: Node) -> bool:
+    if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
+        return (like.dtype, like.shape, like.prng) == (stored.dtype, stored.shape, stored.prng)
+    return type(like) is type(stored)
+
+
+def _show(node: Node) -> str:
+    if not isinstance(node, ArrayNode):
+        return _name(node)
+    shape = ", ".join(map(str, node.shape))
+    return f"{node.dtype}[{shape}]" if node.prng is None else f"PRNG key {node.prng} of {node.dtype}[{shape}]"
+
+
+def _name(node: Node) -> str:
+    tag = type(node).__struct_config__.tag
+    return f"{tag} of {len(node.children)}" if isinstance(node, CONTAINERS) else str(tag)
+
+
+def _listed(title: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    rest = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"{len(items)} {title}: {', '.join(items[:_SHOWN])}{rest}"

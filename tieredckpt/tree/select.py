@@ -1,0 +1,122 @@
+"""A part of a stored structure, chosen by patterns over the keys of its leaves."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.format.keys import ROOT, child_key
+from tieredckpt.format.structure import (
+    CONTAINERS,
+    ContainerNode,
+    DictNode,
+    ListNode,
+    Node,
+    TupleNode,
+    container,
+    names_of,
+    walk,
+)
+
+__all__ = ["select"]
+
+_COMPARED = 10_000
+
+
+def select(structure: Node, keys: Sequence[str]) -> Node:
+    """``structure`` reduced to the leaves that ``keys`` choose, and the containers that hold them.
+
+    Each of ``keys`` is a path, which chooses the leaf there or every leaf below, or a pattern over whole keys
+    of leaves: ``*`` and ``?`` stand for characters other than ``/``, ``[ab]`` for one of a set, ``[!ab]`` for
+    one outside it, ``**`` for anything, ``**/`` also for nothing. Scalars and empty containers are leaves.
+
+    What is kept keeps its key: a list or tuple that loses a child becomes a dict by index.
+
+    Raises `NotFound`, with near misses, when one of ``keys`` chooses nothing, and `Invalid` for no ``keys``.
+    """
+    if isinstance(keys, str) or not keys:
+        raise Invalid(f"keys={keys!r} chooses nothing: give a sequence of paths or patterns, or leave it out")
+    ends = [path for path, node in walk(structure) if not (isinstance(node, CONTAINERS) and node.children)]
+    kept: set[str] = set()
+    for pattern in keys:
+        chosen = _chosen(pattern, ends)
+        if not chosen:
+            raise NotFound(f"no leaf matches {pattern!r}{_near_misses(pattern, ends)}")
+        kept.update(chosen)
+    if len(kept) == len(ends):
+        return structure
+    assert isinstance(structure, CONTAINERS), "a bare leaf is kept wholly or not at all"
+    part = _pruned(ROOT, structure, kept)
+    assert part is not None
+    return part
+
+
+def _chosen(pattern: str, ends: list[str]) -> list[str]:
+    path = pattern.rstrip("/")
+    below = path + "/"
+    chosen = [key for key in ends if key == path or key.startswith(below)]
+    if not chosen and any(sign in pattern for sign in "*?["):
+        matches = _compiled(pattern).fullmatch
+        chosen = [key for key in ends if matches(key)]
+    return chosen
+
+
+def _pruned(path: str, node: ContainerNode, kept: set[str]) -> ContainerNode | None:
+    names: list[str | int] = []
+    children: list[Node] = []
+    whole = True
+    for name, child in zip(names_of(node), node.children, strict=True):
+        key = child_key(path, name)
+        part: Node | None = child
+        if isinstance(child, CONTAINERS) and child.children:
+            part = _pruned(key, child, kept)
+        elif key not in kept:
+            part = None
+        whole = whole and part is child
+        if part is not None:
+            names.append(name)
+            children.append(part)
+    if whole:
+        return node
+    if not children:
+        return None
+    lost = len(children) < len(node.children)
+    kind = DictNode if lost and isinstance(node, ListNode | TupleNode) else type(node)
+    return container(kind, names, children)
+
+
+def _near_misses(pattern: str, ends: list[str]) -> str:
+    candidates = set(ends[:_COMPARED])
+    for key in ends[:_COMPARED]:
+        parts = key.split("/")
+        candidates.update("/".join(parts[:i]) for i in range(1, len(parts)))
+    near = difflib.get_close_matches(pattern, sorted(candidates), n=5)
+    return f"; near: {', '.join(map(repr, near))}" if near else f"; the step has {len(ends)} leaves"
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for mark in re.findall(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]/]*\]|.", pattern, re.DOTALL):
+        if mark == "**/":
+            parts.append("(?:.*/)?")
+        elif mark == "**":
+            parts.append(".*")
+        elif mark == "*":
+            parts.append("[^/]*")
+        elif mark == "?":
+            parts.append("[^/]")
+        elif len(mark) > 1:
+            inside = mark[1:-1]
+            negated = inside.startswith("!")
+            members = re.sub(r"([\\\[\]^&~|])", r"\\\1", inside[negated:])
+            parts.append(f"(?!/)[{'^' if negated else ''}{members}]")
+        else:
+            parts.append(re.escape(mark))
+    try:
+        return re.compile("".join(parts), re.DOTALL)
+    except re.error as error:
+        raise Invalid(f"keys: {pattern!r} is not a pattern: {error}") from error

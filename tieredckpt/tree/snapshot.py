@@ -1,0 +1,200 @@
+"""The copy of a tree into RAM: what there is to copy, cell by cell, and the threads' loop that does it.
+
+Pure of asyncio: the engine plans a `Snapshot`, runs `Snapshot.work` on several threads, and looks at what
+came out. The heavy calls (copy, digest) release the GIL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.format.digest import copy_and_digest, digest, digest_array
+from tieredckpt.format.grid import Grid, cells, plan
+from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes
+
+__all__ = ["Cell", "Copied", "Room", "Snapshot"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Room(Protocol):
+    """Where copies go: a slab and the index of what lies in it."""
+
+    def allocate(self, nbytes: int) -> tuple[int, Bytes] | None:
+        """An extent's offset and memory, or None when the slab is full."""
+
+    def add(self, digest: bytes, offset: int, nbytes: int) -> int:
+        """Use what was copied to ``offset``; returns where the chunk lies (elsewhere if it was there already)."""
+
+    def take(self, digest: bytes) -> int | None:
+        """Use a chunk that is there already: its offset, or None."""
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give an extent back that was not used after all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell to copy: the bytes of ``view`` that it covers, as a range (contiguous) or as slices."""
+
+    array: int
+    ordinal: int
+    nbytes: int
+    """Of the whole cell; the source may be shorter, the rest is zero padding."""
+    source: Bytes | npt.NDArray[Any]
+    expected: bytes | None
+    """The digest that this cell had in the last two saves: likely unchanged, so digest before copying."""
+
+    def copy_to(self, target: Bytes) -> bytes:
+        """Fill ``target`` (``nbytes`` long) and return its digest."""
+        if self.source.dtype == np.uint8 and self.source.ndim == 1 and self.source.flags.c_contiguous:
+            return copy_and_digest(self.source, target)
+        valid = self.source.nbytes
+        np.copyto(target[:valid].view(self.source.dtype).reshape(self.source.shape), self.source)
+        target[valid:] = 0
+        return digest_array(target)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A cell in the slab: its digest and offset."""
+
+    cell: Cell
+    digest: bytes
+    offset: int
+
+
+@dataclass
+class Snapshot:
+    """A tree on its way into RAM."""
+
+    leaves: Sequence[ArrayLeaf]
+    grids: list[Grid]
+    pending: deque[Cell]
+    inline: dict[int, bytes]
+    """Small arrays of one cell, by index of the leaf: their bytes, padding included."""
+    copied: list[Copied] = field(default_factory=list)
+    full: bool = False
+    """The slab had no room for the next cell; `work` may go on when some was made."""
+    new_bytes: int = 0
+    error: BaseException | None = None
+    _stop: bool = False
+    _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, leaves: Sequence[ArrayLeaf], chunk_size: int, expected: Mapping[str, Sequence[bytes | None]]) -> Snapshot:
+        """Plan the cells of ``leaves``, about ``chunk_size`` bytes each.
+
+        Args:
+            leaves: of the tree.
+            chunk_size: the target, in bytes.
+            expected: digests by key of the array, None for chunks that changed lately.
+        """
+        snapshot = cls(leaves, [], deque(), {})
+        for i, leaf in enumerate(leaves):
+            view = host_view(leaf)
+            grid = plan(leaf.shape, leaf.dtype.itemsize, chunk_size)
+            snapshot.grids.append(grid)
+            if grid.size == 1 and grid.cell_nbytes <= INLINE_MAX:
+                snapshot.inline[i] = view.tobytes()
+                continue
+            known = expected.get(leaf.key, ())
+            if len(known) != grid.size or row_major_bytes(view) is None:
+                known = (None,) * grid.size
+            for ordinal, source in enumerate(_sources(view, grid)):
+                snapshot.pending.append(Cell(i, ordinal, grid.cell_nbytes, source, known[ordinal]))
+        return snapshot
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the cells that are still to be copied."""
+        return sum(cell.nbytes for cell in self.pending)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(grid.nbytes for grid in self.grids)
+
+    def stop(self) -> None:
+        """Make `work` return after the cell it is at."""
+        self._stop = True
+
+    def work(self, room: Room) -> None:
+        """Copy pending cells until none is left, the slab is full, or `stop`. Runs on several threads at once."""
+        while not self._stop and not self.full:
+            try:
+                cell = self.pending.popleft()
+            except IndexError:
+                return
+            try:
+                copied = self._copy(cell, room)
+            except BaseException as error:
+                self.error = error
+                self._stop = True
+                return
+            if copied is None:
+                with self._guards_outcome:
+                    self.pending.appendleft(cell)
+                    self.full = True
+                return
+            self.copied.append(copied)
+
+    def _copy(self, cell: Cell, room: Room) -> Copied | None:
+        if cell.expected is not None:
+            now = digest(cell.source, cell.nbytes - cell.source.nbytes)
+            if now == cell.expected and (offset := room.take(now)) is not None:
+                return Copied(cell, now, offset)
+        extent = room.allocate(cell.nbytes)
+        if extent is None:
+            return None
+        offset, memory = extent
+        try:
+            now = cell.copy_to(memory[: cell.nbytes])
+        except BaseException:
+            room.release(offset, cell.nbytes)
+            raise
+        lies_at = room.add(now, offset, cell.nbytes)
+        if lies_at == offset:
+            with self._guards_outcome:
+                self.new_bytes += cell.nbytes
+        return Copied(cell, now, lies_at)
+
+    def index(self, extent_of: dict[tuple[int, int], Chunk]) -> dict[str, ArrayIndex]:
+        """The arrays' chunks by key; ``extent_of`` has those of the cells, by leaf and ordinal."""
+        arrays = {}
+        for i, (leaf, grid) in enumerate(zip(self.leaves, self.grids, strict=True)):
+            if i in self.inline:
+                value = self.inline[i]
+                chunks = [Chunk(digest(value), value)]
+            else:
+                chunks = [extent_of[i, ordinal] for ordinal in range(grid.size)]
+            arrays[leaf.key] = ArrayIndex(grid, leaf.dtype, chunks)
+        return arrays
+
+    def in_slab(self, pack: str) -> dict[tuple[int, int], Chunk]:
+        """Where every copied cell lies, as extents of ``pack``."""
+        return {
+            (done.cell.array, done.cell.ordinal): Chunk(done.digest, Extent(pack, done.offset, done.cell.nbytes))
+            for done in self.copied
+        }
+
+
+def _sources(view: npt.NDArray[Any], grid: Grid) -> Iterator[Bytes | npt.NDArray[Any]]:
+    flat = row_major_bytes(view)
+    if flat is not None:
+        for cell in cells(grid):
+            yield flat[cell.start : cell.start + cell.nbytes]
+        return
+    for cell in cells(grid):
+        starts = (i * n for i, n in zip(cell.index, grid.cell, strict=True))
+        yield view[tuple(slice(s, s + n) for s, n in zip(starts, grid.cell, strict=True))]
+

@@ -1,0 +1,120 @@
+"""torch tensors as leaves. Imports torch; `tieredckpt.tree.arrays` imports this only for a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tieredckpt.errors import Invalid
+from tieredckpt.tree.leaf import ArrayLeaf, checked_dtype
+
+__all__ = ["as_array_leaf", "as_template", "host_view", "restored", "writable_view"]
+
+_NATIVE: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+
+# torch's NumPy bridge does not know these: they cross as integers of their size.
+_CARRIED: dict[torch.dtype, tuple[np.dtype[Any], torch.dtype]] = {
+    torch.bfloat16: (np.dtype(ml_dtypes.bfloat16), torch.int16),
+    torch.float8_e4m3fn: (np.dtype(ml_dtypes.float8_e4m3fn), torch.uint8),
+    torch.float8_e4m3fnuz: (np.dtype(ml_dtypes.float8_e4m3fnuz), torch.uint8),
+    torch.float8_e5m2: (np.dtype(ml_dtypes.float8_e5m2), torch.uint8),
+    torch.float8_e5m2fnuz: (np.dtype(ml_dtypes.float8_e5m2fnuz), torch.uint8),
+}
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _CARRIED[torch.float8_e8m0fnu] = (np.dtype(ml_dtypes.float8_e8m0fnu), torch.uint8)
+
+_DTYPES = _NATIVE | {dtype: numpy_dtype for dtype, (numpy_dtype, _) in _CARRIED.items()}
+
+
+def as_array_leaf(key: str, value: object) -> ArrayLeaf:
+    """The tensor ``value`` as a leaf; `Invalid` for those that are more, or less, than a dense array."""
+    leaf = as_template(key, value)
+    tensor = _tensor(leaf)
+    if tensor.is_meta:
+        raise Invalid(f"leaf {key!r}: a meta tensor has no data to save; materialize it first")
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise Invalid(f"leaf {key!r}: the storage of the tensor was freed; gather the parameter first")
+    return leaf
+
+
+def as_template(key: str, value: object) -> ArrayLeaf:
+    """The tensor ``value`` as an example; its data is not looked at."""
+    assert isinstance(value, torch.Tensor)
+    cls = type(value)
+    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
+        hint = "save its local part (to_local())" if hasattr(value, "to_local") else "make it a plain one"
+        raise Invalid(f"leaf {key!r}: a {cls.__name__} is no plain dense tensor; {hint}")
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        what = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout)
+        raise Invalid(f"leaf {key!r}: a {what} tensor cannot be stored; store its parts as dense tensors")
+    dtype = _DTYPES.get(value.dtype)
+    if dtype is None:
+        raise Invalid(f"leaf {key!r}: a tensor of {value.dtype} cannot be stored; view it as integers")
+    checked_dtype(key, dtype, value.ndim)
+    return ArrayLeaf(key, value, "torch", tuple(value.shape), dtype, False, None)
+
+
+def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
+    """The tensor's array: a view of CPU memory, else a copy by torch."""
+    tensor = _tensor(leaf)
+    carried = _CARRIED.get(tensor.dtype)
+    if carried is None:
+        native: npt.NDArray[Any] = tensor.numpy(force=True)
+        return native
+    integers: npt.NDArray[Any] = tensor.detach().cpu().view(carried[1]).numpy()
+    return integers.view(carried[0])
+
+
+def writable_view(key: str, value: object) -> npt.NDArray[Any]:
+    """As `tieredckpt.tree.arrays.writable_view`, for a tensor."""
+    leaf = as_array_leaf(key, value)
+    tensor = _tensor(leaf)
+    if tensor.device.type != "cpu":
+        raise Invalid(f"leaf {key!r}: a tensor on {tensor.device} cannot be restored into; use `like`")
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise Invalid(
+            f"leaf {key!r}: the tensor is not contiguous, or a lazy view, and cannot be restored into; "
+            f"give a contiguous one, or use `like`"
+        )
+    return host_view(leaf)
+
+
+def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> torch.Tensor:
+    """``array`` as a tensor, or Parameter, on the template's device (the CPU for a meta tensor)."""
+    like = _tensor(template)
+    data = array if array.flags.writeable else array.copy()
+    carried = _CARRIED.get(like.dtype)
+    if carried is None:
+        tensor = torch.from_numpy(data)
+    else:
+        carrier = _NATIVE[carried[1]]
+        tensor = torch.from_numpy(data.view(carrier)).view(like.dtype)
+    if like.device.type not in ("cpu", "meta"):
+        tensor = tensor.to(like.device)
+    if type(like) is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
+    return tensor.requires_grad_(like.requires_grad)
+
+
+def _tensor(leaf: ArrayLeaf) -> torch.Tensor:
+    assert isinstance(leaf.source, torch.Tensor)
+    return leaf.source
