@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy.typing as npt
 
 from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
-from tieredckpt.config import StoreConfig, load
+from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
 from tieredckpt.engine.engine import Engine, Read, Verified, empty_targets
 from tieredckpt.engine.loop import EngineLoop
@@ -149,8 +149,10 @@ class CheckpointStore:
         await self._engine.close(flush=clean, keep_ram=self._keeps_ram(clean=clean))
 
     def _keeps_ram(self, *, clean: bool) -> bool:
-        on_close = getattr(self._config.tiers[0], "on_close", "keep")
-        return on_close == "keep" or (on_close == "auto" and not clean)
+        nearest = self._config.tiers[0]
+        if not isinstance(nearest, RamTier):
+            return True
+        return nearest.on_close == "keep" or (nearest.on_close == "auto" and not clean)
 
     def sync(self) -> SyncStore:
         """The blocking face of this store, for trainers without an event loop."""

@@ -117,6 +117,10 @@ class RamTier(_Tier):
     path: AbsolutePath | None = None
     """The shared-memory folder; None for the system's own."""
 
+    on_close: Literal["auto", "keep", "release"] = "auto"
+    """What happens to the memory when the store is closed: ``keep`` leaves it for the next process, ``release``
+    gives it back if slower tiers hold all of it, ``auto`` releases it unless an error ends the training."""
+
     survives: ClassVar[Literal["process"]] = "process"
 
     @property

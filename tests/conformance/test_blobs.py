@@ -73,32 +73,36 @@ class TestPosixStoreInSharedMemoryBuffered(TestPosixStoreInSharedMemory):
     direct = False
 
 
-class TestRetrying(_Folder):
+class _Wrapped(TestPosixStoreInSharedMemoryBuffered):
+    """Wrappers, over the store that is fastest."""
+
+
+class TestRetrying(_Wrapped):
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Retrying(store)
 
 
-class TestDeadline(_Folder):
+class TestDeadline(_Wrapped):
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Deadline(store, "disk")
 
 
-class TestLimited(_Folder):
+class TestLimited(_Wrapped):
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Limited(store, operations=2, nbytes=1 << 20)
 
 
-class TestMetered(_Folder):
+class TestMetered(_Wrapped):
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Metered(store)
 
 
-class TestFaultyWithoutFaults(_Folder):
+class TestFaultyWithoutFaults(_Wrapped):
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Faulty(store)
 
 
-class TestAllWrappers(_Folder):
+class TestAllWrappers(_Wrapped):
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Metered(Retrying(Deadline(Limited(store, operations=4, nbytes=16 << 20), "disk")))
 

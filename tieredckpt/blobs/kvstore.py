@@ -42,6 +42,9 @@ _FAR = 1 << 62
 _SIZES_AT_A_TIME = 32
 _SIZE = re.compile(r"value of size (\d+)")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|os_error_code='(?:28|122)'")
+_NO_FOLDER = "Cannot list non-directory"
+"""What the file driver says of a prefix that is an object: no folder, hence an empty one."""
+
 _CONDITION_FAILED = b""
 """The generation that TensorStore returns for a write whose condition did not hold."""
 
@@ -106,7 +109,8 @@ class KvStoreBlobs:
         data = await self._read(key, slice(offset, offset + len(into)))
         if len(data) != len(into):
             raise ShortRead(f"{self._at(key)} ended after {len(data)} of {len(into)} bytes from {offset} on")
-        await _on_thread(lambda: _copy(data, into))
+        copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, into)
+        await settle(copying, lambda: None)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         self._check(key)
@@ -118,7 +122,7 @@ class KvStoreBlobs:
                     raise Conflict(f"{self._at(key)} exists already")
                 if self._traits.create_only:
                     condition = found.stamp.generation
-            written = await (await _on_thread(lambda: store.write(key, _joined(parts), if_equal=condition)))
+            written = await _to_its_end(lambda: store.write(key, _joined(parts), if_equal=condition))
         if condition is not None and written.generation == _CONDITION_FAILED:
             raise Conflict(f"{self._at(key)} was created by another writer meanwhile")
 
@@ -132,7 +136,12 @@ class KvStoreBlobs:
         # '0' follows '/', so this is every key that starts with the prefix.
         keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else ts.KvStore.KeyRange()
         with self._errors(prefix, "listed"):
-            found = await self._store.list(keys)
+            try:
+                found = await self._store.list(keys)
+            except ValueError as error:
+                if _NO_FOLDER not in str(error):
+                    raise
+                return
         names = [name for name in (raw.decode("latin-1") for raw in found) if _is_key(name)]
         for first in range(0, len(names), _SIZES_AT_A_TIME):
             self._check_open()
@@ -144,7 +153,7 @@ class KvStoreBlobs:
     async def delete(self, key: str) -> None:
         self._check(key)
         with self._errors(key, "deleted"):
-            await self._store.write(key, None)
+            await _to_its_end(lambda: self._store.write(key, None))
 
     async def close(self) -> None:
         """Refuse further verbs; those under way end as they would have."""
@@ -221,9 +230,16 @@ class KvStoreBlobs:
             raise _foreign(error, self._at(key), doing) from error
 
 
-async def _on_thread(work: Callable[[], T]) -> T:
-    """Run ``work``, to its end even when cancelled: it uses the caller's memory."""
-    return await settle(asyncio.get_running_loop().run_in_executor(None, work), lambda: None)
+async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
+    """The result of what ``start``, called on a thread, begins; a cancellation waits for it.
+
+    Otherwise a write could take effect long after its caller was cancelled, and undo a later delete.
+    """
+
+    async def work() -> T:
+        return await (await asyncio.get_running_loop().run_in_executor(None, start))
+
+    return await settle(asyncio.ensure_future(work()), lambda: None)
 
 
 def _foreign(error: Exception, where: str, doing: str) -> TieredCkptError:

@@ -117,9 +117,13 @@ def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None
 def reserve(fd: int, nbytes: int) -> None:
     """Reserve room for a file, so that a full device is an error before the first byte is written.
 
-    Does nothing where the file system cannot. It is fallocate(2) itself: posix_fallocate(3) writes into every
-    block of a file system that lacks the call, which on NFS doubles the traffic. Raises `OSError`.
+    It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would write into
+    every block then, which on NFS doubles the traffic. Raises `OSError`.
     """
+    # Asked for more than there is, ext4 takes all there is before it fails, and others meet a full device.
+    free = os.fstatvfs(fd)
+    if nbytes > free.f_bavail * free.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if nbytes == 0 or not hasattr(_libc, "fallocate"):
         return
     length, start = ctypes.c_int64(nbytes), ctypes.c_int64(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from tieredckpt.engine.collector import Collector
@@ -103,7 +103,7 @@ def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) 
 
 async def _batches(
     state: State, source: StepSource, target: Tier, needs: Mapping[bytes, Need], sizes: Mapping[bytes, int]
-) -> AsyncIterator[Batch]:
+) -> AsyncGenerator[Batch, None]:
     """The missing chunks, sealed, a pack's worth at a time.
 
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other

@@ -175,7 +175,7 @@ class Tier:
         manifests: dict[StepId, str] = {}
         async for info in self.store.list(layout.STEPS):
             folder, _, name = info.key.rpartition("/")
-            parsed = layout.parse_step_folder(folder.removeprefix(layout.STEPS))
+            parsed = layout.parse_step_folder(folder + "/")
             if parsed is None:
                 continue
             step = StepId(serial=parsed[1], step=parsed[0])

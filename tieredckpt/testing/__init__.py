@@ -6,4 +6,9 @@ fails by script, `backdoor` reaches past one. Needs the packages of the extra ``
 
 from __future__ import annotations
 
+import pytest
+
+# Before they are imported: a failed assertion then shows its values, as in a test file.
+pytest.register_assert_rewrite("tieredckpt.testing.backdoor", "tieredckpt.testing.blobs")
+
 __all__: list[str] = []

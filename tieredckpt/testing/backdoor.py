@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import mmap
 import random
 from collections.abc import Awaitable, Callable
@@ -60,6 +61,7 @@ class FolderBackDoor:
         return await asyncio.to_thread(names)
 
 
+@functools.lru_cache(maxsize=64)
 def pattern(nbytes: int, seed: int = 0) -> bytes:
     """Bytes that are the same for the same seed."""
     return random.Random(seed).randbytes(nbytes)  # noqa: S311
