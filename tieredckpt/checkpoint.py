@@ -18,7 +18,9 @@ __all__ = ["Checkpoint", "Restored", "StepInfo"]
 class Checkpoint:
     """A save. It is in RAM when `CheckpointStore.save` returns it; `reached` tells how far down it has got."""
 
-    def __init__(self, step: int, engine: Engine, loop: EngineLoop, saving: asyncio.Task[Saved] | Saved) -> None:
+    def __init__(
+        self, step: int, engine: Engine, loop: EngineLoop, saving: asyncio.Task[Saved] | Saved
+    ) -> None:
         self.step = step
         """The trainer's number."""
         self._engine = engine

@@ -21,7 +21,7 @@ from tieredckpt.engine.specs import array_spec
 from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import Closed, Invalid, NotFound
 from tieredckpt.events import Event, Events, SaveFailed
-from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.tree.arrays import writable_view
 from tieredckpt.tree.flatten import Flat, flatten, unflatten
@@ -207,7 +207,9 @@ class CheckpointStore:
                     f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "
                     f"({len(mutable)} in all) can change; use capture='copy'"
                 )
-            saving = await self.engine_loop.call(self._save_behind(step, flat, dict(metrics or {}), overwrite))
+            saving = await self.engine_loop.call(
+                self._save_behind(step, flat, dict(metrics or {}), overwrite)
+            )
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
@@ -382,7 +384,9 @@ class CheckpointStore:
         """Reclaim the space that no step needs, on every tier that works."""
         return await self.engine_loop.call(self._engine.collect())
 
-    async def verify(self, step: int | None = None, tier: str | None = None, *, repair: bool = False) -> list[Verified]:
+    async def verify(
+        self, step: int | None = None, tier: str | None = None, *, repair: bool = False
+    ) -> list[Verified]:
         """Read all of a step on one tier, or on every tier that holds it, and compare every digest.
 
         Args:

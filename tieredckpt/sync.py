@@ -120,7 +120,9 @@ class SyncStore:
     def collect(self) -> list[Collected]:
         return self._run(self.store.collect())
 
-    def verify(self, step: int | None = None, tier: str | None = None, *, repair: bool = False) -> list[Verified]:
+    def verify(
+        self, step: int | None = None, tier: str | None = None, *, repair: bool = False
+    ) -> list[Verified]:
         return self._run(self.store.verify(step, tier, repair=repair))
 
     def flush(self) -> None:

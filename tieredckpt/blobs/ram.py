@@ -234,7 +234,9 @@ class RamStore:
     the folder's writer lock until `close`.
     """
 
-    def __init__(self, folder: Path, files: PosixStore, slab: Slab, slab_key: str, lock: int, notice: str) -> None:
+    def __init__(
+        self, folder: Path, files: PosixStore, slab: Slab, slab_key: str, lock: int, notice: str
+    ) -> None:
         self.slab = slab
         self.slab_key = slab_key
         self.notice = notice
@@ -390,7 +392,9 @@ def _lock_folder(folder: Path) -> int:
     except BlockingIOError:
         holder = os.read(fd, 200).decode(errors="replace") or "another process"
         os.close(fd)
-        raise Conflict(f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it") from None
+        raise Conflict(
+            f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it"
+        ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return fd
@@ -464,7 +468,12 @@ def _read_note(path: Path) -> tuple[str, int] | None:
         key, size = note["slab"], note["capacity"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if note.get("boot_id") != _boot_id() or not isinstance(key, str) or not isinstance(size, int) or size <= 0:
+    if (
+        note.get("boot_id") != _boot_id()
+        or not isinstance(key, str)
+        or not isinstance(size, int)
+        or size <= 0
+    ):
         return None
     return key, size
 

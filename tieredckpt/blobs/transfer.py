@@ -122,7 +122,7 @@ def reserve(fd: int, nbytes: int) -> None:
     """
     # Asked for more than there is, ext4 takes all there is before it fails, and others meet a full device.
     free = os.fstatvfs(fd)
-    if nbytes > free.f_bavail * free.f_frsize:
+    if free.f_blocks and nbytes > free.f_bavail * free.f_frsize:  # without blocks it is no figure at all
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if nbytes == 0 or not hasattr(_libc, "fallocate"):
         return

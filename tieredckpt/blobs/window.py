@@ -34,14 +34,16 @@ class Placed:
     length: int
 
 
-def window(fd: int, size: int, placed: Sequence[Placed], release: Callable[[], None]) -> npt.NDArray[np.uint8]:
+def window(
+    fd: int, size: int, placed: Sequence[Placed], release: Callable[[], None]
+) -> npt.NDArray[np.uint8]:
     """A read-only array of ``size`` bytes that shows the extents of ``fd`` where they were placed.
 
     ``release`` is called, once, when no array refers to the window any more. Raises `TierUnavailable`.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_int64]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     size = max(size, ALIGNMENT)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -58,7 +60,12 @@ def window(fd: int, size: int, placed: Sequence[Placed], release: Callable[[], N
     weakref.finalize(memory, close)
     for extent in placed:
         where = libc.mmap(
-            base + extent.position, extent.length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, extent.offset
+            base + extent.position,
+            extent.length,
+            mmap.PROT_READ,
+            mmap.MAP_SHARED | _MAP_FIXED,
+            fd,
+            extent.offset,
         )
         if where != base + extent.position:
             raise TierUnavailable(f"cannot map an extent of the slab: {os.strerror(ctypes.get_errno())}")

@@ -152,7 +152,8 @@ class Collector:
             dead = [
                 key
                 for key in tier.packs
-                if key not in live and (key not in tier.orphans or (orphans and tier.orphans[key] < oldest_kept))
+                if key not in live
+                and (key not in tier.orphans or (orphans and tier.orphans[key] < oldest_kept))
             ]
             nbytes = await self._delete_packs(tier, dead)
             files = await self._sweep(tier, oldest_kept) if orphans else 0

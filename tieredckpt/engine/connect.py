@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ram import RamStore, shared_memory_root
-from tieredckpt.blobs.wrap.deadline import Deadline
-from tieredckpt.blobs.wrap.retrying import Retrying
+from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
@@ -20,6 +19,8 @@ from tieredckpt.format.manifest import StoreMarker
 
 __all__ = ["connect", "identify", "make_tiers"]
 
+_OPERATIONS_IN_FLIGHT = 16
+_BYTES_IN_FLIGHT = 1 << 30
 _SURVIVES = {"process": Survives.PROCESS, "node": Survives.NODE, "site": Survives.SITE}
 
 
@@ -31,7 +32,9 @@ def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
     )
 
 
-def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Callable[[], Awaitable[BlobStore]]:
+def _connector(
+    config: StoreConfig, tier: TierConfig, *, read_only: bool
+) -> Callable[[], Awaitable[BlobStore]]:
     async def connect_ram() -> BlobStore:
         assert isinstance(tier, RamTier)
         folder = tier.path or shared_memory_root() / config.identity
@@ -41,10 +44,13 @@ def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Cal
         return await asyncio.to_thread(RamStore.open, folder, capacity)
 
     async def connect_slower() -> BlobStore:
-        store = await _slower(tier)
-        return Retrying(
-            Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth), attempts=tier.retries + 1
-        )
+        store: BlobStore = await _slower(tier)
+        store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
+        store = Retrying(store, attempts=tier.retries + 1)
+        store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
+        if tier.rate_limit is not None:
+            store = Paced(store, rate=tier.rate_limit)
+        return Metered(store)
 
     return connect_ram if isinstance(tier, RamTier) else connect_slower
 
@@ -62,7 +68,9 @@ async def _slower(tier: TierConfig) -> BlobStore:
     from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
 
     assert isinstance(tier, KvstoreTier)
-    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives])
+    return await KvStoreBlobs.open(
+        tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives]
+    )
 
 
 async def connect(state: State, tier: Tier) -> None:
@@ -107,8 +115,12 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
             return None
 
     markers = await asyncio.gather(*(look(tier) for tier in state.tiers))
-    durable = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None]
-    volatile = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None]
+    durable = [
+        marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None
+    ]
+    volatile = [
+        marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None
+    ]
     found = next(iter([*durable, *volatile]), None)
     state.marker = found or (None if state.read_only else StoreMarker(store=str(uuid.uuid4())))
     failed = [tier for tier, _ in failures]

@@ -28,7 +28,9 @@ Need = tuple[str, int]
 """One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
 
 
-async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool = False) -> int:
+async def copy_step(
+    state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool = False
+) -> int:
     """Bring a step to a durable tier, and return the bytes of the packs that it took.
 
     Args:
@@ -137,7 +139,8 @@ async def _batches(
 async def _from_slab(state: State, source: StepSource, key: str, ordinal: int, nbytes: int) -> Payload | None:
     """A chunk where it lies in RAM, sealed there; None if it was damaged."""
     chunk = source.index.arrays[key].chunks[ordinal]
-    assert source.tier.ram is not None and isinstance(chunk.where, Extent)
+    assert source.tier.ram is not None
+    assert isinstance(chunk.where, Extent)
     offset = chunk.where.offset
     payload = Payload(chunk.digest, nbytes, source.tier.ram.slab.array[offset : offset + stored_size(nbytes)])
     if await asyncio.get_running_loop().run_in_executor(state.pool, seal, payload):

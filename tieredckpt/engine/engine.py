@@ -233,11 +233,15 @@ class Engine:
         while self._heals:
             await asyncio.wait(set(self._heals))
         await self.state.changed.until(
-            lambda: all(promoter.idle or promoter.tier.error is not None for promoter in self.promoters.values())
+            lambda: all(
+                promoter.idle or promoter.tier.error is not None for promoter in self.promoters.values()
+            )
         )
         for promoter in self.promoters.values():
             if promoter.tier.error is not None and not promoter.idle:
-                raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
+                raise _again(
+                    promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: "
+                )
 
     # -- restoring ----------------------------------------------------------------------------------------
 
@@ -298,14 +302,18 @@ class Engine:
         if damage and not self._read_only:
             self._heal_behind(step, damage, ())
         if found:
-            raise Corrupt(f"views of {step} in RAM are damaged: {', '.join(map(repr, found))}; restore it with copy=True")
+            raise Corrupt(
+                f"views of {step} in RAM are damaged: {', '.join(map(repr, found))}; restore it with copy=True"
+            )
 
     def resume_from(self, step: StepId, record: StepRecord) -> None:
         """Make a step the end of the live line."""
         self.state.rewind(step, record)
         self.state.changed.beat()
 
-    def _heal_behind(self, step: StepId, damage: Sequence[Any], unreadable: Sequence[tuple[Tier, TieredCkptError]]) -> None:
+    def _heal_behind(
+        self, step: StepId, damage: Sequence[Any], unreadable: Sequence[tuple[Tier, TieredCkptError]]
+    ) -> None:
         async def work() -> None:
             try:
                 for tier, error in unreadable:
@@ -359,10 +367,8 @@ class Engine:
         if repair:
             self._check_writable("repair")
         tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
-        results = []
-        for tier in tiers:
-            if step in tier.held or step in tier.damaged:
-                results.append(await self._verify_on(step, tier, repair=repair))
+        holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
+        results = [await self._verify_on(step, tier, repair=repair) for tier in holding]
         if not results:
             raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
         return results

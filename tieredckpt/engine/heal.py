@@ -31,7 +31,9 @@ async def inspect(state: State, step: StepId, tier: Tier) -> list[Damage]:
         return source.damage
 
 
-async def heal(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[TieredCkptError]:
+async def heal(
+    state: State, collector: Collector, step: StepId, damage: Iterable[Damage]
+) -> list[TieredCkptError]:
     """Write good bytes back to every tier that lost some; returns what could not be mended."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
@@ -79,7 +81,9 @@ async def _mend_packs(
     await collector.collect(tier, orphans=False)
 
 
-async def heal_index(state: State, collector: Collector, step: StepId, tier: Tier, error: TieredCkptError) -> None:
+async def heal_index(
+    state: State, collector: Collector, step: StepId, tier: Tier, error: TieredCkptError
+) -> None:
     """A step's commit cannot be read on a tier: drop it from RAM, commit it anew elsewhere."""
     if tier.ram is not None:
         await collector.drop_unreadable(step, tier)

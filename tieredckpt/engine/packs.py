@@ -49,7 +49,9 @@ def seal(payload: Payload) -> bool:
         digester.update(block)
         crc = crc32c(block, crc)
     end = payload.nbytes + CHECKSUM_SIZE
-    payload.memory[payload.nbytes : end] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
+    payload.memory[payload.nbytes : end] = np.frombuffer(
+        crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8
+    )
     return digester.digest() == payload.digest
 
 
@@ -109,12 +111,7 @@ async def write_pack(tier: Tier, batch: Batch) -> int:
         offset += size
     parts.append(encode_footer(entries, offset))
     total = offset + len(parts[-1])
-    begin = time.monotonic()
     await tier.store.put(key, parts)
-    seconds = time.monotonic() - begin
-    if seconds > 0 and total > 1 << 20:
-        rate = total / seconds
-        tier.write_bandwidth = rate if tier.write_bandwidth is None else 0.7 * tier.write_bandwidth + 0.3 * rate
     tier.packs[key] = total
     tier.orphans[key] = time.time()  # until a commit refers to it
     for entry in entries:

@@ -79,7 +79,9 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
     for piece in inline:
         assert isinstance(piece.chunk.where, bytes)
         if digest(piece.chunk.where) != piece.chunk.digest:
-            raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
+            raise Corrupt(
+                f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved"
+            )
         piece.target[:] = np.frombuffer(piece.chunk.where, dtype=np.uint8)[: piece.target.size]
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.target.size
     if source.tier.ram is not None:
@@ -107,7 +109,12 @@ async def check(state: State, source: StepSource) -> None:
     stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
     for piece in pieces:
         if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
-            source.note(source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.key!r} in the index are damaged"))
+            source.note(
+                source.tier,
+                piece.key,
+                piece.chunk,
+                Corrupt(f"bytes of {piece.key!r} in the index are damaged"),
+            )
     await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
 
 
@@ -151,7 +158,12 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
         await everyone  # nobody writes into the caller's arrays any more
         raise
     for piece in failed:
-        source.note(source.tier, piece.key, piece.chunk, Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"))
+        source.note(
+            source.tier,
+            piece.key,
+            piece.chunk,
+            Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"),
+        )
     return failed
 
 
@@ -225,7 +237,9 @@ async def _alone(state: State, tier: Tier, piece: Piece) -> bool:
     assert isinstance(piece.chunk.where, Extent)
     async with state.scratch.lend(piece.nbytes) as memory:
         try:
-            await tier.store.get_into(piece.chunk.where.path, piece.chunk.where.offset, memoryview(memory[: piece.nbytes]))
+            await tier.store.get_into(
+                piece.chunk.where.path, piece.chunk.where.offset, memoryview(memory[: piece.nbytes])
+            )
         except TieredCkptError:
             return False
         return verify_and_copy(memory[: piece.nbytes], piece.target, piece.chunk.digest)

@@ -94,7 +94,9 @@ class StepSource:
             raise unreadable[-1][1]
         raise NotFound(f"no tier holds {step}")
 
-    async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
+    async def candidates(
+        self, key: str, ordinal: int, digest: bytes
+    ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Every place that should have a chunk, nearest first: tiers with the step, then any that has the digest."""
         holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
         for tier in holders:
@@ -150,7 +152,9 @@ class StepSource:
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
-        _log.warning("%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
+        _log.warning(
+            "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error
+        )
         if not isinstance(error, TierUnavailable):
             self.damage.append(Damage(tier, chunk.digest, key, error))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Survives
 from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.slab_index import SlabIndex
@@ -30,6 +31,7 @@ from tieredckpt.format.manifest import (
     find_record,
 )
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.units import format_size
 
 __all__ = ["Held", "Tier", "unique_extents"]
 
@@ -81,7 +83,6 @@ class Tier:
     lease: Lease | None = None
     error: Exception | None = None
     retry_at: float = 0.0
-    write_bandwidth: float | None = None
     guards_packs: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while packs are written and committed, and while dead ones are collected."""
     _failures: int = 0
@@ -95,7 +96,9 @@ class Tier:
     def store(self) -> BlobStore:
         """The blob store; `TierUnavailable` while there is none."""
         if self.blobs is None:
-            raise TierUnavailable(f"tier {self.name!r} is not available: {self.error or 'it was not opened yet'}")
+            raise TierUnavailable(
+                f"tier {self.name!r} is not available: {self.error or 'it was not opened yet'}"
+            )
         return self.blobs
 
     @property
@@ -123,8 +126,10 @@ class Tier:
             return self.ram.slab.capacity
         return self.config.capacity if isinstance(self.config.capacity, int) else None
 
-    def newest(self) -> StepId | None:
-        return max(self.held, default=None)
+    @property
+    def write_bandwidth(self) -> float | None:
+        """Bytes a second seen lately; None before the first write, and for RAM."""
+        return self.blobs.usage().write_bandwidth if isinstance(self.blobs, Metered) else None
 
     # -- health -------------------------------------------------------------------------------------------
 
@@ -210,8 +215,13 @@ class Tier:
         manifest = await self.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
         btree_key = ocdbt.read_root(manifest).path
         if not btree_key.startswith(layout.step_folder(step.step, step.serial)):
-            raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step")
-        return manifest, await self.store.get(btree_key, limit=_BTREE_MAX), btree_key
+            raise Corrupt(
+                f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step"
+            )
+        size = (await self.store.stat(btree_key)).size
+        if size > _BTREE_MAX:
+            raise Corrupt(f"tier {self.name!r}, {step}: an index of {format_size(size)} cannot be right")
+        return manifest, await self.store.get(btree_key, limit=size), btree_key
 
     async def _claim_extents(self) -> None:
         assert self.ram is not None
@@ -228,10 +238,13 @@ class Tier:
 
     def adopt(self, index: StepIndex) -> bool:
         """Count the step's use of its chunks in the slab; False, and nothing counted, if they do not fit."""
-        assert self.slab_index is not None and self.ram is not None
+        assert self.slab_index is not None
+        assert self.ram is not None
         taken: list[bytes] = []
         for digest, extent in unique_extents(index.arrays).items():
-            fits = extent.path == self.ram.slab_key and self.slab_index.adopt(digest, extent.offset, extent.length)
+            fits = extent.path == self.ram.slab_key and self.slab_index.adopt(
+                digest, extent.offset, extent.length
+            )
             if not fits:
                 self.slab_index.drop(taken)
                 return False
@@ -355,4 +368,3 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
         for chunk in array.chunks
         if isinstance(chunk.where, Extent)
     }
-

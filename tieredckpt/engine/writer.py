@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -72,7 +73,9 @@ class Writer:
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
 
-    async def save(self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool = False) -> Saved:
+    async def save(
+        self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool = False
+    ) -> Saved:
         """Copy and commit one tree.
 
         Args:
@@ -108,7 +111,9 @@ class Writer:
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
             self._observe(step, record, seconds)
-        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
+        state.events.emit(
+            StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds)
+        )
         state.changed.beat()
         return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
 
@@ -139,7 +144,8 @@ class Writer:
 
     async def _fill_slab(self, snapshot: Snapshot, tier: Tier, identity: StepId) -> bool:
         """Copy all cells into the slab; False, with the cells still to do, when it can never hold them."""
-        assert tier.ram is not None and tier.slab_index is not None
+        assert tier.ram is not None
+        assert tier.slab_index is not None
         slab, index = tier.ram.slab, tier.slab_index
         largest = sum(stored_size(cell.nbytes) for cell in snapshot.pending)
         unchanged = sum(stored_size(cell.nbytes) for cell in snapshot.pending if cell.expected is not None)
@@ -148,14 +154,14 @@ class Writer:
         if not slab.reserved:
             await self._in_pool(self._reserve_for_two, slab, largest)
         if slab.room < largest - unchanged:
-            await self._make_room(tier, lambda: slab.room >= largest - unchanged, identity)
+            await self._make_room(tier, partial(_has_room, slab, largest - unchanged), identity)
         try:
             while snapshot.pending:
                 await self._run(snapshot, index)
                 if snapshot.full:
                     more = stored_size(snapshot.pending[0].nbytes)
-                    before = slab.room
-                    await self._make_room(tier, lambda: slab.room >= max(more, before + more), identity)
+                    # More than there was: what is free may be in pieces that are too small.
+                    await self._make_room(tier, partial(_has_room, slab, slab.room + more), identity)
         except BaseException:
             self._abandon(snapshot, tier)
             raise
@@ -233,14 +239,16 @@ class Writer:
                 problems.append(f"tier {tier.name!r} is not available ({tier.error})")
                 continue
             need = sum(stored_size(cell.nbytes) for cell in snapshot.pending)
-            capacity = tier.capacity
-            if capacity is not None and not await self._collector.make_room(tier, lambda: tier.used + need <= capacity):  # noqa: B023
+            if not await self._collector.make_room(tier, partial(_fits, tier, need)):
                 problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
                 continue
             return tier, await self._stream_to(tier, snapshot, slab, index)
         raise NoSpace(
             f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
-            + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
+            + (
+                "; ".join(problems)
+                or "there is no other tier; give the RAM tier a larger capacity, or add one"
+            )
         )
 
     async def _stream_to(
@@ -251,7 +259,7 @@ class Writer:
         async with tier.guards_packs:
             while snapshot.pending:
                 if first.ram is not None:
-                    await self._collector.make_room(first, lambda: slab.room >= slab.capacity // 2)
+                    await self._collector.make_room(first, partial(_has_room, slab, slab.capacity // 2))
                 try:
                     await self._run(snapshot, index)
                     if not snapshot.copied:
@@ -261,7 +269,9 @@ class Writer:
                         )
                     snapshot.new_bytes += await self._write_copied(tier, snapshot.copied, slab)
                     for done in snapshot.copied:
-                        found[done.cell.array, done.cell.ordinal] = Chunk(done.digest, tier.chunks[done.digest])
+                        found[done.cell.array, done.cell.ordinal] = Chunk(
+                            done.digest, tier.chunks[done.digest]
+                        )
                 finally:
                     index.drop([done.digest for done in snapshot.copied])
                     snapshot.copied.clear()
@@ -314,7 +324,10 @@ class Writer:
 
     def _learn(self, now: dict[str, list[bytes]]) -> None:
         self._unchanged = {
-            key: [digest if digest == before else None for digest, before in zip(digests, self._digests[key], strict=True)]
+            key: [
+                digest if digest == before else None
+                for digest, before in zip(digests, self._digests[key], strict=True)
+            ]
             for key, digests in now.items()
             if len(self._digests.get(key, ())) == len(digests)
         }
@@ -324,7 +337,11 @@ class Writer:
         before = self._state.observed
         stall = seconds if before.stall_seconds is None else 0.7 * before.stall_seconds + 0.3 * seconds
         step_seconds = before.step_seconds
-        if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
+        if (
+            before.last_save_step is not None
+            and before.last_save_at is not None
+            and step > before.last_save_step
+        ):
             each = (record.saved_at - before.last_save_at) / (step - before.last_save_step)
             step_seconds = each if step_seconds is None else 0.7 * step_seconds + 0.3 * each
         self._state.observed = dataclasses.replace(
@@ -335,6 +352,14 @@ class Writer:
             stall_seconds=stall,
             step_seconds=step_seconds,
         )
+
+
+def _has_room(slab: Slab, nbytes: int) -> bool:
+    return slab.room >= nbytes
+
+
+def _fits(tier: Tier, nbytes: int) -> bool:
+    return tier.capacity is None or tier.used + nbytes <= tier.capacity
 
 
 def _storable(value: float) -> float | str:

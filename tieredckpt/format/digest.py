@@ -22,7 +22,7 @@ NAME: Final = "xxh3-128"
 SIZE: Final = 16
 """Bytes of a digest."""
 
-BLOCK: Final = 512 << 10
+BLOCK: Final = 256 << 10
 """Bytes copied and hashed at a time: a block is still in the L2 cache when it is hashed, and large enough
 that numpy and xxhash give up the GIL for it. On warm 16 MiB chunks, 256 KiB to 1 MiB were within a tenth of
 each other, and copy and digest ran at 0.7 of the speed of a copy alone, with one thread and with two."""

@@ -8,6 +8,7 @@ import secrets
 from tieredckpt.errors import Invalid
 
 __all__ = [
+    "ALIGNMENT",
     "CHUNK_DIGESTS",
     "FORMAT_VERSION",
     "LEASES",
@@ -29,6 +30,9 @@ FORMAT_VERSION = 1
 
 MARKER = "tieredckpt.json"
 """The file that tells whose root this is; written once."""
+
+ALIGNMENT = 4096
+"""Extents begin at multiples of this many bytes."""
 
 STEPS = "steps/"
 PACKS = "packs/"

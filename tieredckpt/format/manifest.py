@@ -209,16 +209,21 @@ def _join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where:
 
 def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
     """The record alone, without decoding the chunks. Raises `Corrupt`."""
-    data = _join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
+    data = _join_parts(
+        layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path
+    )
     return _decode_record(data, btree_path)
 
 
 def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     """Everything about a step, from its two files. Raises `Corrupt` for anything that does not fit together."""
     values = dict(ocdbt.decode(manifest, btree, btree_path))
-    record = _decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
+    record = _decode_record(
+        _join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path
+    )
     table = _join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
     arrays: dict[str, ArrayIndex] = {}
+    packs: set[str] = set()
     taken = 0
     for name in sorted(name for name in values if name.endswith(b"/zarr.json")):
         prefix = name[: -len(b"/zarr.json")]
@@ -240,22 +245,34 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
             value = values.get(prefix + b"/" + cell_key(position.index).encode())
             digest = table[taken : taken + digests.SIZE]
             taken += digests.SIZE
-            chunks.append(Chunk(digest, _chunk_location(value, grid.cell_nbytes, where)))
+            chunks.append(Chunk(digest, _chunk_location(value, grid.cell_nbytes, packs, where)))
         arrays[key] = ArrayIndex(grid, dtype, chunks)
     if taken != len(table) or len(values) != len(arrays) + taken // digests.SIZE:
         raise Corrupt(f"{btree_path}: arrays, chunks and digests do not match in number")
     for node in array_nodes(record.structure):
         found = arrays.get(node.key)
         if found is None or found.grid.shape != node.shape or zarr.dtype_name(found.dtype) != node.dtype:
-            raise Corrupt(f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree")
+            raise Corrupt(
+                f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree"
+            )
     return StepIndex(record, arrays)
 
 
-def _chunk_location(value: bytes | Extent | None, nbytes: int, where: str) -> bytes | Extent:
-    length = len(value) if isinstance(value, bytes) else value.length if value is not None else -1
-    if value is None or length not in (nbytes, nbytes + CHECKSUM_SIZE):
-        raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {length}")
-    return value[:nbytes] if isinstance(value, bytes) else value
+def _chunk_location(value: bytes | Extent | None, nbytes: int, packs: set[str], where: str) -> bytes | Extent:
+    """Where a chunk is, checked; ``packs`` remembers the paths that were seen to be packs."""
+    if isinstance(value, bytes):
+        if len(value) not in (nbytes, nbytes + CHECKSUM_SIZE):
+            raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {len(value)}")
+        return value[:nbytes]
+    if value is None:
+        raise Corrupt(f"{where}: a chunk of {nbytes} bytes is missing")
+    if value.length not in (nbytes, nbytes + CHECKSUM_SIZE) or value.offset % layout.ALIGNMENT:
+        raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {value.length} at {value.offset}")
+    if value.path not in packs:
+        if layout.parse_pack_key(value.path) is None:
+            raise Corrupt(f"{where}: a chunk lies in {value.path!r}, which is no pack")
+        packs.add(value.path)
+    return value
 
 
 def _decode_record(data: bytes, where: str) -> StepRecord:

@@ -91,7 +91,9 @@ class Snapshot:
     _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, leaves: Sequence[ArrayLeaf], chunk_size: int, expected: Mapping[str, Sequence[bytes | None]]) -> Snapshot:
+    def of(
+        cls, leaves: Sequence[ArrayLeaf], chunk_size: int, expected: Mapping[str, Sequence[bytes | None]]
+    ) -> Snapshot:
         """Plan the cells of ``leaves``, about ``chunk_size`` bytes each.
 
         Args:
@@ -183,7 +185,9 @@ class Snapshot:
     def in_slab(self, pack: str) -> dict[tuple[int, int], Chunk]:
         """Where every copied cell lies, as extents of ``pack``."""
         return {
-            (done.cell.array, done.cell.ordinal): Chunk(done.digest, Extent(pack, done.offset, done.cell.nbytes))
+            (done.cell.array, done.cell.ordinal): Chunk(
+                done.digest, Extent(pack, done.offset, done.cell.nbytes)
+            )
             for done in self.copied
         }
 
@@ -197,4 +201,3 @@ def _sources(view: npt.NDArray[Any], grid: Grid) -> Iterator[Bytes | npt.NDArray
     for cell in cells(grid):
         starts = (i * n for i, n in zip(cell.index, grid.cell, strict=True))
         yield view[tuple(slice(s, s + n) for s, n in zip(starts, grid.cell, strict=True))]
-

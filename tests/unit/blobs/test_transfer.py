@@ -261,8 +261,8 @@ class TestReserve:
         yield fd
         os.close(fd)
 
-    def with_room(self, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-        free = SimpleNamespace(f_bavail=nbytes, f_frsize=1)
+    def with_room(self, monkeypatch: pytest.MonkeyPatch, nbytes: int, *, blocks: int = 1 << 40) -> None:
+        free = SimpleNamespace(f_blocks=blocks, f_bavail=nbytes, f_frsize=1)
         monkeypatch.setattr(os, "fstatvfs", lambda fd: free)
 
     def test_a_device_without_room_says_so_before_it_is_filled(
@@ -274,6 +274,12 @@ class TestReserve:
         assert raised.value.errno == errno.ENOSPC
         assert os.fstat(fd).st_blocks == 0
         transfer.reserve(fd, 99_999)
+
+    def test_a_file_system_that_does_not_tell_its_room_is_not_full(
+        self, fd: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.with_room(monkeypatch, 0, blocks=0)
+        transfer.reserve(fd, 100_000)
 
     def test_room_is_taken_before_the_bytes_come(self, fd: int) -> None:
         transfer.reserve(fd, 0)

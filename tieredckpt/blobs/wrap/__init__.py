@@ -1,7 +1,7 @@
 """Behaviours around a blob store: each takes one, and is one.
 
-From the outside in: ``Metered(Retrying(Deadline(Limited(store))))``. Retries inside the meter count as one
-operation; a deadline outside the limit covers the waiting, inside it only the work.
+From the outside in: ``Metered(Paced(Limited(Retrying(Deadline(store)))))``. Retries inside the meter count as
+one operation; a deadline outside the limit would cover the waiting, inside it covers only the work.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from tieredckpt.blobs.wrap.deadline import Deadline
 from tieredckpt.blobs.wrap.limited import Limited
 from tieredckpt.blobs.wrap.metered import Metered, Usage, VerbUsage
+from tieredckpt.blobs.wrap.paced import Paced
 from tieredckpt.blobs.wrap.retrying import Retrying
 
-__all__ = ["Deadline", "Limited", "Metered", "Retrying", "Usage", "VerbUsage"]
+__all__ = ["Deadline", "Limited", "Metered", "Paced", "Retrying", "Usage", "VerbUsage"]
