@@ -50,18 +50,14 @@ def random_bytes(size: int, seed: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("function", [crc.crc32c, native.crc32c, native.crc32c_portable])
-def test_known_checksums_of_rfc_3720(
-    function: Callable[[bytes], int], data: bytes, expected: int
-) -> None:
+def test_known_checksums_of_rfc_3720(function: Callable[[bytes], int], data: bytes, expected: int) -> None:
     assert function(data) == expected
 
 
 @given(size=sizes, offset=st.integers(0, 15), seed=st.integers(0, 2**32), start=registers)
 @example(size=3 * 8192, offset=1, seed=0, start=0)
 @example(size=2 * 3 * 8192 + 3 * 256 + 8 + 1, offset=0, seed=1, start=1)
-def test_every_implementation_agrees_at_every_size_and_alignment(
-    size: int, offset: int, seed: int, start: int
-) -> None:
+def test_every_implementation_agrees_at_every_size_and_alignment(size: int, offset: int, seed: int, start: int) -> None:
     data = np.frombuffer(random_bytes(size + offset, seed), dtype=np.uint8)[offset:]
     expected = google_crc32c.extend(start, data.tobytes())
     assert native.crc32c(data, start) == expected

@@ -45,6 +45,7 @@ __all__ = [
     "Put",
     "Stat",
     "Survives",
+    "Sweep",
     "Traits",
     "check_key",
     "check_prefix",
@@ -140,6 +141,17 @@ class List(Protocol):
 class Delete(Protocol):
     async def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error. The removal is as durable as a put."""
+
+
+@runtime_checkable
+class Sweep(Protocol):
+    """An ability that some stores have beyond the verbs."""
+
+    async def sweep(self, age: float) -> int:
+        """Remove what puts that broke off left behind, unchanged for ``age`` seconds; returns how many.
+
+        An age shorter than a live put takes would end that put with an error. Raises `TierUnavailable`, `Closed`.
+        """
 
 
 @runtime_checkable

@@ -33,7 +33,7 @@ __all__ = ["Folders", "foreign", "open_regular", "probe"]
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 _KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
-_TRIES = 8
+_TRIES = 32
 
 
 def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
@@ -183,12 +183,12 @@ class Folders:
         flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         left = _TRIES
         while True:
-            self._make(path.parent)
             temporary = path.parent / new_temporary()
             try:
+                self._make(path.parent)
                 return temporary, os.open(temporary, flags, mode)
             except FileNotFoundError:
-                # A delete has pruned the folder in between.
+                # A delete has pruned a folder in between.
                 left -= 1
                 if not left:
                     raise

@@ -82,6 +82,8 @@ class KvStoreBlobs:
             store = await ts.KvStore.open(parsed, context=context)
         except Exception as error:
             raise _foreign(error, str(spec), "opened") from error
+        if described.get("driver") == "file" and not store.path:
+            raise Invalid(f"{spec!r} names no folder; give it a `path`")
         if store.path and not store.path.endswith("/"):
             store = store + "/"
         return cls(store, _traits(described, survives, object_size))

@@ -234,9 +234,7 @@ class PosixStore:
             try:
                 size = os.fstat(fd).st_size
                 if offset + len(array) > size:
-                    raise ShortRead(
-                        f"{path} has {size} bytes, and {len(array)} from offset {offset} were wanted"
-                    )
+                    raise ShortRead(f"{path} has {size} bytes, and {len(array)} from offset {offset} were wanted")
                 transfer.fill(fd, offset, array, stop, direct=direct)
             except transfer.EndOfFile as end:
                 raise ShortRead(f"{path} ended {end.got} bytes after offset {offset}") from None

@@ -1,53 +1,55 @@
 """The RAM tier's blob store: a folder in shared memory whose one pack is a slab of reusable extents.
 
-The *slab* is a file of fixed size, mapped once, from which page-aligned *extents* are handed out and taken
-back. Its memory is reserved before it is used (``fallocate``), so that a full ``/dev/shm`` is an error when
-the slab grows and never a SIGBUS later. The folder outlives the process; the kernel's boot id tells a stale
-one from a live one.
-
-Where shared memory is too small for the capacity asked for (containers often have 64 MiB), a memfd takes the
-slab's place: as fast, but gone with the last process that holds it.
+The folder outlives the process; the kernel's boot id tells a stale one from a live one. Where shared memory
+is too small for the capacity asked for (containers often have 64 MiB), a memfd takes the slab's place: as
+fast, but gone with the last process that holds it.
 """
 
 from __future__ import annotations
 
-import bisect
+import asyncio
 import contextlib
-import ctypes
 import fcntl
-import json
 import logging
-import mmap
 import os
 import shutil
 import socket
 import stat
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
+from tieredckpt.blobs.folders import Folders, foreign
+from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound
-from tieredckpt.format.layout import new_pack_id, pack_key
+from tieredckpt.format.layout import new_pack_id, pack_key, parse_pack_key
 from tieredckpt.units import format_size
 
-__all__ = ["RamStore", "Slab", "aligned", "memory_limit", "shared_memory_root"]
+__all__ = ["RamStore", "shared_memory_root"]
 
 _log = logging.getLogger("tieredckpt")
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by the mmap module
-_PREFAULT_STRIDE = 32 << 20
+_LOCK = "lock"
+_NOTE = "slab.json"
+_NEW_NOTE = "slab.tmp"
 _AUTO_SHARE_OF_MEMORY = 4  # an automatic slab takes at most a quarter of the memory there is
 
 
-def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+class _Note(msgspec.Struct, frozen=True, kw_only=True):
+    """``slab.json``: what is the slab of a folder."""
+
+    slab: str
+    """Its key."""
+    capacity: int
+    boot_id: str
+    memfd: int | None = None
+    """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
 
 
 def shared_memory_root() -> Path:
@@ -58,180 +60,12 @@ def shared_memory_root() -> Path:
     return base / f"tieredckpt-{os.getuid()}"
 
 
-def memory_limit() -> tuple[int, str]:
-    """Bytes of memory that this process may use, and what says so (a cgroup or the machine)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, source = total, "the machine's memory"
-    for path in _cgroup_limit_files():
-        with contextlib.suppress(OSError, ValueError):
-            value = int(path.read_text())
-            if value < limit:
-                limit, source = value, f"the cgroup limit in {path}"
-    return limit, source
-
-
-def _cgroup_limit_files() -> list[Path]:
-    files = [Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-    root = Path("/sys/fs/cgroup")
-    group = root
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            hierarchy, _, path = line.split(":", 2)
-            if hierarchy == "0":
-                group = root / path.lstrip("/")
-    while group != root and root in group.parents:
-        files.append(group / "memory.max")
-        group = group.parent
-    return [*files, root / "memory.max"]
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "unknown"
-
-
-class Slab:
-    """A mapped file cut into extents; safe to use from any thread.
-
-    Args:
-        fd: an open file of at least ``capacity`` bytes; the slab owns it.
-        capacity: the largest size it may grow to, in bytes, a multiple of `ALIGNMENT`.
-        reserved: how much of it has its memory already, from the start.
-        writable: False for a slab that another process writes; nothing is handed out from it then.
-    """
-
-    def __init__(self, fd: int, capacity: int, reserved: int = 0, *, writable: bool = True) -> None:
-        self.capacity = capacity
-        self.writable = writable
-        self._fd = fd
-        self._map = mmap.mmap(fd, capacity, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._guards_extents = threading.Lock()
-        self._reserved = reserved
-        self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
-        self._prefaulted = 0
-        self._closed = False
-
-    @property
-    def reserved(self) -> int:
-        """Bytes of memory that the slab holds now."""
-        return self._reserved
-
-    @property
-    def used(self) -> int:
-        """Bytes in extents that are handed out."""
-        with self._guards_extents:
-            return self._reserved - sum(length for _, length in self._free)
-
-    @property
-    def room(self) -> int:
-        """Bytes that could still be handed out, in one extent or in several."""
-        return self.capacity - self.used
-
-    def fileno(self) -> int:
-        """The slab's file, for mappings of its own."""
-        return self._fd
-
-    def allocate(self, nbytes: int) -> int | None:
-        """The offset of a free extent of ``nbytes`` rounded up to `ALIGNMENT`, or None when none is left."""
-        need = aligned(nbytes)
-        with self._guards_extents:
-            while True:
-                for i, (offset, length) in enumerate(self._free):
-                    if length >= need:
-                        if length == need:
-                            del self._free[i]
-                        else:
-                            self._free[i] = (offset + need, length - need)
-                        return offset
-                if not self._grow(need):
-                    return None
-
-    def reserve(self, nbytes: int) -> None:
-        """Have memory for ``nbytes`` in all, or for as much as the capacity allows.
-
-        Raises:
-            NoSpace: shared memory has less left; what the slab has already stays usable.
-        """
-        with self._guards_extents:
-            target = min(self.capacity, aligned(nbytes))
-            if target > self._reserved and not self._grow(target - self._reserved):
-                raise NoSpace(
-                    f"shared memory has no room for a slab of {format_size(target)}; "
-                    f"it has {format_size(self._reserved)} already"
-                )
-
-    def _grow(self, nbytes: int) -> bool:
-        nbytes = min(nbytes, self.capacity - self._reserved)
-        if nbytes <= 0:
-            return False
-        try:
-            os.posix_fallocate(self._fd, self._reserved, nbytes)
-        except OSError:
-            return False
-        self._give_back(self._reserved, nbytes)
-        self._reserved += nbytes
-        return True
-
-    def claim(self, offset: int, nbytes: int) -> bool:
-        """Mark an extent as handed out, as found in a committed step; False if any of it is not free."""
-        need = aligned(nbytes)
-        with self._guards_extents:
-            i = bisect.bisect_right(self._free, (offset, self.capacity + 1)) - 1
-            if i < 0:
-                return False
-            start, length = self._free[i]
-            if offset % ALIGNMENT or offset + need > start + length:
-                return False
-            rest = [(start, offset - start), (offset + need, start + length - offset - need)]
-            self._free[i : i + 1] = [extent for extent in rest if extent[1]]
-            return True
-
-    def release(self, offset: int, nbytes: int) -> None:
-        """Take an extent back; its bytes may be overwritten from now on."""
-        with self._guards_extents:
-            self._give_back(offset, aligned(nbytes))
-
-    def _give_back(self, offset: int, length: int) -> None:
-        i = bisect.bisect_left(self._free, (offset, 0))
-        before = self._free[i - 1] if i else None
-        after = self._free[i] if i < len(self._free) else None
-        if before and before[0] + before[1] == offset:
-            offset, length, i = before[0], before[1] + length, i - 1
-            del self._free[i]
-        if after and offset + length == after[0]:
-            length += after[1]
-            del self._free[i]
-        self._free.insert(i, (offset, length))
-
-    def prefault(self) -> None:
-        """Map the reserved memory, so that later copies meet no page fault. Blocking; releases the GIL."""
-        populate = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
-        address = self.array.ctypes.data
-        while not self._closed and self._prefaulted < self._reserved:
-            length = min(_PREFAULT_STRIDE, self._reserved - self._prefaulted)
-            start = ctypes.c_void_p(address + self._prefaulted)
-            if populate is None or populate(start, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-                return  # an old kernel: the first copies fault their pages in themselves
-            self._prefaulted += length
-
-    def close(self) -> None:
-        """Unmap; views that are still alive keep the memory until they go."""
-        if self._closed:
-            return
-        self._closed = True
-        del self.array
-        with contextlib.suppress(BufferError):
-            self._map.close()
-        os.close(self._fd)
-
-
 class RamStore:
     """A blob store over a shared-memory folder and its slab.
 
-    Small objects are files of the folder; the pack ``slab_key`` is the slab. Opened by `open`, which holds
-    the folder's writer lock until `close`.
+    Small objects are files of the folder; the pack ``slab_key`` is the slab, which is read like any object and
+    listed like none, since no put made it. Made by `open`, which holds the folder's writer lock until `close`,
+    or by `attach`.
     """
 
     def __init__(
@@ -244,6 +78,8 @@ class RamStore:
         self._folder = folder
         self._files = files
         self._lock = lock
+        self._retired: set[BinaryIO] = set()
+        self._own = {_LOCK, _NOTE, _NEW_NOTE, slab_key}
 
     @classmethod
     def open(cls, folder: Path, capacity: int | None) -> RamStore:
@@ -255,6 +91,7 @@ class RamStore:
             Conflict: another process writes to the folder (named), or it belongs to another user.
             Invalid: the capacity is beyond the memory that this process may use.
             NoSpace: the memory cannot be reserved.
+            TierUnavailable: the folder cannot be made or used.
         """
         limit, source = memory_limit()
         if capacity is not None and capacity > limit:
@@ -263,16 +100,18 @@ class RamStore:
                 f"choose a capacity below that, with room for the training itself"
             )
         size = aligned(capacity if capacity is not None else limit // _AUTO_SHARE_OF_MEMORY)
-        _own_folder(folder.parent)
-        _own_folder(folder)
-        lock = _lock_folder(folder)
         try:
-            slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
-        except BaseException:
-            os.close(lock)
-            raise
-        files = PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True)
-        return cls(folder, files, slab, key, lock, notice)
+            with contextlib.ExitStack() as undo:
+                lock = _take(folder)
+                undo.callback(os.close, lock)
+                Folders(folder, 0o700, follow_symlinks=True, fsync=False).sweep(0)  # no writer but us is left
+                slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
+                undo.callback(slab.close)
+                store = cls(folder, _files(folder), slab, key, lock, notice)
+                undo.pop_all()
+        except OSError as error:
+            raise foreign(error, folder, "opened") from error
+        return store
 
     @classmethod
     def attach(cls, folder: Path) -> RamStore:
@@ -280,17 +119,22 @@ class RamStore:
 
         Raises:
             NotFound: there is no such folder, or its slab went with its process.
+            Conflict: it belongs to another user.
         """
-        found = _read_note(folder / "slab.json")
-        if found is None:
+        note = _read_note(folder)
+        if note is None:
             raise NotFound(f"there is no RAM tier at {folder}")
-        key, size = found
+        _check_owner(folder)
         try:
-            fd = os.open(folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(folder / note.slab, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise NotFound(f"the RAM tier at {folder} has lost its slab: {error.strerror}") from error
-        files = PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True)
-        return cls(folder, files, Slab(fd, size, writable=False), key, -1, _notice(folder / key))
+        found = os.fstat(fd)
+        if found.st_size < note.capacity or note.memfd not in (None, found.st_ino):
+            os.close(fd)
+            raise NotFound(f"the RAM tier at {folder} has lost its slab: it ended with its process")
+        slab = Slab(fd, note.capacity, writable=False)
+        return cls(folder, _files(folder), slab, note.slab, -1, _notice(folder, note))
 
     @property
     def traits(self) -> Traits:
@@ -298,7 +142,7 @@ class RamStore:
             survives=Survives.NOTHING if self.notice else Survives.PROCESS,
             durable=False,
             atomic_put=True,
-            create_only=True,
+            create_only=self._files.traits.create_only,
             ranged_get=True,
             direct_io=False,
             object_size=self.slab.capacity,
@@ -320,8 +164,10 @@ class RamStore:
     async def stat(self, key: str) -> BlobInfo:
         return await self._files.stat(key)
 
-    def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
-        return self._files.list(prefix)
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        async for info in self._files.list(prefix):
+            if info.key not in self._own:
+                yield info
 
     async def delete(self, key: str) -> None:
         await self._files.delete(key)
@@ -331,62 +177,101 @@ class RamStore:
 
         Closing it ends the lock, and so does the death of the process. Raises `NotFound`.
         """
+        path = self._folder / key
         try:
-            fd = os.open(self._folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise NotFound(f"{self._folder / key} is gone") from None
+            raise NotFound(f"{path} is gone") from None
         fcntl.flock(fd, fcntl.LOCK_SH)
+        if not os.fstat(fd).st_nlink:  # retired before the lock was there to be seen
+            os.close(fd)
+            raise NotFound(f"{path} is gone")
         return fd
 
     def retire(self, key: str) -> Callable[[], bool]:
-        """Remove the object at once; the returned function tells when its last reader has gone."""
+        """Remove the object at once; the returned function tells whether its last reader has gone."""
+        path = self._folder / key
         try:
-            fd = os.open(self._folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            file = path.open("rb")
         except FileNotFoundError:
             return lambda: True
-        os.unlink(self._folder / key)
-        done = False
+        path.unlink()
+        self._retired.add(file)
 
         def unread() -> bool:
-            nonlocal done
-            if not done:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return False
-                done = True
-                os.close(fd)
+            if file.closed:
+                return True
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            self._retired.discard(file)
+            file.close()
             return True
 
         return unread
 
     async def close(self) -> None:
         await self._files.close()
-        self.slab.close()
+        await asyncio.to_thread(self.slab.close)
+        while self._retired:
+            self._retired.pop().close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def remove(self) -> None:
-        """Give the memory back to the system: delete the folder with all that is in it. Blocking."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Give the memory back to the system: delete the folder with all that is in it. Blocking.
+
+        Before `close`: the lock goes last, so that no other process opens a folder that is half gone.
+        """
+        for path in sorted(self._folder.iterdir(), key=lambda path: path.name == _LOCK):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            self._folder.parent.rmdir()
+            self._folder.rmdir()
+            if self._folder.parent == shared_memory_root():
+                self._folder.parent.rmdir()
+
+
+def _files(folder: Path) -> PosixStore:
+    return PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True)
+
+
+def _take(folder: Path) -> int:
+    """Make the folder ours alone; the descriptor that locks it. Raises `Conflict`, `OSError`."""
+    while True:
+        if folder.parent == shared_memory_root():
+            _own_folder(folder.parent)
+        _own_folder(folder)
+        with contextlib.suppress(FileNotFoundError):  # the one who had it has just removed it
+            lock = _lock_folder(folder)
+            if os.fstat(lock).st_nlink:
+                return lock
+            os.close(lock)
 
 
 def _own_folder(path: Path) -> None:
-    """Make ``path`` a folder that is ours alone; somebody else's is refused, for they could read the state."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise Conflict(f"{path} is not a folder of user {os.getuid()}; remove it or choose another path")
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    _check_owner(path, strictly=True)
+    if stat.S_IMODE(path.lstat().st_mode) & 0o077:
         path.chmod(0o700)
 
 
+def _check_owner(path: Path, *, strictly: bool = False) -> None:
+    """Refuse somebody else's folder, for they could read the state, or make it up; root may look at any."""
+    found = path.lstat()
+    ours = found.st_uid == os.getuid() or (os.getuid() == 0 and not strictly)
+    if not stat.S_ISDIR(found.st_mode) or not ours:
+        raise Conflict(f"{path} is not a folder of user {os.getuid()}; remove it or choose another path")
+
+
 def _lock_folder(folder: Path) -> int:
-    path = folder / "lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -401,85 +286,87 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str, str]:
-    """The slab of the folder: the one that is there if it is of this boot and still reachable, else a new one."""
-    note = folder / "slab.json"
-    found = _read_note(note)
-    if found is not None:
-        key, size = found
-        try:
-            fd = os.open(folder / key, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            fd = -1  # a memfd that went with its process
-        if fd >= 0 and os.fstat(fd).st_size >= size:
-            held = os.fstat(fd).st_blocks * 512
-            if size < capacity and not (folder / key).is_symlink():
-                os.ftruncate(fd, capacity)
-                size = capacity
-                _write_note(note, key, size)
-            slab = Slab(fd, size, reserved=min(size, held // ALIGNMENT * ALIGNMENT))
-            if reserve:
-                slab.reserve(capacity)
-            return slab, key, _notice(folder / key)
-        if fd >= 0:
-            os.close(fd)
-    for stale in ("packs", "steps"):
-        shutil.rmtree(folder / stale, ignore_errors=True)
+    """The slab of the folder, its key and notice: the one that is there if it is of this boot, else a new one."""
+    note = _read_note(folder)
+    slab = None
+    if note is not None and note.memfd is None:
+        with contextlib.suppress(FileNotFoundError):
+            slab, note = _old_slab(folder, note, capacity)
+    if slab is None or note is None:
+        for stale in ("packs", "steps"):
+            shutil.rmtree(folder / stale, ignore_errors=True)
+        slab, note = _new_slab(folder, capacity)
+    try:
+        if reserve:
+            slab.reserve(capacity)
+    except BaseException:
+        slab.close()
+        raise
+    _write_note(folder, note)
+    notice = _notice(folder, note)
+    if notice:
+        _log.warning("%s", notice)
+    return slab, note.slab, notice
+
+
+def _old_slab(folder: Path, note: _Note, capacity: int) -> tuple[Slab | None, _Note]:
+    fd = os.open(folder / note.slab, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    found = os.fstat(fd)
+    if found.st_size < note.capacity:
+        os.close(fd)
+        return None, note
+    size = max(note.capacity, capacity)
+    os.ftruncate(fd, max(found.st_size, size))
+    reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+    return Slab(fd, size, reserved), msgspec.structs.replace(note, capacity=size)
+
+
+def _new_slab(folder: Path, capacity: int) -> tuple[Slab, _Note]:
     key = pack_key(new_pack_id())
     path = folder / key
     path.parent.mkdir(mode=0o700, parents=True)
     room = os.statvfs(folder)
+    memfd = None
     if room.f_bavail * room.f_frsize >= capacity:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     elif hasattr(os, "memfd_create"):
         fd = os.memfd_create("tieredckpt-slab", os.MFD_CLOEXEC)
+        memfd = os.fstat(fd).st_ino
         path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
     else:
         raise NoSpace(f"{folder} has less than the {format_size(capacity)} of the RAM tier")
     os.ftruncate(fd, capacity)
-    slab = Slab(fd, capacity)
-    try:
-        if reserve:
-            slab.reserve(capacity)
-    except NoSpace:
-        slab.close()
-        shutil.rmtree(folder / "packs", ignore_errors=True)
-        raise
-    _write_note(note, key, capacity)
-    notice = _notice(path)
-    if notice:
-        _log.warning("%s", notice)
-    return slab, key, notice
+    return Slab(fd, capacity), _Note(slab=key, capacity=capacity, boot_id=_boot_id(), memfd=memfd)
 
 
-def _notice(slab_path: Path) -> str:
-    if not slab_path.is_symlink():
+def _notice(folder: Path, note: _Note) -> str:
+    if note.memfd is None:
         return ""
-    room = os.statvfs(slab_path.parent)
+    room = os.statvfs(folder)
     return (
-        f"shared memory at {slab_path.parent} has {format_size(room.f_bavail * room.f_frsize)} left, too little for "
-        f"the RAM tier: a memfd takes its place, and its steps end with this process; a larger /dev/shm "
-        f"(docker run --shm-size) lets them survive it"
+        f"shared memory at {folder} has {format_size(room.f_bavail * room.f_frsize)} left, too little for "
+        f"the RAM tier's {format_size(note.capacity)}: a memfd takes its place, and its steps end with this "
+        f"process; a larger /dev/shm (docker run --shm-size) lets them survive it"
     )
 
 
-def _read_note(path: Path) -> tuple[str, int] | None:
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "unknown"
+
+
+def _read_note(folder: Path) -> _Note | None:
     try:
-        note = json.loads(path.read_bytes())
-        key, size = note["slab"], note["capacity"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        note = msgspec.json.decode((folder / _NOTE).read_bytes(), type=_Note)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    if (
-        note.get("boot_id") != _boot_id()
-        or not isinstance(key, str)
-        or not isinstance(size, int)
-        or size <= 0
-    ):
-        return None
-    return key, size
+    usable = note.boot_id == _boot_id() and note.capacity > 0 and parse_pack_key(note.slab) is not None
+    return note if usable else None
 
 
-def _write_note(path: Path, key: str, capacity: int) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"slab": key, "capacity": capacity, "boot_id": _boot_id()}))
-    temporary.chmod(0o600)
-    temporary.replace(path)
+def _write_note(folder: Path, note: _Note) -> None:
+    new = folder / _NEW_NOTE
+    new.write_bytes(msgspec.json.encode(note))
+    new.chmod(0o600)
+    new.replace(folder / _NOTE)

@@ -1,12 +1,13 @@
-"""Waiting that a cancellation does not cut short, for work that uses the caller's memory."""
+"""Waiting that a cancellation does not cut short, for work that must not be left half done or on its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-__all__ = ["note", "outlast", "settle"]
+__all__ = ["in_thread", "note", "outlast", "settle", "whole"]
 
 T = TypeVar("T")
 
@@ -19,6 +20,16 @@ async def settle(running: asyncio.Future[T], give_up: Callable[[], object]) -> T
         give_up()
         await outlast(running)
         raise
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor | None = None) -> T:
+    """``function(*arguments)`` on a thread of ``pool``; a cancellation is raised when the thread has ended."""
+    return await settle(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
+
+
+async def whole(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which runs to its end; only then is a cancellation raised."""
+    return await settle(asyncio.ensure_future(work), lambda: None)
 
 
 async def outlast(running: asyncio.Future[Any]) -> None:

@@ -57,7 +57,7 @@ def window(
         libc.munmap(base, size)
         release()
 
-    weakref.finalize(memory, close)
+    weakref.finalize(memory, close).atexit = False  # an exit handler of somebody else may still look
     for extent in placed:
         where = libc.mmap(
             base + extent.position,

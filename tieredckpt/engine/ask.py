@@ -52,10 +52,10 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
         retained = tier.config.retain.retains(tier_view, view)
         found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
         proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
+        order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
     except Exception:
         _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
         return []
-    order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
     order.sort(key=lambda serial: found[serial].on_line)
     return [StepId(serial, found[serial].step) for serial in order]
 

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tieredckpt.blobs.base import Sweep
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.ask import leaving, waits_for_promotion
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
@@ -16,7 +19,6 @@ from tieredckpt.errors import Conflict, NotFound, TieredCkptError
 from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
-from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Collected", "Collector"]
 
@@ -43,6 +45,8 @@ class Collector:
         self._state = state
         self._unread: list[tuple[Tier, Callable[[], bool], list[bytes]]] = []
         """Steps retracted from RAM whose extents another process may still be reading."""
+        self._strays: dict[str, dict[str, float]] = {}
+        """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -57,16 +61,25 @@ class Collector:
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if step in tier.held and (reason := why_not(self._state, step, tier)):
             raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
-        if tier.ram is not None and tier.slab_index is not None:
-            digests = list(unique_extents((await tier.load_index(step)).arrays)) if step in tier.held else []
-            unread = tier.ram.retire(layout.manifest_key(step.step, step.serial))
-            await tier.retract(step)
-            self._unread.append((tier, unread, digests))
-            self._reclaim_unread()
-        else:
-            await tier.retract(step)
+        tier.leaving.add(step)
+        try:
+            if tier.ram is not None:
+                await self._evict_from_ram(step, tier, tier.ram)
+            else:
+                await tier.retract(step)
+        finally:
+            tier.leaving.discard(step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         self._state.changed.beat()
+
+    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
+        digests = list(unique_extents((await tier.load_index(step)).arrays)) if step in tier.held else []
+        unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial))
+        btree_key = tier.drop(step)
+        self._unread.append((tier, unread, digests))
+        self._reclaim_unread()
+        if btree_key is not None:
+            await tier.store.delete(btree_key)
 
     async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
@@ -90,7 +103,7 @@ class Collector:
 
         A tier with a capacity keeps them until room is needed; one without would grow for ever.
         """
-        if tier.capacity is not None or not tier.healthy:
+        if tier.capacity is not None or not tier.answers:
             return
         evicted = [step for step in leaving(self._state, tier) if await self._try_evict(step, tier)]
         if evicted:
@@ -124,7 +137,7 @@ class Collector:
         return False
 
     def _elsewhere(self, step: StepId, tier: Tier) -> bool:
-        return any(step in other.held and other.healthy for other in self._state.tiers if other is not tier)
+        return any(step in other.held and other.answers for other in self._state.tiers if other is not tier)
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
@@ -144,7 +157,7 @@ class Collector:
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
         self._reclaim_unread()
-        if tier.ram is not None or not tier.healthy:
+        if tier.ram is not None or not tier.answers:
             return Collected(tier.name)
         async with tier.guards_packs:
             live = await self._live_packs(tier)
@@ -152,8 +165,7 @@ class Collector:
             dead = [
                 key
                 for key in tier.packs
-                if key not in live
-                and (key not in tier.orphans or (orphans and tier.orphans[key] < oldest_kept))
+                if key not in live and (key not in tier.orphans or (orphans and tier.orphans[key] < oldest_kept))
             ]
             nbytes = await self._delete_packs(tier, dead)
             files = await self._sweep(tier, oldest_kept) if orphans else 0
@@ -162,11 +174,21 @@ class Collector:
 
     async def _live_packs(self, tier: Tier) -> set[str]:
         live: set[str] = set()
-        for step in tuple(tier.held):
-            live |= await tier.packs_of(step)
+        for packs in (await self._packs_by_step(tier)).values():
+            live |= packs
         for key in live:
             tier.orphans.pop(key, None)
         return live
+
+    async def _packs_by_step(self, tier: Tier) -> dict[StepId, frozenset[str]]:
+        found = {}
+        for step in tuple(tier.held):
+            try:
+                found[step] = await tier.packs_of(step)
+            except NotFound:
+                if step in tier.held:  # and was not evicted meanwhile
+                    raise
+        return found
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
@@ -180,26 +202,35 @@ class Collector:
         return freed
 
     async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
-        """Delete index files of steps that were never committed or were retracted half."""
+        """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
         known = {held.btree_key for held in tier.held.values()}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.held, *tier.damaged)}
-        stale = [
-            info.key
+        strays = {
+            info.key: info.modified
             async for info in tier.store.list(layout.STEPS)
-            if info.key not in known and info.modified < oldest_kept and not _belongs(info.key, tier.damaged)
-        ]
+            if info.key not in known and not _belongs(info.key, (*tier.damaged, *tier.doubtful))
+        }
+        seen = self._strays.get(tier.name, {})
+        # Where the store tells no time of change, a stray is as old as we have known it.
+        self._strays[tier.name] = {key: modified or seen.get(key, time.time()) for key, modified in strays.items()}
+        stale = [key for key, since in self._strays[tier.name].items() if since < oldest_kept]
         for key in stale:
             await tier.store.delete(key)
-        return len(stale)
+        torn = await tier.store.sweep(self._state.config.grace) if isinstance(tier.store, Sweep) else 0
+        return len(stale) + torn
 
     async def sparse_packs(self, tier: Tier) -> set[str]:
         """Packs whose live share of bytes is below the store's ``repack_below``."""
-        if tier.ram is not None or not tier.healthy:
+        if tier.ram is not None or not tier.answers:
             return set()
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
         for step in tuple(tier.held):
-            for extent in unique_extents((await tier.load_index(step)).arrays).values():
+            try:
+                index = await tier.load_index(step)
+            except NotFound:
+                continue  # evicted meanwhile
+            for extent in unique_extents(index.arrays).values():
                 if (extent.path, extent.offset) not in seen:
                     seen.add((extent.path, extent.offset))
                     live[extent.path] = live.get(extent.path, 0) + extent.length
@@ -209,14 +240,13 @@ class Collector:
 
     async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
         """The steps on a tier that refer to any of the packs."""
-        return [step for step in sorted(tier.held) if packs & await tier.packs_of(step)]
+        return sorted(step for step, used in (await self._packs_by_step(tier)).items() if packs & used)
 
-    def forget_packs(self, tier: Tier, packs: set[str]) -> list[tuple[bytes, Extent]]:
+    async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
         """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
-        leaving = [(digest, extent) for digest, extent in tier.chunks.items() if extent.path in packs]
-        for digest, _ in leaving:
-            tier.forget(digest)
-        return leaving
+        async with tier.guards_packs:
+            for digest in [digest for digest, extent in tier.chunks.items() if extent.path in packs]:
+                tier.forget(digest)
 
     async def settle(self, tier: Tier) -> None:
         """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""

@@ -13,6 +13,7 @@ from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
+from tieredckpt.engine.survey import survey
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError
 from tieredckpt.format.manifest import StoreMarker
@@ -32,9 +33,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
     )
 
 
-def _connector(
-    config: StoreConfig, tier: TierConfig, *, read_only: bool
-) -> Callable[[], Awaitable[BlobStore]]:
+def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Callable[[], Awaitable[BlobStore]]:
     async def connect_ram() -> BlobStore:
         assert isinstance(tier, RamTier)
         folder = tier.path or shared_memory_root() / config.identity
@@ -68,9 +67,7 @@ async def _slower(tier: TierConfig) -> BlobStore:
     from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
 
     assert isinstance(tier, KvstoreTier)
-    return await KvStoreBlobs.open(
-        tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives]
-    )
+    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives])
 
 
 async def connect(state: State, tier: Tier) -> None:
@@ -95,7 +92,7 @@ async def connect(state: State, tier: Tier) -> None:
         tier.lease = lease
     if marker is None and state.marker is not None and not state.read_only:
         await tier.mark(state.marker)
-    await tier.load()
+    await survey(tier)
     tier.marker = marker or state.marker
 
 
@@ -115,12 +112,8 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
             return None
 
     markers = await asyncio.gather(*(look(tier) for tier in state.tiers))
-    durable = [
-        marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None
-    ]
-    volatile = [
-        marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None
-    ]
+    durable = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None]
+    volatile = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None]
     found = next(iter([*durable, *volatile]), None)
     state.marker = found or (None if state.read_only else StoreMarker(store=str(uuid.uuid4())))
     failed = [tier for tier, _ in failures]

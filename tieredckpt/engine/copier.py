@@ -28,9 +28,7 @@ Need = tuple[str, int]
 """One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
 
 
-async def copy_step(
-    state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool = False
-) -> int:
+async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool = False) -> int:
     """Bring a step to a durable tier, and return the bytes of the packs that it took.
 
     Args:
@@ -59,9 +57,7 @@ async def copy_step(
                     written = await write_packs(tier, batches)
             await tier.commit(source.index.record, _located(source.index.arrays, tier.chunks))
         record = source.index.record
-    state.events.emit(
-        StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin)
-    )
+    state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin))
     state.changed.beat()
     return written
 

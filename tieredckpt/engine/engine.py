@@ -31,6 +31,7 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.verifier import Verified, verify_on
 from tieredckpt.engine.views import can_view, view_arrays
 from tieredckpt.engine.writer import Saved, Writer
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
@@ -38,7 +39,7 @@ from tieredckpt.events import Events, StepRestored, TierFailed
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Engine", "Read", "Verified", "empty_targets"]
+__all__ = ["Engine", "Read", "empty_targets"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -54,19 +55,6 @@ class Read:
     record: StepRecord
     arrays: dict[str, npt.NDArray[Any]]
     sources: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What verifying a step on a tier found."""
-
-    id: StepId
-    tier: str
-    nbytes: int
-    damaged: tuple[str, ...]
-    """Keys of the arrays with a chunk that is not as it was saved; ``tieredckpt/step.json`` for the index."""
-    repaired: bool
-    problem: str
 
 
 class Engine:
@@ -233,15 +221,11 @@ class Engine:
         while self._heals:
             await asyncio.wait(set(self._heals))
         await self.state.changed.until(
-            lambda: all(
-                promoter.idle or promoter.tier.error is not None for promoter in self.promoters.values()
-            )
+            lambda: all(promoter.idle or promoter.tier.error is not None for promoter in self.promoters.values())
         )
         for promoter in self.promoters.values():
             if promoter.tier.error is not None and not promoter.idle:
-                raise _again(
-                    promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: "
-                )
+                raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
 
     # -- restoring ----------------------------------------------------------------------------------------
 
@@ -267,9 +251,7 @@ class Engine:
         found = found or state.find(step)
         return found, records[found]
 
-    async def read(
-        self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]
-    ) -> Read:
+    async def read(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
         begin = time.monotonic()
         async with StepSource.open(self.state, step) as source:
@@ -362,32 +344,20 @@ class Engine:
             reclaimed.append(await self.collector.collect(tier))
         return reclaimed
 
-    async def verify(self, step: StepId, name: str | None, *, repair: bool) -> list[Verified]:
+    async def verify(
+        self, step: StepId, name: str | None, *, repair: bool, progress: Callable[[int], None] | None = None
+    ) -> list[Verified]:
         """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
         if repair:
             self._check_writable("repair")
         tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
         holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
-        results = [await self._verify_on(step, tier, repair=repair) for tier in holding]
-        if not results:
+        if not holding:
             raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        return results
-
-    async def _verify_on(self, step: StepId, tier: Tier, *, repair: bool) -> Verified:
-        record = self.state.records().get(step)
-        nbytes = record.nbytes if record is not None else 0
-        try:
-            if step in tier.damaged:
-                raise tier.damaged[step]
-            damage = await healing.inspect(self.state, step, tier)
-        except TieredCkptError as error:
-            if repair and not isinstance(error, TierUnavailable):
-                await healing.heal_index(self.state, self.collector, step, tier, error)
-            return Verified(step, tier.name, nbytes, ("tieredckpt/step.json",), step in tier.held, str(error))
-        problems = await healing.heal(self.state, self.collector, step, damage) if repair and damage else []
-        keys = tuple(sorted({found.key for found in damage}))
-        problem = str(problems[0]) if problems else str(damage[0].error) if damage else ""
-        return Verified(step, tier.name, nbytes, keys, bool(damage) and repair and not problems, problem)
+        return [
+            await verify_on(self.state, self.collector, step, tier, repair=repair, progress=progress)
+            for tier in holding
+        ]
 
 
 def _again(error: Exception, prefix: str) -> TieredCkptError:

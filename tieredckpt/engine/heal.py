@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tieredckpt.blobs.ram import aligned
+from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.reader import check
@@ -24,16 +24,22 @@ __all__ = ["heal", "heal_index", "inspect"]
 _log = logging.getLogger("tieredckpt")
 
 
-async def inspect(state: State, step: StepId, tier: Tier) -> list[Damage]:
-    """Read everything of a step on one tier; what is not as it was saved. Raises what the index raises."""
+async def inspect(
+    state: State, step: StepId, tier: Tier, progress: Callable[[int], None] | None = None
+) -> list[Damage]:
+    """Read everything of a step on one tier; what is not as it was saved.
+
+    Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
+    """
     async with StepSource.open(state, step, only=tier) as source:
+        source.progress = progress
         await check(state, source)
+        if source.silence is not None:
+            raise source.silence
         return source.damage
 
 
-async def heal(
-    state: State, collector: Collector, step: StepId, damage: Iterable[Damage]
-) -> list[TieredCkptError]:
+async def heal(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[TieredCkptError]:
     """Write good bytes back to every tier that lost some; returns what could not be mended."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
@@ -72,8 +78,9 @@ async def _mend_packs(
     state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
 ) -> None:
     """Packs are immutable: the chunks go into a new one, and the step's index points there from then on."""
-    for digest in chunks:
-        tier.forget(digest)
+    async with tier.guards_packs:
+        for digest in chunks:
+            tier.forget(digest)
     await copy_step(state, collector, step, tier, again=True)
     for found in chunks.values():
         source = next((other.name for other in state.holders(step) if other is not tier), tier.name)
@@ -81,9 +88,7 @@ async def _mend_packs(
     await collector.collect(tier, orphans=False)
 
 
-async def heal_index(
-    state: State, collector: Collector, step: StepId, tier: Tier, error: TieredCkptError
-) -> None:
+async def heal_index(state: State, collector: Collector, step: StepId, tier: Tier, error: TieredCkptError) -> None:
     """A step's commit cannot be read on a tier: drop it from RAM, commit it anew elsewhere."""
     if tier.ram is not None:
         await collector.drop_unreadable(step, tier)

@@ -47,9 +47,7 @@ class Work(Generic[T]):
 
     def _finish(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self.outcome.set_exception(
-                Closed("the checkpoint store was closed, or the call cancelled, meanwhile")
-            )
+            self.outcome.set_exception(Closed("the checkpoint store was closed, or the call cancelled, meanwhile"))
         elif (error := task.exception()) is not None:
             self.outcome.set_exception(error)
         else:

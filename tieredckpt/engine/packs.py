@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Buffer
-from tieredckpt.blobs.ram import aligned
+from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
@@ -49,9 +49,7 @@ def seal(payload: Payload) -> bool:
         digester.update(block)
         crc = crc32c(block, crc)
     end = payload.nbytes + CHECKSUM_SIZE
-    payload.memory[payload.nbytes : end] = np.frombuffer(
-        crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8
-    )
+    payload.memory[payload.nbytes : end] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
     return digester.digest() == payload.digest
 
 
@@ -84,13 +82,18 @@ async def write_packs(tier: Tier, batches: AsyncIterator[Batch]) -> int:
         finally:
             slots.release()
 
+    taken: list[Batch] = []
     try:
         async with asyncio.TaskGroup() as group:
             async for batch in batches:
+                taken.append(batch)
                 await slots.acquire()
                 group.create_task(write(batch))
     except* Exception as errors:
         raise _first(errors) from None
+    finally:
+        for batch in taken:  # one that was cancelled before it began has given nothing back
+            await batch.lent.aclose()
     return written
 
 

@@ -39,11 +39,7 @@ class Promoter:
         """The step to promote next: the newest that is due, for it is the one a restart would take."""
         state = self._state
         view = state.view()
-        waiting = (
-            step
-            for step in state.records()
-            if step not in self._lost and is_due(state, step, self.tier, view)
-        )
+        waiting = (step for step in state.records() if step not in self._lost and is_due(state, step, self.tier, view))
         return max(waiting, default=None)
 
     @property

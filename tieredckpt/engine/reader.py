@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram import aligned
+from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -53,13 +53,18 @@ class Run:
 
 
 def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
-    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch."""
+    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch.
+
+    What is digested is the copy, while it is still in the cache, so that it is the copy that is verified.
+    """
     digester = Digester()
     for start in range(0, source.size, BLOCK):
         block = source[start : start + BLOCK]
-        digester.update(block)
-        if start < target.size:
-            np.copyto(target[start : start + BLOCK], block[: target.size - start])
+        copy = target[start : start + BLOCK]
+        np.copyto(copy, block[: copy.size])
+        digester.update(copy)
+        if copy.size < block.size:
+            digester.update(block[copy.size :])
     return digester.digest() == expected
 
 
@@ -79,9 +84,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
     for piece in inline:
         assert isinstance(piece.chunk.where, bytes)
         if digest(piece.chunk.where) != piece.chunk.digest:
-            raise Corrupt(
-                f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved"
-            )
+            raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
         piece.target[:] = np.frombuffer(piece.chunk.where, dtype=np.uint8)[: piece.target.size]
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.target.size
     if source.tier.ram is not None:
@@ -147,6 +150,8 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
             start = piece.chunk.where.offset
             if not verify_and_copy(slab[start : start + piece.nbytes], piece.target, piece.chunk.digest):
                 failed.append(piece)
+            if source.progress is not None:
+                source.progress(piece.nbytes)
 
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(pieces))
@@ -216,6 +221,8 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         for piece in bad:
             source.note(source.tier, piece.key, piece.chunk, why)
         failed.extend(bad)
+        if source.progress is not None:
+            source.progress(sum(piece.nbytes for piece in run.pieces))
 
     waiting = deque(_runs(pieces))
 

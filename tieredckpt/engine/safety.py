@@ -12,22 +12,22 @@ __all__ = ["why_not"]
 def why_not(state: State, step: StepId, tier: Tier) -> str:
     """Why the copy of ``step`` on ``tier`` must stay; empty when it may go.
 
-    A copy may go only if afterwards a healthy tier that survives at least as much still holds this step or a
-    newer one of the live line. So the newest good step never has its last copy deleted, and the newest step on
-    a durable tier stays until a newer one is committed there, not merely until one lies in RAM.
+    A copy may go only if afterwards a tier that answers and survives at least as much still holds this step, or
+    one that a restore would rather take: a newer one of the live line, or any of it in place of an abandoned
+    step. So the newest step on a durable tier stays until a newer one is committed there, not merely until one
+    lies in RAM; and a copy that is being deleted counts no more.
     """
     if tier.pins.get(step):
         return f"{step} is being read from tier {tier.name!r}"
-    if not state.on_line(step.serial) and state.newest() is not None:
-        return ""
+    abandoned = not state.on_line(step.serial)
     for other in state.tiers:
-        if not other.healthy or other.survives < tier.survives:
+        if other.survives < tier.survives or not (other.answers or other is tier):
             continue
         for held in other.held:
-            newer = held.serial > step.serial and state.on_line(held.serial)
-            if newer or (held == step and other is not tier):
+            better = state.on_line(held.serial) and (abandoned or held.serial > step.serial)
+            if (better or (held == step and other is not tier)) and held not in other.leaving:
                 return ""
     return (
         f"{step} on tier {tier.name!r} is the last good copy that survives as much: "
-        f"no other healthy tier holds it or a newer step"
+        f"no other tier that answers holds it or a newer step"
     )

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram import Slab, aligned
+from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.engine.pulse import Pulse
 
 __all__ = ["Scratch"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram import Slab
+from tieredckpt.blobs.slab import Slab
 from tieredckpt.format.manifest import CHECKSUM_SIZE
 
 __all__ = ["SlabIndex"]

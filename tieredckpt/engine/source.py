@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram import aligned
+from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -67,6 +67,10 @@ class StepSource:
     damage: list[Damage] = field(default_factory=list)
     unreadable: list[tuple[Tier, TieredCkptError]] = field(default_factory=list)
     """Tiers whose index of the step could not be read."""
+    silence: TierUnavailable | None = None
+    """Why a chunk could not be read, from a tier that may have it intact."""
+    progress: Callable[[int], None] | None = None
+    """Told the bytes of each part that was read; from any thread."""
     _indexes: dict[str, StepIndex] = field(default_factory=dict)
 
     @classmethod
@@ -94,9 +98,7 @@ class StepSource:
             raise unreadable[-1][1]
         raise NotFound(f"no tier holds {step}")
 
-    async def candidates(
-        self, key: str, ordinal: int, digest: bytes
-    ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
+    async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Every place that should have a chunk, nearest first: tiers with the step, then any that has the digest."""
         holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
         for tier in holders:
@@ -152,10 +154,10 @@ class StepSource:
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
-        _log.warning(
-            "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error
-        )
-        if not isinstance(error, TierUnavailable):
+        _log.warning("%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
+        if isinstance(error, TierUnavailable):
+            self.silence = error
+        else:
             self.damage.append(Damage(tier, chunk.digest, key, error))
 
 

@@ -67,9 +67,7 @@ class State:
 
     def newest(self) -> StepId | None:
         """What a restore takes: the newest step of the live line."""
-        return max(
-            (step for tier in self.tiers for step in tier.held if self.on_line(step.serial)), default=None
-        )
+        return max((step for tier in self.tiers for step in tier.held if self.on_line(step.serial)), default=None)
 
     def find(self, step: int | None) -> StepId:
         """The step of that number (the newest without one); on the live line if there, else the newest such.
@@ -97,9 +95,7 @@ class State:
 
     def rewind(self, step: StepId, record: StepRecord) -> None:
         """Make a restored step the end of the live line; what was saved after it is abandoned."""
-        self.line = tuple(
-            (first, min(last, step.serial)) for first, last in record.line if first <= step.serial
-        )
+        self.line = tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
         self.restored_from = step
 
     def extended_line(self, serial: int) -> tuple[tuple[int, int], ...]:
@@ -128,9 +124,7 @@ class State:
         steps = []
         for step, record in self.records().items():
             names = tuple(
-                tier.name
-                for tier in self.tiers
-                if step in tier.held or (and_on is not None and and_on == (step, tier))
+                tier.name for tier in self.tiers if step in tier.held or (and_on is not None and and_on == (step, tier))
             )
             steps.append(
                 StepView(
@@ -144,9 +138,7 @@ class State:
                     on_line=self.on_line(step.serial),
                 )
             )
-        return StoreView(
-            now=now, steps=tuple(steps), tiers=tuple(self.tier_view(tier) for tier in self.tiers)
-        )
+        return StoreView(now=now, steps=tuple(steps), tiers=tuple(self.tier_view(tier) for tier in self.tiers))
 
     def tier_view(self, tier: Tier) -> TierView:
         return TierView(

@@ -10,14 +10,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Survives
+from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.settle import outlast, whole
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.slab_index import SlabIndex
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.format import layout, ocdbt, pack
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import (
     ArrayIndex,
     StepId,
@@ -28,7 +29,6 @@ from tieredckpt.format.manifest import (
     decode_step,
     encode_marker,
     encode_step,
-    find_record,
 )
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
@@ -80,13 +80,18 @@ class Tier:
     orphans: dict[str, float] = field(default_factory=dict)
     """When packs that no step was known to use were last changed (epoch seconds)."""
     pins: dict[StepId, int] = field(default_factory=dict)
+    """How many readers each step has."""
+    leaving: set[StepId] = field(default_factory=set)
+    """Steps that are being retracted: held no more, for whoever looks for another copy."""
+    doubtful: set[StepId] = field(default_factory=set)
+    """Steps whose last commit failed in a way that may have succeeded all the same."""
     lease: Lease | None = None
     error: Exception | None = None
     retry_at: float = 0.0
     guards_packs: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while packs are written and committed, and while dead ones are collected."""
     _failures: int = 0
-    _index_bytes: dict[StepId, int] = field(default_factory=dict)
+    index_bytes: dict[StepId, int] = field(default_factory=dict)
     _indexes: OrderedDict[StepId, StepIndex] = field(default_factory=OrderedDict)
     _packs_of: dict[StepId, frozenset[str]] = field(default_factory=dict)
 
@@ -96,14 +101,17 @@ class Tier:
     def store(self) -> BlobStore:
         """The blob store; `TierUnavailable` while there is none."""
         if self.blobs is None:
-            raise TierUnavailable(
-                f"tier {self.name!r} is not available: {self.error or 'it was not opened yet'}"
-            )
+            raise TierUnavailable(f"tier {self.name!r} is not available: {self.error or 'it was not opened yet'}")
         return self.blobs
 
     @property
     def healthy(self) -> bool:
         return self.blobs is not None and self.error is None
+
+    @property
+    def answers(self) -> bool:
+        """Whether what it holds can be read and deleted: a full tier answers, though it is not healthy."""
+        return self.blobs is not None and (self.error is None or isinstance(self.error, NoSpace))
 
     @property
     def checksum(self) -> bool:
@@ -118,7 +126,7 @@ class Tier:
     def used(self) -> int:
         """Bytes that the tier's packs and indexes take."""
         packs = self.ram.slab.used if self.ram is not None else sum(self.packs.values())
-        return packs + sum(self._index_bytes.values())
+        return packs + sum(self.index_bytes.values())
 
     @property
     def capacity(self) -> int | None:
@@ -151,15 +159,18 @@ class Tier:
     async def open(self) -> StoreMarker | None:
         """Connect and read the marker; None when the tier is empty."""
         if self.blobs is None:
-            self.blobs = await self.connect()
-            if isinstance(self.blobs, RamStore):
-                self.ram = self.blobs
-                self.slab_index = SlabIndex(self.ram.slab) if self.ram.slab.writable else None
+            await whole(self._connect())
         try:
             data = await self.store.get(layout.MARKER, limit=_SMALL)
         except NotFound:
             return None
         return decode_marker(data, self.store.location)
+
+    async def _connect(self) -> None:
+        self.blobs = await self.connect()
+        if isinstance(self.blobs, RamStore):
+            self.ram = self.blobs
+            self.slab_index = SlabIndex(self.ram.slab) if self.ram.slab.writable else None
 
     async def mark(self, marker: StoreMarker) -> None:
         """Write the marker of a tier that has none."""
@@ -170,115 +181,25 @@ class Tier:
         async for info in self.store.list(layout.STEPS):
             await self.store.delete(info.key)
 
-    async def load(self) -> None:
-        """Find what the tier holds: steps by their manifests, chunks by the footers of the packs."""
-        self.held.clear()
-        self.damaged.clear()
-        self.packs.clear()
-        self.chunks.clear()
-        self.orphans.clear()
-        manifests: dict[StepId, str] = {}
-        async for info in self.store.list(layout.STEPS):
-            folder, _, name = info.key.rpartition("/")
-            parsed = layout.parse_step_folder(folder + "/")
-            if parsed is None:
-                continue
-            step = StepId(serial=parsed[1], step=parsed[0])
-            self._index_bytes[step] = self._index_bytes.get(step, 0) + info.size
-            if name == "manifest.ocdbt":
-                manifests[step] = info.key
-        limit = asyncio.Semaphore(_PARALLEL_READS)
-        async with asyncio.TaskGroup() as group:
-            for step in manifests:
-                group.create_task(self._load_step(step, limit))
-        for step in set(self._index_bytes) - set(manifests):
-            del self._index_bytes[step]
-        if self.slab_index is not None:
-            await self._claim_extents()
-        elif self.ram is None:
-            await self._load_packs(limit)
+    def clear(self) -> None:
+        """Know nothing of what the tier holds, before that is found out anew."""
+        for known in (self.held, self.damaged, self.packs, self.chunks, self.orphans, self.doubtful):
+            known.clear()
+        for remembered in (self.index_bytes, self._indexes, self._packs_of):
+            remembered.clear()
 
-    async def _load_step(self, step: StepId, limit: asyncio.Semaphore) -> None:
-        async with limit:
-            try:
-                manifest, btree, btree_key = await self._read_index(step)
-                record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
-                if record.id != step:
-                    raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {record.id}")
-            except (Corrupt, NotFound) as error:
-                self.damaged[step] = error
-                _log.warning("tier %r: %s cannot be read there: %s", self.name, step, error)
-            else:
-                self.held[step] = Held(record, btree_key)
+    # -- steps --------------------------------------------------------------------------------------------
 
-    async def _read_index(self, step: StepId) -> tuple[bytes, bytes, str]:
+    async def read_index(self, step: StepId) -> tuple[bytes, bytes, str]:
+        """The manifest of a step, its index nodes and their key. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
         manifest = await self.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
         btree_key = ocdbt.read_root(manifest).path
         if not btree_key.startswith(layout.step_folder(step.step, step.serial)):
-            raise Corrupt(
-                f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step"
-            )
+            raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step")
         size = (await self.store.stat(btree_key)).size
         if size > _BTREE_MAX:
             raise Corrupt(f"tier {self.name!r}, {step}: an index of {format_size(size)} cannot be right")
         return manifest, await self.store.get(btree_key, limit=size), btree_key
-
-    async def _claim_extents(self) -> None:
-        assert self.ram is not None
-        for step in sorted(self.held):
-            index = await self.load_index(step)
-            if not self.adopt(index):
-                error = Corrupt(f"tier {self.name!r}: the extents of {step} do not fit the slab")
-                self.damaged[step] = error
-                del self.held[step]
-        for step in self.damaged:
-            self.ram.retire(layout.manifest_key(step.step, step.serial))
-            _log.warning("tier %r: %s was dropped from RAM, it cannot be read", self.name, step)
-        self.damaged.clear()
-
-    def adopt(self, index: StepIndex) -> bool:
-        """Count the step's use of its chunks in the slab; False, and nothing counted, if they do not fit."""
-        assert self.slab_index is not None
-        assert self.ram is not None
-        taken: list[bytes] = []
-        for digest, extent in unique_extents(index.arrays).items():
-            fits = extent.path == self.ram.slab_key and self.slab_index.adopt(
-                digest, extent.offset, extent.length
-            )
-            if not fits:
-                self.slab_index.drop(taken)
-                return False
-            taken.append(digest)
-        return True
-
-    async def _load_packs(self, limit: asyncio.Semaphore) -> None:
-        async def read_footer(key: str, size: int) -> None:
-            async with limit:
-                try:
-                    entries = await self._pack_entries(key, size)
-                except (Corrupt, NotFound) as error:
-                    _log.warning("tier %r: pack %s has no readable footer: %s", self.name, key, error)
-                    return
-            for entry in entries:
-                self.chunks[entry.digest] = Extent(key, entry.offset, entry.length)
-
-        async with asyncio.TaskGroup() as group:
-            async for info in self.store.list(layout.PACKS):
-                if layout.parse_pack_key(info.key) is None:
-                    continue
-                self.packs[info.key] = info.size
-                self.orphans[info.key] = info.modified
-                group.create_task(read_footer(info.key, info.size))
-
-    async def _pack_entries(self, key: str, size: int) -> list[pack.PackEntry]:
-        tail = bytearray(min(size, ALIGNMENT))
-        await self.store.get_into(key, size - len(tail), memoryview(tail))
-        offset, length = pack.footer_range(bytes(tail), size)
-        footer = bytearray(length)
-        await self.store.get_into(key, offset, memoryview(footer))
-        return pack.decode_footer(bytes(footer), size)
-
-    # -- steps --------------------------------------------------------------------------------------------
 
     async def load_index(self, step: StepId) -> StepIndex:
         """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
@@ -286,7 +207,7 @@ class Tier:
             raise NotFound(f"tier {self.name!r} does not hold {step}")
         found = self._indexes.get(step)
         if found is None:
-            manifest, btree, btree_key = await self._read_index(step)
+            manifest, btree, btree_key = await self.read_index(step)
             found = await asyncio.to_thread(decode_step, manifest, btree, btree_key)
             if found.record.id != step:
                 raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
@@ -317,16 +238,19 @@ class Tier:
         before = self.held.get(step)
         folder = layout.step_folder(step.step, step.serial)
         btree_key = layout.btree_key(step.step, step.serial)
-        if before is not None or step in self.damaged:
+        if before is not None or step in self.damaged or step in self.doubtful:
             btree_key = f"{folder}btree-{secrets.token_hex(4)}"
-        index = await asyncio.to_thread(
-            encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum
-        )
+        index = await asyncio.to_thread(encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum)
         await self.store.put(btree_key, [index.btree])
-        await self.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
+        try:
+            await self.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
+        except (TierUnavailable, asyncio.CancelledError):
+            await self._doubt(step)
+            raise
         self.held[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
-        self._index_bytes[step] = len(index.btree) + len(index.manifest)
+        self.doubtful.discard(step)
+        self.index_bytes[step] = len(index.btree) + len(index.manifest)
         self.remember(step, StepIndex(record, dict(arrays)))
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
         for key in self._packs_of[step]:
@@ -334,29 +258,56 @@ class Tier:
         if before is not None:
             await self.store.delete(before.btree_key)
 
+    async def _doubt(self, step: StepId) -> None:
+        """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
+        self.doubtful.add(step)
+        self._indexes.pop(step, None)
+        self._packs_of.pop(step, None)
+        if step in self.held:
+            return
+        undoing = asyncio.ensure_future(self.store.delete(layout.manifest_key(step.step, step.serial)))
+        await outlast(undoing)
+        if not undoing.cancelled() and undoing.exception() is None:
+            self.doubtful.discard(step)
+
     async def retract(self, step: StepId) -> None:
         """Take a step's commit back, the manifest first. Its packs are left to the collector."""
-        await self.store.delete(layout.manifest_key(step.step, step.serial))
+        try:
+            await self.store.delete(layout.manifest_key(step.step, step.serial))
+        except (TierUnavailable, asyncio.CancelledError):
+            self.condemn(step, TierUnavailable(f"tier {self.name!r}: {step} was being deleted when that failed"))
+            raise
+        btree_key = self.drop(step)
+        if btree_key is not None:
+            await self.store.delete(btree_key)
+
+    def drop(self, step: StepId) -> str | None:
+        """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
         held = self.held.pop(step, None)
         self.damaged.pop(step, None)
+        self.doubtful.discard(step)
         self._indexes.pop(step, None)
-        self._index_bytes.pop(step, None)
+        self.index_bytes.pop(step, None)
         self._packs_of.pop(step, None)
-        if held is not None:
-            await self.store.delete(held.btree_key)
+        return held.btree_key if held is not None else None
 
-    async def probe(self) -> None:
-        """Find out whether the tier answers, by reading its marker. Raises as a blob store does."""
-        await self.store.get(layout.MARKER, limit=_SMALL)
+    async def probe(self) -> bool:
+        """Whether the tier answers and still is what it was, by its marker. Raises as a blob store does."""
+        try:
+            return decode_marker(await self.store.get(layout.MARKER, limit=_SMALL), self.store.location) == self.marker
+        except NotFound:
+            return False
 
     def condemn(self, step: StepId, error: TieredCkptError) -> None:
         """Count a step as not held: its commit turned out unreadable."""
         if self.held.pop(step, None) is not None:
             self.damaged[step] = error
             self._indexes.pop(step, None)
+            # The packs may be good, so they are kept like those of a writer at work.
+            self.orphans.update(dict.fromkeys(self._packs_of.pop(step, ()), time.time()))
 
     def forget(self, digest: bytes) -> None:
-        """Do not refer to a chunk's bytes here any more: they are lost or damaged."""
+        """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guards_packs``."""
         self.chunks.pop(digest, None)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.blobs.ram import RamStore, aligned
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.slab import aligned
 from tieredckpt.blobs.window import Placed, window
 from tieredckpt.errors import Invalid
 from tieredckpt.format import layout

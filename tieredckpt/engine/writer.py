@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram import Slab
+from tieredckpt.blobs.slab import Slab
 from tieredckpt.engine.ask import waits_for_promotion
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.packs import Batch, Payload, seal, stored_size, write_pack
@@ -73,9 +73,7 @@ class Writer:
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
 
-    async def save(
-        self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool = False
-    ) -> Saved:
+    async def save(self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool = False) -> Saved:
         """Copy and commit one tree.
 
         Args:
@@ -111,9 +109,7 @@ class Writer:
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
             self._observe(step, record, seconds)
-        state.events.emit(
-            StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds)
-        )
+        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
         state.changed.beat()
         return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
 
@@ -245,10 +241,7 @@ class Writer:
             return tier, await self._stream_to(tier, snapshot, slab, index)
         raise NoSpace(
             f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
-            + (
-                "; ".join(problems)
-                or "there is no other tier; give the RAM tier a larger capacity, or add one"
-            )
+            + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
         )
 
     async def _stream_to(
@@ -269,9 +262,7 @@ class Writer:
                         )
                     snapshot.new_bytes += await self._write_copied(tier, snapshot.copied, slab)
                     for done in snapshot.copied:
-                        found[done.cell.array, done.cell.ordinal] = Chunk(
-                            done.digest, tier.chunks[done.digest]
-                        )
+                        found[done.cell.array, done.cell.ordinal] = Chunk(done.digest, tier.chunks[done.digest])
                 finally:
                     index.drop([done.digest for done in snapshot.copied])
                     snapshot.copied.clear()
@@ -296,9 +287,7 @@ class Writer:
 
     # -- what is remembered -------------------------------------------------------------------------------
 
-    def _record(
-        self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float]
-    ) -> StepRecord:
+    def _record(self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float]) -> StepRecord:
         state = self._state
         if state.marker is None:
             raise TierUnavailable("no tier could be opened yet, so the store has no identity")
@@ -325,8 +314,7 @@ class Writer:
     def _learn(self, now: dict[str, list[bytes]]) -> None:
         self._unchanged = {
             key: [
-                digest if digest == before else None
-                for digest, before in zip(digests, self._digests[key], strict=True)
+                digest if digest == before else None for digest, before in zip(digests, self._digests[key], strict=True)
             ]
             for key, digests in now.items()
             if len(self._digests.get(key, ())) == len(digests)
@@ -337,11 +325,7 @@ class Writer:
         before = self._state.observed
         stall = seconds if before.stall_seconds is None else 0.7 * before.stall_seconds + 0.3 * seconds
         step_seconds = before.step_seconds
-        if (
-            before.last_save_step is not None
-            and before.last_save_at is not None
-            and step > before.last_save_step
-        ):
+        if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
             each = (record.saved_at - before.last_save_at) / (step - before.last_save_step)
             step_seconds = each if step_seconds is None else 0.7 * step_seconds + 0.3 * each
         self._state.observed = dataclasses.replace(

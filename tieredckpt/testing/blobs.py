@@ -72,9 +72,7 @@ class BlobStoreTests:
         assert into == data
 
     @pytest.mark.parametrize("parts", [[], [b""], [b"", b"", b""]], ids=["none", "empty", "empties"])
-    async def test_an_object_may_be_empty(
-        self, store: BlobStore, back_door: BackDoor, parts: list[Buffer]
-    ) -> None:
+    async def test_an_object_may_be_empty(self, store: BlobStore, back_door: BackDoor, parts: list[Buffer]) -> None:
         await store.put("empty", parts)
         assert await back_door.get("empty") == b""
         assert await store.get("empty", limit=0) == b""
@@ -195,9 +193,7 @@ class BlobStoreTests:
             assert await store.get("key", limit=ENOUGH) == data
 
     @pytest.mark.parametrize("nbytes", [10, 2 * MIB])
-    async def test_create_only_leaves_what_was_there(
-        self, store: BlobStore, back_door: BackDoor, nbytes: int
-    ) -> None:
+    async def test_create_only_leaves_what_was_there(self, store: BlobStore, back_door: BackDoor, nbytes: int) -> None:
         await store.put("new", [pattern(nbytes)], create_only=True)
         assert await back_door.get("new") == pattern(nbytes)
         await back_door.put("old", b"first")
@@ -207,9 +203,7 @@ class BlobStoreTests:
         assert await back_door.list() == {"new", "old"}
 
     @pytest.mark.parametrize("nbytes", [10, MIB + 10])
-    async def test_create_only_has_one_winner(
-        self, store: BlobStore, back_door: BackDoor, nbytes: int
-    ) -> None:
+    async def test_create_only_has_one_winner(self, store: BlobStore, back_door: BackDoor, nbytes: int) -> None:
         if not store.traits.create_only:
             pytest.skip("the store does not claim it")
         for number in range(3):
@@ -288,9 +282,7 @@ class BlobStoreTests:
         await store.put("a/b/c", [b"y"])
         assert await back_door.get("a/b/c") == b"y"
 
-    async def test_a_name_outside_the_alphabet_is_invalid(
-        self, store: BlobStore, back_door: BackDoor
-    ) -> None:
+    async def test_a_name_outside_the_alphabet_is_invalid(self, store: BlobStore, back_door: BackDoor) -> None:
         for key in NOT_KEYS:
             for call in verbs(store, key):
                 with pytest.raises(Invalid):
@@ -302,9 +294,7 @@ class BlobStoreTests:
             with pytest.raises(Invalid):
                 await listed(store, prefix)
 
-    async def test_memory_that_cannot_be_filled_is_invalid(
-        self, store: BlobStore, back_door: BackDoor
-    ) -> None:
+    async def test_memory_that_cannot_be_filled_is_invalid(self, store: BlobStore, back_door: BackDoor) -> None:
         await back_door.put("a", b"abc")
         for offset, into in ((0, memoryview(b"xyz")), (-1, memoryview(bytearray(1)))):
             with pytest.raises(Invalid):
@@ -355,9 +345,7 @@ class BlobStoreTests:
         await store.put("key", [old])
         assert await store.get("key", limit=nbytes) == old
 
-    async def test_a_cancelled_read_lets_go_of_the_memory(
-        self, store: BlobStore, back_door: BackDoor
-    ) -> None:
+    async def test_a_cancelled_read_lets_go_of_the_memory(self, store: BlobStore, back_door: BackDoor) -> None:
         await back_door.put("key", b"\xff" * (8 * MIB))
         for turns in (1, 2, 20, 100):
             into = aligned(bytes(8 * MIB))

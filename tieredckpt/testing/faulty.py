@@ -192,9 +192,7 @@ class Faulty(Forward):
                 raise self._dead
             if operation.verb == "put" and self._room is not None:
                 if operation.nbytes > self._room:
-                    raise NoSpace(
-                        f"{operation.key} does not fit into {self.location}: {self._room} bytes left"
-                    )
+                    raise NoSpace(f"{operation.key} does not fit into {self.location}: {self._room} bytes left")
                 self._room -= operation.nbytes
         result = await call()
         await self._meet(operation, "after")

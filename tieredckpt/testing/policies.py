@@ -68,9 +68,7 @@ def store_views(draw: st.DrawFn) -> StoreView:
         for index, name in enumerate(names)
     )
     serials = sorted(draw(st.sets(st.integers(1, 50), max_size=8)))
-    ages = sorted(
-        draw(st.lists(st.floats(0, 1e6), min_size=len(serials), max_size=len(serials))), reverse=True
-    )
+    ages = sorted(draw(st.lists(st.floats(0, 1e6), min_size=len(serials), max_size=len(serials))), reverse=True)
     now = 1.8e9
     steps = tuple(
         StepView(

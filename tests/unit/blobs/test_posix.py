@@ -117,9 +117,7 @@ class TestDirectIO:
         return direct
 
     @pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
-    async def test_large_transfers_use_it(
-        self, store: PosixStore, shift: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_large_transfers_use_it(self, store: PosixStore, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if not store.traits.direct_io:
             pytest.skip("the file system refuses direct I/O")
         written = self.descriptors(monkeypatch, "pwritev")
@@ -131,16 +129,12 @@ class TestDirectIO:
         assert into == data
         assert set(written) == set(read) == {True}
 
-    async def test_aligned_memory_goes_without_a_copy(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_aligned_memory_goes_without_a_copy(self, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
         if not store.traits.direct_io:
             pytest.skip("the file system refuses direct I/O")
         copied: list[int] = []
         real = transfer.np.copyto
-        monkeypatch.setattr(
-            transfer.np, "copyto", lambda to, data: (copied.append(len(data)), real(to, data))
-        )
+        monkeypatch.setattr(transfer.np, "copyto", lambda to, data: (copied.append(len(data)), real(to, data)))
         data = aligned(pattern(LARGE + 100))
         await store.put("key", [data])
         await store.get_into("key", 0, aligned(bytes(len(data))))
@@ -487,9 +481,7 @@ class TestCancellation:
         await asyncio.gather(*reads)
         await other.close()
 
-    def test_the_end_of_the_loop_leaves_no_temporary_file(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_end_of_the_loop_leaves_no_temporary_file(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = Calls(monkeypatch, "fsync")
         stores = []
 
@@ -509,9 +501,7 @@ class TestCancellation:
 
 
 class TestCreateOnly:
-    async def test_without_hard_links_it_is_checked_before(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_without_hard_links_it_is_checked_before(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Calls(monkeypatch, "link").error = errno.EPERM
         store = await asyncio.to_thread(PosixStore, root)
         assert not store.traits.create_only
@@ -585,9 +575,7 @@ class TestFoldersComeAndGo:
 
 
 class TestSweep:
-    async def test_it_removes_old_temporary_files_and_nothing_else(
-        self, root: Path, store: PosixStore
-    ) -> None:
+    async def test_it_removes_old_temporary_files_and_nothing_else(self, root: Path, store: PosixStore) -> None:
         names = {f".{number:032x}.tmp~" for number in (1, 2)}
         old, young = sorted(names)
         kept = {"key", ".hidden.tmp", "folder/key", f"folder/{young}"}

@@ -51,9 +51,7 @@ def address(array: Bytes) -> int:
 
 
 @given(part_shapes, st.sampled_from([1, 2, 16]))
-def test_aligned_batches_are_the_parts_padded_to_a_page(
-    shapes: list[tuple[int, int]], arena_pages: int
-) -> None:
+def test_aligned_batches_are_the_parts_padded_to_a_page(shapes: list[tuple[int, int]], arena_pages: int) -> None:
     parts = memory(shapes)
     whole = b"".join(part.tobytes() for part in parts)
     arena = as_arrays([aligned(bytes(arena_pages * ALIGNMENT))])[0]
@@ -74,8 +72,7 @@ def test_only_what_is_not_aligned_goes_through_the_arena() -> None:
     chunk, padding = 10 * ALIGNMENT - 100, bytes(100)
     slab = aligned(pattern(8 * 10 * ALIGNMENT))
     parts = as_arrays(
-        [p for at in range(0, len(slab), 10 * ALIGNMENT) for p in (slab[at : at + chunk], padding)]
-        + [b"footer"]
+        [p for at in range(0, len(slab), 10 * ALIGNMENT) for p in (slab[at : at + chunk], padding)] + [b"footer"]
     )
     arena = as_arrays([aligned(bytes(64 * ALIGNMENT))])[0]
     (batch,) = aligned_batches(parts, arena)
@@ -152,9 +149,7 @@ def shortened(call: Callable[..., int], rng: random.Random) -> Callable[..., int
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_short_writes_are_continued(
-    tmp_path: Path, direct: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_are_continued(tmp_path: Path, direct: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     shapes = [(rng.choice([1, 100, 4096, 40_960, 100_001]), rng.choice([0, 3])) for _ in range(6)]
     parts = memory(shapes)
@@ -183,9 +178,7 @@ def test_short_reads_are_continued(
 
 
 @pytest.mark.parametrize(("offset", "shift"), [(0, 0), (0, 5), (77, 0)])
-def test_the_end_of_the_file_tells_how_far_it_came(
-    tmp_path: Path, direct: bool, offset: int, shift: int
-) -> None:
+def test_the_end_of_the_file_tells_how_far_it_came(tmp_path: Path, direct: bool, offset: int, shift: int) -> None:
     data = pattern(3 * ALIGNMENT + 9)
     (tmp_path / "file").write_bytes(data)
     into = aligned(bytes(5 * ALIGNMENT), shift=shift)
@@ -265,9 +258,7 @@ class TestReserve:
         free = SimpleNamespace(f_blocks=blocks, f_bavail=nbytes, f_frsize=1)
         monkeypatch.setattr(os, "fstatvfs", lambda fd: free)
 
-    def test_a_device_without_room_says_so_before_it_is_filled(
-        self, fd: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_device_without_room_says_so_before_it_is_filled(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_room(monkeypatch, 99_999)
         with pytest.raises(OSError, match="space") as raised:
             transfer.reserve(fd, 100_000)

@@ -49,9 +49,7 @@ def test_every_way_to_hash_gives_the_same_digest(size: int) -> None:
 
 
 @given(size=sizes, room=sizes)
-def test_a_cell_is_the_copy_with_zeros_behind_it_and_the_digest_is_of_the_whole_cell(
-    size: int, room: int
-) -> None:
+def test_a_cell_is_the_copy_with_zeros_behind_it_and_the_digest_is_of_the_whole_cell(size: int, room: int) -> None:
     src = random_bytes(size)
     memory = np.full(size + room + 2, 0xA5, np.uint8)
     dst = memory[1:-1]
@@ -69,9 +67,7 @@ def test_a_source_larger_than_the_cell_is_refused() -> None:
     assert dst.tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize(
-    "array", [np.zeros((2, 2), np.uint8), np.zeros(4, np.float32), np.zeros(8, np.uint8)[::2]]
-)
+@pytest.mark.parametrize("array", [np.zeros((2, 2), np.uint8), np.zeros(4, np.float32), np.zeros(8, np.uint8)[::2]])
 def test_only_flat_contiguous_bytes_are_hashed_in_place(array: NDArray[np.uint8]) -> None:
     with pytest.raises(Invalid, match="one-dimensional"):
         digest_array(array)

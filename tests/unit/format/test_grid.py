@@ -36,9 +36,7 @@ def test_cells_tile_the_array_in_order_and_each_is_one_range(
 
 
 @given(shape=shapes, itemsize=itemsizes, target=targets)
-def test_a_cell_holds_what_zarr_expects_at_its_index(
-    shape: tuple[int, ...], itemsize: int, target: int
-) -> None:
+def test_a_cell_holds_what_zarr_expects_at_its_index(shape: tuple[int, ...], itemsize: int, target: int) -> None:
     grid = plan(shape, itemsize, target)
     array = np.arange(1, prod(shape) + 1).reshape(shape)
     flat = array.reshape(-1)
@@ -110,9 +108,7 @@ def test_impossible_arrays_are_refused(shape: tuple[int, ...], itemsize: int, ta
     shape=st.lists(st.integers(-1, 6), max_size=3).map(tuple),
     cell=st.lists(st.integers(-1, 6), max_size=3).map(tuple),
 )
-def test_a_grid_passes_the_check_only_if_its_cells_are_ranges(
-    shape: tuple[int, ...], cell: tuple[int, ...]
-) -> None:
+def test_a_grid_passes_the_check_only_if_its_cells_are_ranges(shape: tuple[int, ...], cell: tuple[int, ...]) -> None:
     grid = Grid(shape, cell, 2)
     try:
         check(grid)

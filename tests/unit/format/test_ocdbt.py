@@ -71,6 +71,9 @@ def test_nodes_keep_to_their_size_and_interior_nodes_join_them() -> None:
     sizes.clear()
     assert ocdbt.find_in_nodes(index.manifest, read, b"layer/1234/c/0") == Extent("p", 1234, 1)
     assert len(sizes) == ocdbt.read_root(index.manifest).height + 1
+    sizes.clear()
+    assert ocdbt.find_in_nodes(index.manifest, read, b"a") is None
+    assert len(sizes) == 1
 
 
 def test_large_inline_values_have_nodes_of_their_own_and_the_tree_still_ends() -> None:
@@ -134,9 +137,7 @@ def test_entries_that_the_format_cannot_hold_are_refused(entries: list[tuple[byt
         ("btree", UUID, 1, 1 << 32),
     ],
 )
-def test_an_index_needs_a_place_an_identity_and_sane_limits(
-    path: str, uuid: bytes, time_ns: int, limit: int
-) -> None:
+def test_an_index_needs_a_place_an_identity_and_sane_limits(path: str, uuid: bytes, time_ns: int, limit: int) -> None:
     with pytest.raises(Invalid):
         ocdbt.encode([], path, uuid=uuid, commit_time_ns=time_ns, max_node_bytes=limit)
 

@@ -62,13 +62,14 @@ def manifest_of(
     indirect: int = 0,
     offset: int = 0,
     path: str = BTREE,
-    versions: int = 1,
+    generations: tuple[int, ...] = (1,),
     older: int = 0,
     head: bytes = UUID + b"\0\0\0\4\0",
 ) -> bytes:
     numbers = [offset, length, keys, length if tree_bytes is None else tree_bytes, indirect]
     table = file_table([path]) if is_data_path(path) else b"\1" + varint(len(path)) + b"\0" + path.encode()
-    body = head + table + varint(versions) + column(range(1, versions + 1)) + bytes([height] * versions)
+    versions = len(generations)
+    body = head + table + varint(versions) + column(generations) + bytes([height] * versions)
     body += bytes(versions) + b"".join(varint(number) * versions for number in numbers) + bytes(8 * versions)
     return frame(MANIFEST_MAGIC, body + varint(older))
 
@@ -113,6 +114,7 @@ def assert_corrupt_or_sound(manifest: bytes, btree: bytes) -> None:
 
 
 def test_the_builders_of_these_tests_make_readable_indexes() -> None:
+    assert ocdbt.read_root(manifest_of(9, generations=(1, 2, 5))).generation == 5
     node = leaf([(0, b"abc"), (1, b"x")])
     assert decode_leaf(node, 2) == [(b"abc", b""), (b"ax", b"")]
     assert ocdbt.read_root(INDEX.manifest).height >= 2
@@ -164,9 +166,7 @@ def test_a_forged_manifest_is_corrupt_or_gives_sound_entries(changes: list[tuple
 
 @settings(max_examples=800)
 @given(node=st.sampled_from(NODES), changes=changes)
-def test_a_forged_node_is_corrupt_or_gives_sound_entries(
-    node: tuple[int, int], changes: list[tuple[int, int]]
-) -> None:
+def test_a_forged_node_is_corrupt_or_gives_sound_entries(node: tuple[int, int], changes: list[tuple[int, int]]) -> None:
     offset, length = node
     forged = bytearray(INDEX.btree[offset : offset + length])
     for position, value in changes:
@@ -205,14 +205,12 @@ def test_any_bytes_in_a_sound_frame_are_corrupt_or_sound(body: bytes, keys: int)
         ocdbt.read_root(frame(MANIFEST_MAGIC, body))
 
 
-
-
 NODE = leaf([(0, b"k")])
 
 FORGED: dict[str, Callable[[], object]] = {
     "another magic": lambda: decode_leaf(frame(MANIFEST_MAGIC, NODE[14:-4])),
     "bytes after the last field": lambda: decode_leaf(frame(NODE_MAGIC, NODE[14:-4] + b"\0")),
-    "no entries": lambda: decode_leaf(leaf([]), 0),
+    "no entries": lambda: decode_leaf(leaf([]), 1),
     "keys that descend": lambda: decode_leaf(leaf([(0, b"b"), (0, b"a")]), 2),
     "a key twice": lambda: decode_leaf(leaf([(0, b"b"), (1, b"")]), 2),
     "a prefix longer than the key before": lambda: decode_leaf(leaf([(0, b"b"), (2, b"c")]), 2),
@@ -248,11 +246,11 @@ FORGED: dict[str, Callable[[], object]] = {
     "a path that is no ASCII": lambda: decode_leaf(forged_path("é".encode())),
     "an empty path": lambda: decode_leaf(forged_path(b"")),
     "a node elsewhere": lambda: ocdbt.decode(manifest_of(len(NODE), path="other/file"), NODE, BTREE),
-    "a root above the root folder": lambda: ocdbt.decode(
-        manifest_of(len(NODE), path="../btree"), NODE, BTREE
-    ),
+    "a root above the root folder": lambda: ocdbt.decode(manifest_of(len(NODE), path="../btree"), NODE, BTREE),
     "a root beyond the file": lambda: ocdbt.decode(manifest_of(len(NODE), offset=1), NODE + b"x"[:0], BTREE),
-    "a root beyond 2**63": lambda: ocdbt.decode(manifest_of(len(NODE), offset=(1 << 63) - 1), NODE, BTREE),
+    "a root beyond 2**63": lambda: ocdbt.read_root(manifest_of(len(NODE), offset=(1 << 63) - 1)),
+    "a root without a path": lambda: ocdbt.read_root(manifest_of(len(NODE), path="")),
+    "a root larger than its tree": lambda: ocdbt.read_root(manifest_of(len(NODE), tree_bytes=5)),
     "node bytes that do not add up": lambda: ocdbt.decode(
         manifest_of(len(NODE), tree_bytes=len(NODE) + 1), NODE + b"x", BTREE
     ),
@@ -261,11 +259,13 @@ FORGED: dict[str, Callable[[], object]] = {
     "an empty index with keys": lambda: ocdbt.read_root(manifest_of(MAX_UINT64, offset=MAX_UINT64, path="")),
     "a tower of nodes": lambda: ocdbt.read_root(manifest_of(len(NODE), height=200)),
     "a numbered manifest": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\1\0\0\4\0")),
-    "a compressed database": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\0\0\0\4\1\0\0\0\0")),
+    "a compressed database": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\0\0\0\4\1")),
     "an impossible arity": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\0\0\0\x3f\0")),
-    "no versions": lambda: ocdbt.read_root(manifest_of(9, versions=0)),
+    "generation zero": lambda: ocdbt.read_root(manifest_of(9, generations=(0,))),
+    "generations that do not ascend": lambda: ocdbt.read_root(manifest_of(9, generations=(1, 1))),
+    "no versions": lambda: ocdbt.read_root(manifest_of(9, generations=())),
     "versions outside the manifest": lambda: ocdbt.read_root(manifest_of(9, older=1)),
-    "more versions than the arity allows": lambda: ocdbt.read_root(manifest_of(9, versions=17)),
+    "more versions than the arity allows": lambda: ocdbt.read_root(manifest_of(9, generations=tuple(range(1, 18)))),
 }
 
 
@@ -303,13 +303,9 @@ def interior(
     )
 
 
-def decode_tree(
-    leaves: list[bytes], root: bytes, *, height: int = 1, keys: int = 2
-) -> list[tuple[bytes, Value]]:
+def decode_tree(leaves: list[bytes], root: bytes, *, height: int = 1, keys: int = 2) -> list[tuple[bytes, Value]]:
     btree = b"".join(leaves) + root
-    manifest = manifest_of(
-        len(root), height=height, keys=keys, offset=len(btree) - len(root), tree_bytes=len(btree)
-    )
+    manifest = manifest_of(len(root), height=height, keys=keys, offset=len(btree) - len(root), tree_bytes=len(btree))
     return ocdbt.decode(manifest, btree, BTREE)
 
 
@@ -344,18 +340,14 @@ def test_one_leaf_under_many_prefixes_is_corrupt_by_its_bytes() -> None:
     shared = leaf([(0, b""), (0, b"x")])
     root = interior([(b"%02d" % i, 0, len(shared), 2) for i in range(50)], common=2)
     btree = shared + root
-    manifest = manifest_of(
-        len(root), height=1, keys=100, offset=len(shared), tree_bytes=len(root) + 50 * len(shared)
-    )
+    manifest = manifest_of(len(root), height=1, keys=100, offset=len(shared), tree_bytes=len(root) + 50 * len(shared))
     with pytest.raises(Corrupt, match="bytes"):
         ocdbt.decode(manifest, btree, BTREE)
 
 
 def test_keys_that_would_expand_to_gigabytes_are_refused_before_they_are_made() -> None:
     count = 200_000
-    body = (
-        b"\0\0" + varint(count) + column([60_000] * (count - 1)) + varint(60_000) + column([4] * (count - 1))
-    )
+    body = b"\0\0" + varint(count) + column([60_000] * (count - 1)) + varint(60_000) + column([4] * (count - 1))
     body += b"a" * 60_000 + b"".join(i.to_bytes(4, "big") for i in range(count - 1)) + bytes(2 * count)
     node = frame(NODE_MAGIC, body)
     tracemalloc.start()
@@ -364,6 +356,21 @@ def test_keys_that_would_expand_to_gigabytes_are_refused_before_they_are_made() 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 * len(node)
+
+
+@pytest.mark.parametrize(("path", "offset"), [("", 0), (BTREE, (1 << 63) - 1)], ids=["without a path", "beyond 2**63"])
+def test_a_child_that_can_be_nowhere_is_refused_before_it_is_read(path: str, offset: int) -> None:
+    table = b"\1" + varint(len(path)) + b"\0" + path.encode()
+    numbers = column([offset]) + column([len(A)]) + b"\1" + column([len(A)]) + b"\0"
+    root = frame(NODE_MAGIC, b"\1" + table + b"\1" + b"\1\0a" + b"\0" + numbers)
+    manifest = manifest_of(len(root), height=1, tree_bytes=len(root) + len(A))
+
+    def read(path: str, offset: int, length: int) -> bytes:
+        assert (path, offset, length) == (BTREE, 0, len(root))
+        return root
+
+    with pytest.raises(Corrupt, match="without a place"):
+        ocdbt.decode_nodes(manifest, read)
 
 
 def test_a_reader_that_returns_too_little_is_noticed() -> None:

@@ -84,9 +84,7 @@ def test_a_cut_pack_is_noticed(cut: int) -> None:
     position=st.sampled_from([*range(40), *range(len(FOOTER) - 40, len(FOOTER) - 4)]),
     value=st.integers(0, 255),
 )
-def test_a_footer_with_a_forged_checksum_gives_entries_inside_the_data_or_corrupt(
-    position: int, value: int
-) -> None:
+def test_a_footer_with_a_forged_checksum_gives_entries_inside_the_data_or_corrupt(position: int, value: int) -> None:
     forged = bytearray(FOOTER)
     forged[position] = value
     footer = sealed(forged)

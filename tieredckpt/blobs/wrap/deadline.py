@@ -32,9 +32,7 @@ class Deadline(Forward):
         min_bandwidth: bytes a second.
     """
 
-    def __init__(
-        self, inner: BlobStore, tier: str, *, base: float = 30.0, min_bandwidth: float = 10_000_000
-    ) -> None:
+    def __init__(self, inner: BlobStore, tier: str, *, base: float = 30.0, min_bandwidth: float = 10_000_000) -> None:
         super().__init__(inner)
         self._tier, self._base, self._min_bandwidth = tier, base, min_bandwidth
         self._left_behind: set[asyncio.Future[Any]] = set()

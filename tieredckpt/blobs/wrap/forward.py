@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Traits
+from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Sweep, Traits
 
 __all__ = ["Forward", "Operation"]
 
@@ -74,6 +74,13 @@ class Forward:
 
     async def delete(self, key: str) -> None:
         await self.around(Operation("delete", key, 0), lambda: self._inner.delete(key))
+
+    async def sweep(self, age: float) -> int:
+        """What `tieredckpt.blobs.base.Sweep` says; nothing where the inner store has not got the ability."""
+        inner = self._inner
+        if not isinstance(inner, Sweep):
+            return 0
+        return await self.around(Operation("sweep", "", 0), lambda: inner.sweep(age))
 
     async def close(self) -> None:
         await self._inner.close()

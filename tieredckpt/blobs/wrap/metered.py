@@ -59,9 +59,7 @@ class Metered(Forward):
 
     def usage(self) -> Usage:
         """The figures up to now; a value that does not change any more."""
-        return Usage(
-            MappingProxyType(dict(self._verbs)), self._reading.bandwidth(), self._writing.bandwidth()
-        )
+        return Usage(MappingProxyType(dict(self._verbs)), self._reading.bandwidth(), self._writing.bandwidth())
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         flow = {"get_into": self._reading, "put": self._writing}.get(operation.verb)

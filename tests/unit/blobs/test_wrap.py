@@ -1,0 +1,306 @@
+"""Each wrapper adds its behaviour and leaves the store as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+
+import pytest
+import stamina
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.testing.backdoor import listed
+from tieredckpt.testing.faulty import Faulty, Hold
+
+DOWN = TierUnavailable("no answer")
+
+
+@pytest.fixture
+async def faulty() -> AsyncIterator[Faulty]:
+    store = Faulty(await KvStoreBlobs.open("memory://"))
+    yield store
+    await store.close()
+
+
+async def turns(count: int = 50) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class TestRetrying:
+    @pytest.fixture(autouse=True)
+    def _without_waits(self) -> Iterator[None]:
+        with stamina.set_testing(True, attempts=4, cap=True):
+            yield
+
+    async def test_what_fails_for_a_while_succeeds(self, faulty: Faulty) -> None:
+        store = Retrying(faulty)
+        into = bytearray(3)
+        faulty.fail("*", DOWN, times=2)
+        await store.put("key", [b"a", b"bc"])
+        faulty.fail("get", DOWN, times=3)
+        assert await store.get("key", limit=3) == b"abc"
+        faulty.fail("get_into", DOWN)
+        await store.get_into("key", 0, memoryview(into))
+        assert into == b"abc"
+        faulty.fail("stat", DOWN)
+        assert (await store.stat("key")).size == 3
+        faulty.fail("delete", DOWN, after=True)
+        await store.delete("key")
+        assert await listed(store) == {}
+
+    async def test_attempts_are_counted(self, faulty: Faulty) -> None:
+        faulty.kill()
+        with pytest.raises(TierUnavailable):
+            await Retrying(faulty, attempts=3).stat("key")
+        assert [call.verb for call in faulty.calls] == ["stat"] * 3
+
+    @pytest.mark.parametrize("error", [NotFound, Corrupt, NoSpace, Conflict, Invalid])
+    async def test_an_answer_is_not_asked_for_again(self, faulty: Faulty, error: type[TieredCkptError]) -> None:
+        faulty.fail("*", error("the answer"), times=None)
+        store = Retrying(faulty)
+        for call in (store.stat("a"), store.put("a", [b"x"]), store.get("a", limit=1), store.delete("a")):
+            with pytest.raises(error, match="the answer"):
+                await call
+        assert len(faulty.calls) == 4
+
+    async def test_a_create_whose_answer_was_lost_is_no_conflict(self, faulty: Faulty) -> None:
+        faulty.fail("put", DOWN, after=True)
+        await Retrying(faulty).put("key", [b"mi", bytearray(b"ne")], create_only=True)
+        assert await faulty.get("key", limit=9) == b"mine"
+
+    @pytest.mark.parametrize("theirs", [b"them", b"min", b"mine!", b""])
+    async def test_a_create_that_another_won_is_a_conflict(self, faulty: Faulty, theirs: bytes) -> None:
+        await faulty.inner.put("key", [theirs])
+        faulty.fail("put", DOWN)
+        with pytest.raises(Conflict):
+            await Retrying(faulty).put("key", [b"mi", b"ne"], create_only=True)
+        with pytest.raises(Conflict):
+            await Retrying(faulty).put("key", [theirs], create_only=True)
+        assert await faulty.get("key", limit=9) == theirs
+
+    async def test_a_listing_that_broke_off_is_whole_and_without_repeats(self, faulty: Faulty) -> None:
+        for number in range(5):
+            await faulty.put(str(number), [b"x"])
+        faulty.fail("list", DOWN, nth=3)
+        faulty.fail("list", DOWN, nth=8)
+        assert await listed(Retrying(faulty)) == {str(number): 1 for number in range(5)}
+
+    async def test_parts_are_not_printed(self, faulty: Faulty, caplog: pytest.LogCaptureFixture) -> None:
+        stamina.instrumentation.set_on_retry_hooks([stamina.instrumentation.LoggingOnRetryHook])
+        try:
+            faulty.fail("put", DOWN)
+            with caplog.at_level(logging.DEBUG):
+                await Retrying(faulty).put("key", [b"gigabytes"])
+        finally:
+            stamina.instrumentation.set_on_retry_hooks(None)
+        assert caplog.records
+        assert not any("gigabytes" in str(vars(record)) for record in caplog.records)
+
+
+class TestDeadline:
+    async def test_what_hangs_is_ended_and_named(self, faulty: Faulty) -> None:
+        store = Deadline(faulty, "lustre", base=0.02)
+        for verb, call in {
+            "put": lambda: store.put("packs/1", [b"x"]),
+            "get": lambda: store.get("packs/1", limit=1),
+            "get_into": lambda: store.get_into("packs/1", 0, memoryview(bytearray(1))),
+            "stat": lambda: store.stat("packs/1"),
+            "delete": lambda: store.delete("packs/1"),
+            "list": lambda: listed(store, "packs/1/"),
+        }.items():
+            faulty.hold(verb)
+            with pytest.raises(TierUnavailable, match=f"lustre: {verb} of packs/1"):
+                await call()
+        assert store.left_behind == 0
+
+    async def test_time_grows_with_the_bytes(self, faulty: Faulty) -> None:
+        store = Deadline(faulty, "lustre", base=0.01, min_bandwidth=1000)
+        held = faulty.hold("put")
+        putting = asyncio.ensure_future(store.put("key", [bytes(1_000_000)]))
+        await held.reached()
+        await asyncio.sleep(0.05)
+        assert not putting.done()
+        held.release()
+        await putting
+
+    async def test_errors_and_results_pass(self, faulty: Faulty) -> None:
+        store = Deadline(faulty, "lustre")
+        with pytest.raises(NotFound):
+            await store.get("key", limit=1)
+        await store.put("key", [b"x"])
+        assert await store.get("key", limit=1) == b"x"
+
+    async def test_what_does_not_end_is_left_behind(self, faulty: Faulty, caplog: pytest.LogCaptureFixture) -> None:
+        store = Deadline(faulty, "lustre", base=0.01)
+        held = faulty.hold("put", stubborn=True)
+        with pytest.raises(TierUnavailable):
+            await store.put("key", [b"x"])
+        assert store.left_behind == 1
+        assert "hangs in the device" in caplog.text
+        await store.put("other", [b"x"])
+        held.release()
+        await turns()
+        assert store.left_behind == 0
+
+    async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty) -> None:
+        await faulty.put("key", [b"late"])
+        store = Deadline(faulty, "lustre", base=0.01)
+        held = faulty.hold("get_into", stubborn=True)
+        reading = asyncio.ensure_future(store.get_into("key", 0, memoryview(bytearray(4))))
+        await held.reached()
+        await asyncio.sleep(0.06)
+        assert not reading.done()
+        reading.cancel()
+        await turns()
+        assert not reading.done()
+        held.release()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    async def test_a_cancelled_verb_is_cancelled_below(self, faulty: Faulty) -> None:
+        held = faulty.hold("put")
+        putting = asyncio.ensure_future(Deadline(faulty, "lustre").put("key", [b"x"]))
+        await held.reached()
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        held.release()
+        await turns()
+        assert await listed(faulty) == {}
+
+
+class TestLimited:
+    async def begin(self, store: Limited, nbytes: list[int]) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.ensure_future(store.put(f"{number}", [bytes(n)])) for number, n in enumerate(nbytes)]
+        await turns()
+        return tasks
+
+    def running(self, faulty: Faulty) -> list[str]:
+        return [call.key for call in faulty.calls]
+
+    async def finish(self, held: Hold, tasks: list[asyncio.Task[None]]) -> None:
+        held.release()
+        await asyncio.gather(*tasks)
+
+    async def test_operations_are_bounded(self, faulty: Faulty) -> None:
+        held = faulty.hold("put", times=None)
+        tasks = await self.begin(Limited(faulty, operations=3, nbytes=100), [1] * 10)
+        assert self.running(faulty) == ["0", "1", "2"]
+        await self.finish(held, tasks)
+        assert self.running(faulty) == [str(number) for number in range(10)]
+
+    async def test_bytes_are_bounded_and_nobody_is_overtaken(self, faulty: Faulty) -> None:
+        held = faulty.hold("put", times=None)
+        tasks = await self.begin(Limited(faulty, operations=99, nbytes=100), [60, 30, 50, 5, 5])
+        assert self.running(faulty) == ["0", "1"]
+        await self.finish(held, tasks)
+        assert self.running(faulty) == list("01234")
+
+    async def test_what_is_larger_than_the_limit_goes_alone(self, faulty: Faulty) -> None:
+        held = faulty.hold("put", times=None)
+        tasks = await self.begin(Limited(faulty, operations=99, nbytes=100), [1, 5000, 1])
+        assert self.running(faulty) == ["0"]
+        await self.finish(held, tasks)
+        assert self.running(faulty) == ["0", "1", "2"]
+
+    @pytest.mark.parametrize(("operations", "nbytes"), [(0, 1), (1, 0), (-1, 5)])
+    async def test_a_limit_that_lets_nothing_pass_is_invalid(
+        self, faulty: Faulty, operations: int, nbytes: int
+    ) -> None:
+        with pytest.raises(Invalid):
+            Limited(faulty, operations=operations, nbytes=nbytes)
+
+    @settings(max_examples=40)
+    @given(st.data())
+    def test_however_verbs_end_all_room_comes_back(self, data: st.DataObject) -> None:
+        async def run() -> None:
+            faulty = Faulty(await KvStoreBlobs.open("memory://"))
+            limited = Limited(faulty, operations=3, nbytes=100)
+            faulty.fail("put", DOWN, key="[0-4]", times=None)
+            held = faulty.hold("put", key="[5-9]", times=None)
+            sizes = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=10))
+            tasks = await self.begin(limited, sizes)
+            for number in data.draw(st.lists(st.integers(0, len(sizes) - 1))):
+                tasks[number].cancel()
+                if data.draw(st.booleans()):
+                    await turns(3)
+            held.release()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert (limited._free_operations, limited._free_bytes) == (3, 100)
+            assert not limited._queue
+
+        asyncio.run(run())
+
+
+class TestMetered:
+    async def test_operations_bytes_and_errors_are_counted(self, faulty: Faulty) -> None:
+        store = Metered(faulty)
+        await store.put("key", [b"12345", b"678"])
+        await store.get("key", limit=1000)
+        await store.get_into("key", 2, memoryview(bytearray(3)))
+        await store.stat("key")
+        with pytest.raises(NotFound):
+            await store.stat("none")
+        with pytest.raises(Conflict):
+            await store.put("key", [b"x"], create_only=True)
+        await listed(store)
+        faulty.kill()
+        for call in (store.put("key", [b"x"]), store.delete("key")):
+            with pytest.raises(TierUnavailable):
+                await call
+        verbs = store.usage().verbs
+        assert {verb: (u.operations, u.errors, u.nbytes) for verb, u in verbs.items()} == {
+            "put": (3, 1, 8),
+            "get": (1, 0, 8),
+            "get_into": (1, 0, 3),
+            "stat": (2, 0, 0),
+            "list": (2, 0, 0),
+            "delete": (1, 1, 0),
+        }
+
+    async def test_a_snapshot_does_not_change(self, faulty: Faulty) -> None:
+        store = Metered(faulty)
+        before = store.usage()
+        await store.put("key", [b"x"])
+        assert before.verbs["put"] == VerbUsage()
+        assert before.write_bandwidth is None
+
+    async def test_bandwidth_is_bytes_over_the_time_that_passed(self, faulty: Faulty) -> None:
+        now = 0.0
+        store = Metered(faulty, clock=lambda: now)
+        for _ in range(3):
+            held = faulty.hold("put", times=None)
+            tasks = [asyncio.ensure_future(store.put(f"{number}", [bytes(500)])) for number in range(4)]
+            await turns()
+            now += 2.0
+            held.release()
+            faulty.clear()
+            await asyncio.gather(*tasks)
+            now += 1000.0  # idle time says nothing
+        usage = store.usage()
+        assert usage.verbs["put"].seconds == pytest.approx(3 * 4 * 2.0)
+        assert usage.write_bandwidth == pytest.approx(4 * 500 / 2.0, rel=0.2)
+        assert usage.read_bandwidth is None
+
+    async def test_bandwidth_follows_what_was_seen_last(self, faulty: Faulty) -> None:
+        now = 0.0
+        store = Metered(faulty, clock=lambda: now)
+        seen = []
+        for seconds in (1.0,) * 20 + (10.0,) * 20:
+            held = faulty.hold("put")
+            putting = asyncio.ensure_future(store.put("key", [bytes(1000)]))
+            await held.reached()
+            now += seconds
+            held.release()
+            await putting
+            seen.append(store.usage().write_bandwidth or 0.0)
+        assert seen[19] == pytest.approx(1000, rel=0.2)
+        assert seen[-1] == pytest.approx(100, rel=0.3)
+        assert all(later < earlier for earlier, later in pairwise(seen[20:]))

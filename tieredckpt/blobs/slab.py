@@ -1,0 +1,202 @@
+"""The slab: a file of fixed size, mapped once, from which page-aligned extents are handed out and taken back.
+
+Its memory is reserved before it is used (``fallocate``), so that a full ``/dev/shm`` is an error when the slab
+grows and never a SIGBUS later. See fallocate(2) and madvise(2).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.errors import NoSpace
+from tieredckpt.units import format_size
+
+__all__ = ["Slab", "aligned"]
+
+_log = logging.getLogger("tieredckpt")
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by the mmap module
+_PREFAULT_STRIDE = 32 << 20
+_ZEROS = bytes(1 << 20)
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Slab:
+    """A mapped file cut into extents; safe to use from any thread.
+
+    Args:
+        fd: an open file of at least ``capacity`` bytes; the slab owns it, also when this raises.
+        capacity: the largest size it may grow to, in bytes, a multiple of `ALIGNMENT`.
+        reserved: how much of it has its memory already, from the start.
+        writable: False for a slab that another process writes; nothing is handed out from it then.
+    """
+
+    def __init__(self, fd: int, capacity: int, reserved: int = 0, *, writable: bool = True) -> None:
+        self.capacity = capacity
+        """Bytes; lowered to what there is when the system has no more memory to give."""
+        self.writable = writable
+        self._fd = fd
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        try:
+            self._map = mmap.mmap(fd, capacity, access=access)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._guards_extents = threading.Lock()
+        self._reserved = reserved
+        self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
+        self._guards_prefault = threading.Lock()
+        self._prefaulted = 0
+        self._closed = False
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of memory that the slab holds now."""
+        return self._reserved
+
+    @property
+    def used(self) -> int:
+        """Bytes in extents that are handed out."""
+        with self._guards_extents:
+            return self._reserved - sum(length for _, length in self._free)
+
+    @property
+    def room(self) -> int:
+        """Bytes that could still be handed out, in one extent or in several."""
+        return self.capacity - self.used
+
+    def fileno(self) -> int:
+        """The slab's file, for mappings of its own."""
+        return self._fd
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a free extent of ``nbytes`` rounded up to `ALIGNMENT`, or None when none is left."""
+        need = aligned(nbytes)
+        with self._guards_extents:
+            while True:
+                for i, (offset, length) in enumerate(self._free):
+                    if length >= need:
+                        self._free[i : i + 1] = [(offset + need, length - need)] if length > need else []
+                        return offset
+                if not self._extend(need):
+                    return None
+
+    def _extend(self, need: int) -> bool:
+        """Grow so that an extent of ``need`` bytes may lie at the end; False when the slab cannot."""
+        end = self._free[-1] if self._free else (0, 0)
+        tail = end[1] if sum(end) == self._reserved else 0
+        if self._reserved - tail + need > self.capacity:
+            return False
+        if self._grow(need - tail):
+            return True
+        _log.warning(
+            "the system has no more memory for the RAM tier's slab: it stays at %s instead of %s",
+            format_size(self._reserved),
+            format_size(self.capacity),
+        )
+        self.capacity = self._reserved
+        return False
+
+    def reserve(self, nbytes: int) -> None:
+        """Have memory for ``nbytes`` in all, or for as much as the capacity allows.
+
+        Raises:
+            NoSpace: shared memory has less left; what the slab has already stays usable.
+        """
+        with self._guards_extents:
+            target = min(self.capacity, aligned(nbytes))
+            if target > self._reserved and not self._grow(target - self._reserved):
+                raise NoSpace(
+                    f"shared memory has no room for a slab of {format_size(target)}; "
+                    f"it has {format_size(self._reserved)} already; choose a smaller capacity for the RAM tier"
+                )
+
+    def _grow(self, nbytes: int) -> bool:
+        try:
+            _have_memory(self._fd, self._reserved, nbytes)
+        except OSError:
+            return False
+        self._give_back(self._reserved, nbytes)
+        self._reserved += nbytes
+        return True
+
+    def claim(self, offset: int, nbytes: int) -> bool:
+        """Mark an extent as handed out, as found in a committed step; False if any of it is not free."""
+        need = aligned(nbytes)
+        with self._guards_extents:
+            i = bisect.bisect_right(self._free, (offset, self.capacity + 1)) - 1
+            if i < 0 or offset % ALIGNMENT:
+                return False
+            start, length = self._free[i]
+            if offset + need > start + length:
+                return False
+            rest = [(start, offset - start), (offset + need, start + length - offset - need)]
+            self._free[i : i + 1] = [extent for extent in rest if extent[1]]
+            return True
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Take an extent back; its bytes may be overwritten from now on."""
+        with self._guards_extents:
+            self._give_back(offset, aligned(nbytes))
+
+    def _give_back(self, offset: int, length: int) -> None:
+        i = bisect.bisect_left(self._free, (offset, 0))
+        before = self._free[i - 1] if i else (0, 0)
+        after = self._free[i] if i < len(self._free) else (offset + length, 0)
+        assert sum(before) <= offset, "an extent is handed out, so nothing of it is free"
+        assert offset + length <= after[0], "an extent is handed out, so nothing of it is free"
+        start, end = offset, offset + length
+        if i and sum(before) == offset:
+            start, i = before[0], i - 1
+            del self._free[i]
+        if after[1] and after[0] == end:
+            end += after[1]
+            del self._free[i]
+        self._free.insert(i, (start, end - start))
+
+    def prefault(self) -> None:
+        """Map the reserved memory, so that later copies meet no page fault. Blocking; releases the GIL."""
+        populate = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+        with self._guards_prefault:
+            while populate is not None and not self._closed and self._prefaulted < self._reserved:
+                length = min(_PREFAULT_STRIDE, self._reserved - self._prefaulted)
+                start = ctypes.c_void_p(self.array.ctypes.data + self._prefaulted)
+                if populate(start, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+                    return  # an old kernel: the first copies fault their pages in themselves
+                self._prefaulted += length
+
+    def close(self) -> None:
+        """Unmap; views that are still alive keep the memory until they go. Blocking, idempotent."""
+        self._closed = True
+        with self._guards_prefault:  # which works on the mapping until it has seen that
+            if self._fd < 0:
+                return
+            del self.array
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _have_memory(fd: int, offset: int, nbytes: int) -> None:
+    """Reserve the memory of a part of a file. Raises `OSError` when there is too little."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, nbytes)
+        return
+    for start in range(offset, offset + nbytes, len(_ZEROS)):
+        os.pwrite(fd, _ZEROS[: offset + nbytes - start], start)

@@ -1,0 +1,127 @@
+"""Finds out what a tier holds: steps by their manifests, chunks by the footers of the packs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.engine.tier import Held, Tier, unique_extents
+from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format import layout, pack
+from tieredckpt.format.manifest import StepId, StepIndex, find_record
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["survey"]
+
+_log = logging.getLogger("tieredckpt")
+
+_PARALLEL_READS = 16
+
+
+async def survey(tier: Tier) -> None:
+    """Fill in what ``tier`` knows of its content, from nothing. Raises as its blob store does."""
+    tier.clear()
+    manifests: set[StepId] = set()
+    sizes: dict[StepId, int] = {}
+    async for info in tier.store.list(layout.STEPS):
+        folder, _, name = info.key.rpartition("/")
+        parsed = layout.parse_step_folder(folder + "/")
+        if parsed is None:
+            continue
+        step = StepId(serial=parsed[1], step=parsed[0])
+        sizes[step] = sizes.get(step, 0) + info.size
+        if name == "manifest.ocdbt":
+            manifests.add(step)
+    tier.index_bytes.update((step, sizes[step]) for step in manifests)
+    await _all(partial(_find_step, tier, step) for step in sorted(manifests))
+    if tier.slab_index is not None:
+        await _claim_extents(tier)
+    elif tier.ram is None:
+        await _find_packs(tier)
+
+
+async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Run all, a few at a time; the first error ends the others."""
+    limit = asyncio.Semaphore(_PARALLEL_READS)
+
+    async def limited(work: Callable[[], Awaitable[None]]) -> None:
+        async with limit:
+            await work()
+
+    tasks = [asyncio.create_task(limited(work)) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _find_step(tier: Tier, step: StepId) -> None:
+    try:
+        manifest, btree, btree_key = await tier.read_index(step)
+        record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
+        if record.id != step:
+            raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
+    except (Corrupt, NotFound) as error:
+        tier.damaged[step] = error
+        _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+    else:
+        tier.held[step] = Held(record, btree_key)
+
+
+async def _claim_extents(tier: Tier) -> None:
+    """Count what every step of the slab uses; those that cannot be read, or do not fit, leave it."""
+    assert tier.ram is not None
+    for step in sorted(tier.held):
+        try:
+            index = await tier.load_index(step)
+            if not _adopt(tier, index):
+                raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
+        except (Corrupt, NotFound) as error:
+            tier.condemn(step, error)
+    for step, problem in tuple(tier.damaged.items()):
+        _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
+        await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+        tier.drop(step)
+
+
+def _adopt(tier: Tier, index: StepIndex) -> bool:
+    """Count the step's use of its chunks in the slab; False, and nothing counted, if they do not fit."""
+    assert tier.slab_index is not None
+    assert tier.ram is not None
+    taken: list[bytes] = []
+    for digest, extent in unique_extents(index.arrays).items():
+        fits = extent.path == tier.ram.slab_key and tier.slab_index.adopt(digest, extent.offset, extent.length)
+        if not fits:
+            tier.slab_index.drop(taken)
+            return False
+        taken.append(digest)
+    return True
+
+
+async def _find_packs(tier: Tier) -> None:
+    found = [info async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key) is not None]
+    for info in found:
+        tier.packs[info.key] = info.size
+        tier.orphans[info.key] = info.modified or time.time()
+    await _all(partial(_find_chunks, tier, info.key, info.size) for info in found)
+
+
+async def _find_chunks(tier: Tier, key: str, size: int) -> None:
+    try:
+        tail = bytearray(min(size, ALIGNMENT))
+        await tier.store.get_into(key, size - len(tail), memoryview(tail))
+        offset, length = pack.footer_range(bytes(tail), size)
+        footer = bytearray(length)
+        await tier.store.get_into(key, offset, memoryview(footer))
+        entries = pack.decode_footer(bytes(footer), size)
+    except (Corrupt, NotFound) as error:
+        _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
+        return
+    for entry in entries:
+        tier.chunks[entry.digest] = Extent(key, entry.offset, entry.length)

@@ -1,0 +1,200 @@
+"""What a store holds, as told to people and programs: its steps, one step in full, its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.state import State, numbers
+from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
+from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
+
+__all__ = [
+    "ArrayInfo",
+    "DamagedStep",
+    "Scalar",
+    "StepDetails",
+    "StepInfo",
+    "TierInfo",
+    "describe",
+    "list_steps",
+    "list_tiers",
+]
+
+Scalar = int | float | complex | bool | str | bytes | None
+"""A leaf that is no array."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """A step as the store lists it."""
+
+    step: int
+    serial: int
+    saved_at: float
+    """Seconds since the epoch."""
+    nbytes: int
+    metrics: Mapping[str, float]
+    tiers: tuple[str, ...]
+    """That hold it, nearest first."""
+    damaged: tuple[str, ...]
+    """Tiers whose commit of it cannot be read."""
+    restored_from: int | None
+    """Serial of the step that its run was restored from."""
+    abandoned: bool
+    """Of a line that was left by restoring an earlier step and training on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """An array of a step."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: int
+    kind: str
+    """What it was in the tree that was saved: ``numpy``, ``torch``, ``jax`` and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDetails:
+    """A step in full, but for the arrays' values."""
+
+    info: StepInfo
+    store: str
+    """Identity of the store, a UUID."""
+    line: tuple[tuple[int, int], ...]
+    """Serials of the step's history, as inclusive ranges."""
+    provenance: Mapping[str, str]
+    policy: Mapping[str, Any]
+    """The configuration that was in force, as ``StoreConfig.model_dump`` gives it."""
+    arrays: tuple[ArrayInfo, ...]
+    """In the order of the tree."""
+    scalars: Mapping[str, Scalar]
+    """The leaves that are no arrays, by key."""
+    distinct_nbytes: int
+    """Bytes of its distinct chunks, with the padding of the last chunk of an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedStep:
+    """A step whose commit on a tier cannot be read."""
+
+    step: int
+    serial: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    """A tier as it is now."""
+
+    name: str
+    kind: str
+    location: str
+    """Empty while the tier could not be opened."""
+    survives: Literal["process", "node", "site"]
+    used: int
+    """Bytes."""
+    capacity: int | None
+    """Bytes; None where no bound is known."""
+    healthy: bool
+    problem: str
+    """Why it is not healthy."""
+    steps: int
+    """How many it holds."""
+    damaged: tuple[DamagedStep, ...]
+
+
+def list_steps(state: State) -> tuple[StepInfo, ...]:
+    """Every step that some tier holds, oldest save first."""
+    return tuple(_info(state, step, record) for step, record in state.records().items())
+
+
+async def describe(state: State, step: StepId) -> StepDetails:
+    """One step in full. Raises `NotFound`, `Corrupt` and `TierUnavailable` as `StepSource.open` does."""
+    async with StepSource.open(state, step) as source:
+        index = source.index
+    record = index.record
+    leaves = [(key, node) for key, node in walk(record.structure) if not isinstance(node, CONTAINERS)]
+    return StepDetails(
+        info=_info(state, step, record),
+        store=record.store,
+        line=record.line,
+        provenance=record.provenance,
+        policy=record.policy,
+        arrays=tuple(_array(node, index.arrays[key]) for key, node in leaves if isinstance(node, ArrayNode)),
+        scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
+        distinct_nbytes=_distinct_nbytes(index.arrays),
+    )
+
+
+async def list_tiers(state: State) -> tuple[TierInfo, ...]:
+    """Every tier, nearest first."""
+    return tuple([await _tier(state, tier) for tier in state.tiers])
+
+
+def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
+    return StepInfo(
+        step=step.step,
+        serial=step.serial,
+        saved_at=record.saved_at,
+        nbytes=record.nbytes,
+        metrics=numbers(record.metrics),
+        tiers=tuple(tier.name for tier in state.tiers if step in tier.held),
+        damaged=tuple(tier.name for tier in state.tiers if step in tier.damaged),
+        restored_from=record.restored_from,
+        abandoned=not state.on_line(step.serial),
+    )
+
+
+def _array(node: ArrayNode, index: ArrayIndex) -> ArrayInfo:
+    return ArrayInfo(node.key, node.dtype, node.shape, index.grid.nbytes, index.grid.size, node.kind)
+
+
+def _scalar(node: Node) -> Scalar:
+    assert not isinstance(node, (*CONTAINERS, ArrayNode))
+    return scalar_value(node)
+
+
+def _distinct_nbytes(arrays: Mapping[str, ArrayIndex]) -> int:
+    sizes = {
+        chunk.digest: array.grid.cell_nbytes
+        for array in arrays.values()
+        for chunk in array.chunks
+    }
+    return sum(sizes.values())
+
+
+async def _tier(state: State, tier: Tier) -> TierInfo:
+    view = state.tier_view(tier)
+    return TierInfo(
+        name=tier.name,
+        kind=tier.config.kind,
+        location="" if tier.blobs is None else tier.blobs.location,
+        survives=view.survives,
+        used=await _used(tier),
+        capacity=view.capacity,
+        healthy=view.healthy,
+        problem="" if tier.error is None else str(tier.error),
+        steps=len(tier.held),
+        damaged=tuple(
+            DamagedStep(step.step, step.serial, str(error)) for step, error in sorted(tier.damaged.items())
+        ),
+    )
+
+
+async def _used(tier: Tier) -> int:
+    if tier.ram is None or tier.ram.slab.writable:
+        return tier.used
+    # Only the slab's writer keeps count of its extents; a reader adds up those of the steps.
+    extents: set[tuple[int, int]] = set()
+    for step in tuple(tier.held):
+        found = unique_extents((await tier.load_index(step)).arrays).values()
+        extents.update((extent.offset, extent.length) for extent in found)
+    return sum(length for _, length in extents)
