@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
+from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import (
     Closed,
@@ -25,10 +25,12 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailable,
 )
+from tieredckpt.inventory import ArrayInfo, StepDetails, StepInfo, TierInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncCheckpoint, SyncStore
 
 __all__ = [
+    "ArrayInfo",
     "Checkpoint",
     "CheckpointStore",
     "Closed",
@@ -39,10 +41,12 @@ __all__ = [
     "NotFound",
     "Restored",
     "ShortRead",
+    "StepDetails",
     "StepInfo",
     "StoreConfig",
     "SyncCheckpoint",
     "SyncStore",
+    "TierInfo",
     "TierUnavailable",
     "TieredCkptError",
     "__version__",

@@ -12,15 +12,13 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import NotFound
 
-__all__ = ["Checkpoint", "Restored", "StepInfo"]
+__all__ = ["Checkpoint", "Restored"]
 
 
 class Checkpoint:
     """A save. It is in RAM when `CheckpointStore.save` returns it; `reached` tells how far down it has got."""
 
-    def __init__(
-        self, step: int, engine: Engine, loop: EngineLoop, saving: asyncio.Task[Saved] | Saved
-    ) -> None:
+    def __init__(self, step: int, engine: Engine, loop: EngineLoop, saving: asyncio.Task[Saved] | Saved) -> None:
         self.step = step
         """The trainer's number."""
         self._engine = engine
@@ -84,23 +82,3 @@ class Restored:
         """
         if self._check is not None:
             await self._check()
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """A step as the store lists it."""
-
-    step: int
-    serial: int
-    saved_at: float
-    """Seconds since the epoch."""
-    nbytes: int
-    metrics: Mapping[str, float]
-    tiers: tuple[str, ...]
-    """That hold it, nearest first."""
-    damaged: tuple[str, ...]
-    """Tiers whose commit of it cannot be read."""
-    restored_from: int | None
-    """Serial of the step that its run was restored from."""
-    abandoned: bool
-    """Of a line that was left by restoring an earlier step and training on from there."""

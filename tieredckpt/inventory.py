@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State, numbers
 from tieredckpt.engine.tier import Tier, unique_extents
@@ -163,11 +164,7 @@ def _scalar(node: Node) -> Scalar:
 
 
 def _distinct_nbytes(arrays: Mapping[str, ArrayIndex]) -> int:
-    sizes = {
-        chunk.digest: array.grid.cell_nbytes
-        for array in arrays.values()
-        for chunk in array.chunks
-    }
+    sizes = {chunk.digest: array.grid.cell_nbytes for array in arrays.values() for chunk in array.chunks}
     return sum(sizes.values())
 
 
@@ -183,9 +180,7 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         healthy=view.healthy,
         problem="" if tier.error is None else str(tier.error),
         steps=len(tier.held),
-        damaged=tuple(
-            DamagedStep(step.step, step.serial, str(error)) for step, error in sorted(tier.damaged.items())
-        ),
+        damaged=tuple(DamagedStep(step.step, step.serial, str(error)) for step, error in sorted(tier.damaged.items())),
     )
 
 
@@ -197,4 +192,4 @@ async def _used(tier: Tier) -> int:
     for step in tuple(tier.held):
         found = unique_extents((await tier.load_index(step)).arrays).values()
         extents.update((extent.offset, extent.length) for extent in found)
-    return sum(length for _, length in extents)
+    return tier.used + sum(aligned(length) for _, length in extents)

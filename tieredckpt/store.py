@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy.typing as npt
 
-from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
+from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
-from tieredckpt.engine.engine import Engine, Read, Verified, empty_targets
+from tieredckpt.engine.engine import Engine, Read, empty_targets
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.specs import array_spec
+from tieredckpt.engine.state import numbers
+from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import Closed, Invalid, NotFound
 from tieredckpt.events import Event, Events, SaveFailed
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId
 from tieredckpt.format.structure import Node, array_nodes
+from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers
 from tieredckpt.tree.arrays import writable_view
 from tieredckpt.tree.flatten import Flat, flatten, unflatten
 from tieredckpt.tree.match import Match, match
@@ -207,9 +210,7 @@ class CheckpointStore:
                     f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "
                     f"({len(mutable)} in all) can change; use capture='copy'"
                 )
-            saving = await self.engine_loop.call(
-                self._save_behind(step, flat, dict(metrics or {}), overwrite)
-            )
+            saving = await self.engine_loop.call(self._save_behind(step, flat, dict(metrics or {}), overwrite))
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
@@ -306,7 +307,7 @@ class CheckpointStore:
         tree = await asyncio.to_thread(_build, wanted, fitted, read)
         if resume and not self._read_only:
             self._engine.resume_from(chosen, read.record)
-        metrics = {name: float(value) for name, value in record.metrics.items()}
+        metrics = numbers(record.metrics)
         check = partial(self._check_views, chosen, names) if viewed else None
         return Restored(chosen.step, chosen.serial, tree, metrics, read.sources, check)
 
@@ -330,8 +331,25 @@ class CheckpointStore:
         return await self.engine_loop.call(self._steps())
 
     async def _steps(self) -> tuple[StepInfo, ...]:
-        state = self._engine.state
-        return tuple(_info(self._engine, step, record) for step, record in state.records().items())
+        return list_steps(self._engine.state)
+
+    async def describe(self, step: int | None = None, *, serial: int | None = None) -> StepDetails:
+        """A step (the newest without one) in full, but for the arrays' values.
+
+        ``serial`` says which, where a number was saved on several lines. Raises `NotFound`; `Corrupt` when its
+        index is intact on no tier; `TierUnavailable`.
+        """
+        return await self.engine_loop.call(self._describe(step, serial))
+
+    async def _describe(self, step: int | None, serial: int | None) -> StepDetails:
+        return await describe(self._engine.state, self._engine.state.find(step, serial))
+
+    async def tier_infos(self) -> tuple[TierInfo, ...]:
+        """Every tier as it is now, nearest first."""
+        return await self.engine_loop.call(self._tier_infos())
+
+    async def _tier_infos(self) -> tuple[TierInfo, ...]:
+        return await list_tiers(self._engine.state)
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
@@ -385,19 +403,35 @@ class CheckpointStore:
         return await self.engine_loop.call(self._engine.collect())
 
     async def verify(
-        self, step: int | None = None, tier: str | None = None, *, repair: bool = False
+        self,
+        step: int | None = None,
+        tier: str | None = None,
+        *,
+        serial: int | None = None,
+        repair: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
         """Read all of a step on one tier, or on every tier that holds it, and compare every digest.
 
         Args:
             step: which; the newest without one.
             tier: where; everywhere without one.
+            serial: which save, where the number was saved on several lines.
             repair: mend what is damaged from the tiers that have it intact.
+            progress: called with the bytes of each part that was read, from any thread.
         """
-        return await self.engine_loop.call(self._verify(step, tier, repair=repair))
+        return await self.engine_loop.call(self._verify(step, tier, serial, repair, progress))
 
-    async def _verify(self, step: int | None, tier: str | None, *, repair: bool) -> list[Verified]:
-        return await self._engine.verify(self._engine.state.find(step), tier, repair=repair)
+    async def _verify(
+        self,
+        step: int | None,
+        tier: str | None,
+        serial: int | None,
+        repair: bool,
+        progress: Callable[[int], None] | None,
+    ) -> list[Verified]:
+        found = self._engine.state.find(step, serial, damaged=step is not None)
+        return await self._engine.verify(found, tier, repair=repair, progress=progress)
 
 
 def _checked_step(step: int) -> int:
@@ -422,18 +456,3 @@ def _fit(
 
 def _build(wanted: Node, fitted: Match | None, read: Read) -> Any:
     return unflatten(wanted, read.arrays) if fitted is None else fitted.build(read.arrays)
-
-
-def _info(engine: Engine, step: StepId, record: StepRecord) -> StepInfo:
-    state = engine.state
-    return StepInfo(
-        step=step.step,
-        serial=step.serial,
-        saved_at=record.saved_at,
-        nbytes=record.nbytes,
-        metrics={name: float(value) for name, value in record.metrics.items()},
-        tiers=tuple(tier.name for tier in state.tiers if step in tier.held),
-        damaged=tuple(tier.name for tier in state.tiers if step in tier.damaged),
-        restored_from=record.restored_from,
-        abandoned=not state.on_line(step.serial),
-    )

@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from tieredckpt.checkpoint import Checkpoint, Restored, StepInfo
+from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.events import Event
+from tieredckpt.inventory import StepDetails, StepInfo, TierInfo
 
 if TYPE_CHECKING:
     from tieredckpt.engine.collector import Collected
-    from tieredckpt.engine.engine import Verified
+    from tieredckpt.engine.verifier import Verified
     from tieredckpt.store import CheckpointStore
 
 __all__ = ["SyncCheckpoint", "SyncStore"]
@@ -105,6 +106,12 @@ class SyncStore:
     def steps(self) -> tuple[StepInfo, ...]:
         return self._run(self.store.steps())
 
+    def describe(self, step: int | None = None, *, serial: int | None = None) -> StepDetails:
+        return self._run(self.store.describe(step, serial=serial))
+
+    def tier_infos(self) -> tuple[TierInfo, ...]:
+        return self._run(self.store.tier_infos())
+
     def where(self, step: int | None = None) -> tuple[str, ...]:
         return self._run(self.store.where(step))
 
@@ -121,9 +128,15 @@ class SyncStore:
         return self._run(self.store.collect())
 
     def verify(
-        self, step: int | None = None, tier: str | None = None, *, repair: bool = False
+        self,
+        step: int | None = None,
+        tier: str | None = None,
+        *,
+        serial: int | None = None,
+        repair: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        return self._run(self.store.verify(step, tier, repair=repair))
+        return self._run(self.store.verify(step, tier, serial=serial, repair=repair, progress=progress))
 
     def flush(self) -> None:
         self._run(self.store.flush())

@@ -18,9 +18,9 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     """Whether a step is to be promoted to a tier on its own: it is on the live line, not there, and wanted.
 
     A step older than what the tier holds already is wanted only if the tier would retain it: what was evicted
-    there does not come back.
+    there does not come back, and neither does what was evicted by hand.
     """
-    if tier.index == 0 or step in tier.held or not state.on_line(step.serial):
+    if tier.index == 0 or step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
         return False
     view = view or state.view()
     mine = next((seen for seen in view.steps if seen.serial == step.serial), None)

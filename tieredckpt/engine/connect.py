@@ -15,7 +15,7 @@ from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, TieredCkptError
+from tieredckpt.errors import Conflict, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StoreMarker
 
 __all__ = ["connect", "identify", "make_tiers"]
@@ -43,6 +43,8 @@ def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Cal
         return await asyncio.to_thread(RamStore.open, folder, capacity)
 
     async def connect_slower() -> BlobStore:
+        if read_only and isinstance(tier, PosixTier) and not await asyncio.to_thread(tier.path.is_dir):
+            raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
         store: BlobStore = await _slower(tier)
         store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
         store = Retrying(store, attempts=tier.retries + 1)

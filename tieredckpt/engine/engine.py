@@ -199,8 +199,8 @@ class Engine:
         tier = state.tier(name)
         while step not in tier.held:
             promoter = self.promoters.get(name)
-            if promoter is not None and promoter.is_lost(step):
-                raise NotFound(f"{step} cannot reach tier {name!r}: a chunk of it is intact on no tier")
+            if promoter is not None and step in promoter.stuck:
+                raise _again(promoter.stuck[step], f"{step} cannot reach tier {name!r}: ")
             if step not in state.records():
                 raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
             if tier.error is not None:
@@ -226,6 +226,9 @@ class Engine:
         for promoter in self.promoters.values():
             if promoter.tier.error is not None and not promoter.idle:
                 raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
+            for step, error in promoter.stuck.items():
+                if step in self.state.records():
+                    raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
 
     # -- restoring ----------------------------------------------------------------------------------------
 
@@ -317,6 +320,7 @@ class Engine:
         tier = self.state.tier(name)
         if tier.ram is not None:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
+        tier.dismissed.discard(step)
         written = await copy_step(self.state, self.collector, step, tier)
         await self.collector.settle(tier)
         return written
@@ -325,7 +329,12 @@ class Engine:
         """See `Collector.evict`."""
         self._check_writable("evict")
         tier = self.state.tier(name)
-        await self.collector.evict(step, tier)
+        tier.dismissed.add(step)
+        try:
+            await self.collector.evict(step, tier)
+        except BaseException:
+            tier.dismissed.discard(step)
+            raise
         await self.collector.collect(tier, orphans=False)
 
     async def collect(self) -> list[Collected]:

@@ -10,15 +10,19 @@ from collections.abc import Awaitable, Callable
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.source import SilentSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
-from tieredckpt.events import TierFailed, TierRecovered
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["Promoter"]
 
 _log = logging.getLogger("tieredckpt")
+
+_SOURCE_RETRY = 2.0
+"""Seconds until a step that only a silent tier has the bytes of is tried again."""
 
 
 class Promoter:
@@ -32,14 +36,18 @@ class Promoter:
         self._state = state
         self._collector = collector
         self._connect = connect
-        self._lost: set[StepId] = set()
-        """Steps with a chunk that is intact nowhere: they cannot be promoted."""
+        self.stuck: dict[StepId, TieredCkptError] = {}
+        """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
+        self._retry_at: dict[StepId, float] = {}
+        """When those are tried again that a silent tier may have."""
 
     def next_due(self) -> StepId | None:
         """The step to promote next: the newest that is due, for it is the one a restart would take."""
         state = self._state
+        if self.tier.index == 0:
+            return None
         view = state.view()
-        waiting = (step for step in state.records() if step not in self._lost and is_due(state, step, self.tier, view))
+        waiting = (step for step in state.records() if step not in self.stuck and is_due(state, step, self.tier, view))
         return max(waiting, default=None)
 
     @property
@@ -50,61 +58,58 @@ class Promoter:
     async def run(self) -> None:
         """Work until cancelled. Errors of the tier are reported and retried, never raised."""
         while True:
-            wait = self.tier.retry_at - time.monotonic() if self.tier.error is not None else 0.0
-            if wait > 0:
-                await asyncio.sleep(wait)  # nothing but time brings a failed tier back
             try:
-                if self.tier.blobs is None or self.tier.marker is None:
-                    await self._connect(self.tier)
-                    self._succeeded()
-                step = self.next_due() if self.tier.index else None
-                if step is None and self.tier.error is not None:
-                    await self._probe()
+                if self.tier.error is not None:
+                    # Nothing but time brings a failed tier back.
+                    await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
+                    await self._come_back()
+                self._forget_silence()
+                step = self.next_due()
+                if step is not None:
+                    await self._promote(step)
                     continue
-                if step is None:
-                    await self._state.changed.wait()
-                    continue
-                await self._promote(step)
+                self._succeeded()
+                soonest = min(self._retry_at.values(), default=None)
+                await self._state.changed.wait(None if soonest is None else soonest - time.monotonic())
             except TieredCkptError as error:
-                self._failed(error)
+                self._state.report(self.tier, error)
             except Exception as error:
                 _log.exception("tier %r: unexpected failure", self.tier.name)
-                self._failed(error)
+                self._state.report(self.tier, error)
+
+    async def _come_back(self) -> None:
+        """See that a tier that failed works, is still the one that it was, and still ours; else open it anew."""
+        tier = self.tier
+        if tier.marker is not None and await tier.probe():
+            if tier.lease is not None:
+                await tier.lease.renew()
+            return
+        tier.marker = None
+        await self._connect(tier)
 
     async def _promote(self, step: StepId) -> None:
         self.busy = step
         try:
             await copy_step(self._state, self._collector, step, self.tier)
-        except (Corrupt, NotFound) as error:
-            if step not in self._state.records():
-                return  # it was evicted meanwhile
-            _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
-            self._lost.add(step)
-            self._state.changed.beat()
+        except (SilentSource, Corrupt, NotFound) as error:
+            if step in self._state.records():  # and was not evicted meanwhile
+                _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
+                self.stuck[step] = error
+                if isinstance(error, SilentSource):
+                    self._retry_at[step] = time.monotonic() + _SOURCE_RETRY
+                self._state.changed.beat()
             return
         finally:
             self.busy = None
         self._succeeded()
         await self._collector.settle(self.tier)
 
-    async def _probe(self) -> None:
-        """Ask a failed tier that nothing is due for whether it works again."""
-        await self.tier.probe()
-        self._succeeded()
+    def _forget_silence(self) -> None:
+        for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:
+            del self._retry_at[step], self.stuck[step]
 
     def _succeeded(self) -> None:
         if self.tier.recover():
             _log.info("tier %r works again", self.tier.name)
             self._state.events.emit(TierRecovered(self.tier.name))
-        self._state.changed.beat()
-
-    def _failed(self, error: Exception) -> None:
-        delay = self.tier.fail(error)
-        level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING
-        _log.log(level, "tier %r failed, next try in %.1f s: %s", self.tier.name, delay, error)
-        self._state.events.emit(TierFailed(self.tier.name, error, delay))
-        self._state.changed.beat()
-
-    def is_lost(self, step: StepId) -> bool:
-        """Whether the step cannot be promoted, since a chunk of it is intact nowhere."""
-        return step in self._lost
+            self._state.changed.beat()

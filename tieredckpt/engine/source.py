@@ -21,11 +21,15 @@ from tieredckpt.format.digest import digest_array
 from tieredckpt.format.manifest import Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Damage", "StepSource", "pinned"]
+__all__ = ["Damage", "SilentSource", "StepSource", "pinned"]
 
 _log = logging.getLogger("tieredckpt")
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class SilentSource(TierUnavailable):
+    """No tier that answers has the bytes intact, and one that does not answer may have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,13 @@ class StepSource:
                 except (Corrupt, NotFound, TierUnavailable) as error:
                     _log.warning("%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
+                    _report_silent(state, tier, error)
                     continue
                 yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
                 return
+        for tier, error in unreadable:
+            if isinstance(error, TierUnavailable):
+                raise SilentSource(f"{step} cannot be read while tier {tier.name!r} does not answer: {error}") from error
         if unreadable:
             raise unreadable[-1][1]
         raise NotFound(f"no tier holds {step}")
@@ -106,6 +114,7 @@ class StepSource:
                 index = await self._index_on(tier)
             except TieredCkptError as error:
                 self.unreadable.append((tier, error))
+                _report_silent(self.state, tier, error)
                 continue
             chunk = index.arrays[key].chunks[ordinal] if key in index.arrays else None
             if chunk is not None and chunk.digest == digest:
@@ -132,10 +141,12 @@ class StepSource:
 
         Raises:
             Corrupt: no tier has the chunk intact; the message names the array.
+            SilentSource: no tier that answers has it intact, and there is one that does not answer.
         """
         chunk = self.index.arrays[key].chunks[ordinal]
         nbytes = self.index.arrays[key].grid.cell_nbytes
         last: TieredCkptError | None = None
+        silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.error is not None]
         async for tier, where in self.candidates(key, ordinal, chunk.digest):
             if tier is bad:
                 continue
@@ -144,8 +155,16 @@ class StepSource:
             except (Corrupt, NotFound, TierUnavailable) as error:
                 last = error
                 self.note(tier, key, chunk, error)
+                if isinstance(error, TierUnavailable):
+                    silent.append(tier.name)
             else:
                 return tier
+        silent += [tier.name for tier, error in self.unreadable if isinstance(error, TierUnavailable)]
+        if silent:
+            raise SilentSource(
+                f"array {key!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, and "
+                f"{', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
+            )
         raise Corrupt(
             f"array {key!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
             + (f" (last: {last})" if last else "")
@@ -155,10 +174,17 @@ class StepSource:
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
         _log.warning("%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
+        _report_silent(self.state, tier, error)
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:
             self.damage.append(Damage(tier, chunk.digest, key, error))
+
+
+def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
+    # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
+    if isinstance(error, TierUnavailable) and tier.error is None and not state.read_only:
+        state.report(tier, error)
 
 
 async def read_chunk(

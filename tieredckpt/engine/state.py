@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,12 +16,14 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import NotFound
-from tieredckpt.events import Events
+from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
 
-__all__ = ["State"]
+__all__ = ["State", "numbers"]
+
+_log = logging.getLogger("tieredckpt")
 
 _SERIALS_SKIPPED_WHEN_BLIND = 10_000
 """A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
@@ -69,19 +72,28 @@ class State:
         """What a restore takes: the newest step of the live line."""
         return max((step for tier in self.tiers for step in tier.held if self.on_line(step.serial)), default=None)
 
-    def find(self, step: int | None) -> StepId:
+    def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:
         """The step of that number (the newest without one); on the live line if there, else the newest such.
+
+        Args:
+            step: the trainer's number.
+            serial: which of several saves of that number.
+            damaged: count a step, too, whose commit cannot be read on any tier.
 
         Raises:
             NotFound: no tier holds it; the message lists what there is.
         """
-        records = self.records()
-        matching = [found for found in records if step is None or found.step == step]
+        known = set(self.records())
+        if damaged:
+            known.update(found for tier in self.tiers for found in tier.damaged)
+        matching = [found for found in known if step in (None, found.step) and serial in (None, found.serial)]
         if not matching:
-            held = ", ".join(str(found.step) for found in records) or "none"
+            wanted = "a step" if step is None else f"step {step}"
+            wanted += "" if serial is None else f" of serial {serial}"
+            held = ", ".join(str(found.step) for found in sorted(known)) or "none"
             silent = [tier.name for tier in self.tiers if not tier.healthy]
             hint = f"; not reachable at present: {', '.join(silent)}" if silent else ""
-            raise NotFound(f"no tier holds step {step} (held: {held}{hint})")
+            raise NotFound(f"no tier holds {wanted} (held: {held}{hint})")
         return max(matching, key=lambda found: (self.on_line(found.serial), found))
 
     def adopt_line(self) -> None:
@@ -116,6 +128,14 @@ class State:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NotFound(f"there is no tier {name!r} (tiers: {', '.join(names)}){hint}")
 
+    def report(self, tier: Tier, error: Exception) -> None:
+        """Note that a tier failed, and tell everybody; its promoter brings it back."""
+        delay = tier.fail(error)
+        level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING
+        _log.log(level, "tier %r failed, next try in %.1f s: %s", tier.name, delay, error)
+        self.events.emit(TierFailed(tier.name, error, delay))
+        self.changed.beat()
+
     # -- views for policies -------------------------------------------------------------------------------
 
     def view(self, *, and_on: tuple[StepId, Tier] | None = None) -> StoreView:
@@ -133,7 +153,7 @@ class State:
                     saved_at=record.saved_at,
                     age=max(0.0, now - record.saved_at),
                     nbytes=record.nbytes,
-                    metrics=_numbers(record.metrics.items()),
+                    metrics=numbers(record.metrics),
                     tiers=names,
                     on_line=self.on_line(step.serial),
                 )
@@ -160,8 +180,9 @@ _SURVIVAL_NAMES: dict[Survives, Literal["process", "node", "site"]] = {
 }
 
 
-def _numbers(metrics: Iterable[tuple[str, float | str]]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics if not isinstance(value, str) or _is_number(value)}
+def numbers(metrics: Mapping[str, float | str]) -> dict[str, float]:
+    """The metrics of a record; what a hostile store gives for a number that is none is left out."""
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, str) or _is_number(value)}
 
 
 def _is_number(text: str) -> bool:

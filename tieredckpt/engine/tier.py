@@ -83,6 +83,8 @@ class Tier:
     """How many readers each step has."""
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted: held no more, for whoever looks for another copy."""
+    dismissed: set[StepId] = field(default_factory=set)
+    """Steps that were evicted by hand: they come back by hand only."""
     doubtful: set[StepId] = field(default_factory=set)
     """Steps whose last commit failed in a way that may have succeeded all the same."""
     lease: Lease | None = None

@@ -250,12 +250,19 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     if taken != len(table) or len(values) != len(arrays) + taken // digests.SIZE:
         raise Corrupt(f"{btree_path}: arrays, chunks and digests do not match in number")
     for node in array_nodes(record.structure):
+        dtype = zarr.dtype_from_name(node.dtype)
         found = arrays.get(node.key)
-        if found is None or found.grid.shape != node.shape or zarr.dtype_name(found.dtype) != node.dtype:
+        if found is None or found.grid.shape != node.shape or found.dtype != _stored_as(dtype):
             raise Corrupt(
                 f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree"
             )
+        arrays[node.key] = ArrayIndex(found.grid, dtype, found.chunks)
     return StepIndex(record, arrays)
+
+
+def _stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that zarr knows: times are stored as integers."""
+    return np.dtype(np.int64).newbyteorder(dtype.byteorder) if dtype.kind in "mM" else dtype
 
 
 def _chunk_location(value: bytes | Extent | None, nbytes: int, packs: set[str], where: str) -> bytes | Extent:

@@ -98,6 +98,7 @@ def array_metadata(
     return json.dumps(_metadata(shape, dtype, cell, checksum), separators=(",", ":")).encode()
 
 
+@lru_cache(maxsize=4096)
 def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...]]:
     """Shape, dtype and cell shape from a ``zarr.json`` that `array_metadata` wrote, with or without checksum.
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import ocdbt
+from tieredckpt.format.crc import crc32c
 from tieredckpt.format.ocdbt import Extent, Value
 from tieredckpt.format.ocdbt_codec import (
     MANIFEST_MAGIC,
@@ -154,7 +155,7 @@ def test_a_torn_file_of_nodes_is_noticed(size: int) -> None:
 changes = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(changes=changes)
 def test_a_forged_manifest_is_corrupt_or_gives_sound_entries(changes: list[tuple[int, int]]) -> None:
     forged = bytearray(INDEX.manifest)
@@ -164,7 +165,7 @@ def test_a_forged_manifest_is_corrupt_or_gives_sound_entries(changes: list[tuple
     assert_corrupt_or_sound(resealed(bytes(forged), MANIFEST_MAGIC), INDEX.btree)
 
 
-@settings(max_examples=800)
+@settings(max_examples=300)
 @given(node=st.sampled_from(NODES), changes=changes)
 def test_a_forged_node_is_corrupt_or_gives_sound_entries(node: tuple[int, int], changes: list[tuple[int, int]]) -> None:
     offset, length = node
@@ -176,7 +177,7 @@ def test_a_forged_node_is_corrupt_or_gives_sound_entries(node: tuple[int, int], 
     assert_corrupt_or_sound(INDEX.manifest, bytes(btree))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     cut=st.tuples(st.integers(0, 500), st.integers(0, 20)),
     insert=st.binary(max_size=20),
@@ -232,7 +233,7 @@ FORGED: dict[str, Callable[[], object]] = {
     "an integer beyond 64 bits": lambda: decode_leaf(
         leaf([(0, b"k")], paths=["p"], values=b"\xff" * 9 + b"\x02\1\0\0")
     ),
-    "an integer of eleven bytes": lambda: decode_leaf(leaf([(0, b"k")], values=b"\x80" * 10 + b"\0\0")),
+    "an integer of eleven bytes": lambda: decode_leaf(leaf([(0, b"k")], values=b"\x80" * 10 + b"\1\0")),
     "an integer not in shortest form": lambda: decode_leaf(leaf([(0, b"k")], values=b"\x80\0\0")),
     "a million entries in no bytes": lambda: decode_leaf(frame(NODE_MAGIC, b"\0\0" + varint(1 << 20)), 1 << 20),
     "more entries than a node has": lambda: decode_leaf(
@@ -256,8 +257,19 @@ FORGED: dict[str, Callable[[], object]] = {
     ),
     "a root without keys": lambda: ocdbt.read_root(manifest_of(len(NODE), keys=0)),
     "more keys than any index has": lambda: ocdbt.read_root(manifest_of(len(NODE), keys=1 << 40)),
-    "an empty index with keys": lambda: ocdbt.read_root(manifest_of(MAX_UINT64, offset=MAX_UINT64, path="")),
-    "a tower of nodes": lambda: ocdbt.read_root(manifest_of(len(NODE), height=200)),
+    "an empty index with a path": lambda: ocdbt.read_root(empty_manifest(path=BTREE)),
+    "an empty index with a height": lambda: ocdbt.read_root(empty_manifest(height=1)),
+    "an empty index with keys": lambda: ocdbt.read_root(empty_manifest(keys=1)),
+    "an empty index with nodes": lambda: ocdbt.read_root(empty_manifest(tree_bytes=1)),
+    "an empty index with values": lambda: ocdbt.read_root(empty_manifest(indirect=1)),
+    "a frame with another length": lambda: decode_leaf(resummed(NODE, 4, b"\0")),
+    "a frame of another version": lambda: decode_leaf(resummed(NODE, 12, b"\1")),
+    "a compressed node": lambda: decode_leaf(resummed(NODE, 13, b"\1")),
+    "a path that continues more than there was": lambda: decode_leaf(
+        forged_files(b"\2" + b"\5" + b"\1\1" + b"\0\0" + b"pq")
+    ),
+    "a base path longer than the path": lambda: decode_leaf(forged_files(b"\1\1\2p")),
+    "a tower of nodes": lambda: ocdbt.read_root(manifest_of(len(NODE), height=33)),
     "a numbered manifest": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\1\0\0\4\0")),
     "a compressed database": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\0\0\0\4\1")),
     "an impossible arity": lambda: ocdbt.read_root(manifest_of(9, head=UUID + b"\0\0\0\x3f\0")),
@@ -269,13 +281,44 @@ FORGED: dict[str, Callable[[], object]] = {
 }
 
 
+def forged_files(table: bytes) -> bytes:
+    """A leaf with one extent of the first file in that table."""
+    return frame(NODE_MAGIC, b"\0" + table + b"\1\1k" + b"\0\1\0\0")
+
+
 def forged_path(path: bytes) -> bytes:
-    body = b"\0\1" + varint(len(path)) + b"\0" + path + b"\1\1k" + b"\0\1\0\0"
-    return frame(NODE_MAGIC, body)
+    return forged_files(b"\1" + varint(len(path)) + b"\0" + path)
 
 
-def test_the_forged_path_would_be_read_if_it_were_sound() -> None:
+def resummed(data: bytes, position: int, change: bytes) -> bytes:
+    """The frame with a changed header and a checksum that fits."""
+    head = data[:position] + change + data[position + len(change) : -4]
+    return head + crc32c(head).to_bytes(4, "little")
+
+
+def empty_manifest(*, path: str = "", height: int = 0, keys: int = 0, tree_bytes: int = 0, indirect: int = 0) -> bytes:
+    return manifest_of(
+        MAX_UINT64,
+        offset=MAX_UINT64,
+        path=path,
+        height=height,
+        keys=keys,
+        tree_bytes=tree_bytes,
+        indirect=indirect,
+    )
+
+
+def test_what_is_forged_would_be_read_if_it_were_sound() -> None:
     assert decode_leaf(forged_path(b"p/q")) == [(b"k", Extent("p/q", 0, 0))]
+    assert decode_leaf(forged_files(b"\2" + b"\1" + b"\1\1" + b"\1\1" + b"pq"))[0][1] == Extent("p", 0, 0)
+    assert decode_leaf(resummed(NODE, 12, b"\0")) == [(b"k", b"")]
+    assert ocdbt.decode(empty_manifest(), b"", BTREE) == []
+    assert ocdbt.read_root(manifest_of(len(NODE), height=32)).height == 32
+
+
+def test_paths_are_below_the_root_and_of_bounded_length() -> None:
+    assert is_data_path("a" * 4096)
+    assert not is_data_path("a" * 4097)
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -325,6 +368,13 @@ def test_a_child_whose_keys_are_below_its_range_is_corrupt() -> None:
 def test_a_child_whose_keys_reach_into_the_next_is_corrupt() -> None:
     with pytest.raises(Corrupt, match="range"):
         decode_tree([B, B], interior([(b"a", 0, len(B), 1), (b"b", len(B), len(B), 1)]))
+
+
+def test_a_common_prefix_longer_than_the_key_is_corrupt() -> None:
+    empty = leaf([(0, b"")])
+    assert decode_tree([empty], interior([(b"a", 0, len(empty), 1)], common=1), keys=1) == [(b"a", b"")]
+    with pytest.raises(Corrupt, match="impossible lengths"):
+        decode_tree([empty], interior([(b"a", 0, len(empty), 1)], common=2), keys=1)
 
 
 def test_a_node_that_is_its_own_child_is_corrupt() -> None:

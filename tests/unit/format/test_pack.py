@@ -133,6 +133,36 @@ def test_a_count_that_the_footer_cannot_have_is_refused_or_covered(count: int) -
         decode_footer(footer, SIZE)
 
 
+@pytest.mark.parametrize(
+    ("position", "field"),
+    [(-40, b"TCKPACK\n"), (-32, b"\2"), (-28, b"\1"), (-24, b"\1"), (-8, b"\1")],
+    ids=["magic", "version", "zero", "end", "zero again"],
+)
+def test_a_trailer_of_another_kind_is_refused_though_its_checksum_fits(position: int, field: bytes) -> None:
+    forged = bytearray(FOOTER)
+    forged[position : position + len(field)] = field
+    footer = sealed(forged)
+    with pytest.raises(Corrupt, match="trailer"):
+        footer_range(footer, SIZE)
+    with pytest.raises(Corrupt, match="trailer"):
+        decode_footer(footer, SIZE)
+
+
+@pytest.mark.parametrize("size", [0, 4096, SIZE - 4096, SIZE + 4096, SIZE + 1])
+def test_a_footer_in_a_file_of_another_size_is_refused(size: int) -> None:
+    assert footer_range(FOOTER, SIZE) == (12288, 4096)
+    with pytest.raises(Corrupt):
+        footer_range(FOOTER, size)
+    with pytest.raises(Corrupt):
+        decode_footer(FOOTER, size)
+
+
+@pytest.mark.parametrize("size", [0, 39, 4095, 4097])
+def test_only_a_whole_block_is_taken_for_the_last_one(size: int) -> None:
+    with pytest.raises(Corrupt, match="whole pack"):
+        footer_range(FOOTER[-size:].ljust(size, b"\0") if size else b"", SIZE)
+
+
 @pytest.mark.parametrize("end", [-4096, 1, 4095, 1 << 63])
 def test_data_must_end_on_a_block(end: int) -> None:
     with pytest.raises(Invalid, match="4096"):
