@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tieredckpt.engine import tier
+from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers
 
 # Deadlines and speed checks measure the machine that happens to run the tests.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +44,39 @@ def _nothing_left_behind() -> Iterator[None]:
         time.sleep(0.05)
     left = [str(_SHARED_MEMORY / name) for name in sorted(names)] + [f"process {child}" for child in children]
     pytest.fail("the tests left behind: " + ", ".join(left))
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A folder of the test in shared memory, for RAM tiers."""
+    if not _SHARED_MEMORY.is_dir():
+        pytest.skip(f"needs {_SHARED_MEMORY}")
+    folder = Path(tempfile.mkdtemp(prefix="tieredckpt-test-", dir=_SHARED_MEMORY))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTiers]:
+    """Scripts of faults under the slower tiers of the stores that the test opens; what failed is soon tried again."""
+    monkeypatch.setattr(tier, "_FIRST_RETRY", 0.02)
+    monkeypatch.setattr(tier, "_LAST_RETRY", 0.2)
+    with faulty_tiers() as faults:
+        yield faults
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB in memory, as containers have it at ``/dev/shm``; made by root alone."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 def _names_in_shared_memory() -> set[str]:

@@ -136,9 +136,7 @@ def _shortages(store: StoreConfig) -> list[Problem]:
             at = ("tiers", tier.name, "capacity")
             wrong.append((at, f"{text}; raise it, or lower the store's chunk_size"))
     if store.grace <= store.lease_ttl:
-        wrong.append(
-            (("grace",), "must be longer than lease_ttl, or files of a live writer may be collected")
-        )
+        wrong.append((("grace",), "must be longer than lease_ttl, or files of a live writer may be collected"))
     return wrong
 
 
@@ -254,15 +252,11 @@ def _holds(data: Any, place: Place) -> bool:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
-        )
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if value is None:
-        raise Invalid(
-            "TOML has no null: leave the key out of the tier's spec, or keep the configuration as JSON"
-        )
+        raise Invalid("TOML has no null: leave the key out of the tier's spec, or keep the configuration as JSON")
     # TOML's strings, numbers and booleans are JSON's, but for one character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from tieredckpt.engine.state import State, numbers
 from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
+from tieredckpt.tree.select import select
 
 __all__ = [
     "ArrayInfo",
@@ -117,21 +118,26 @@ def list_steps(state: State) -> tuple[StepInfo, ...]:
     return tuple(_info(state, step, record) for step, record in state.records().items())
 
 
-async def describe(state: State, step: StepId) -> StepDetails:
-    """One step in full. Raises `NotFound`, `Corrupt` and `TierUnavailable` as `StepSource.open` does."""
+async def describe(state: State, step: StepId, keys: Sequence[str] | None = None) -> StepDetails:
+    """One step in full, or of its tree the leaves that ``keys`` choose, as `select` has it.
+
+    Raises `NotFound`, `Corrupt` and `TierUnavailable` as `StepSource.open` and `select` do.
+    """
     async with StepSource.open(state, step) as source:
         index = source.index
     record = index.record
-    leaves = [(key, node) for key, node in walk(record.structure) if not isinstance(node, CONTAINERS)]
+    structure = record.structure if keys is None else select(record.structure, keys)
+    leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
+    arrays = [(node, index.arrays[key]) for key, node in leaves if isinstance(node, ArrayNode)]
     return StepDetails(
         info=_info(state, step, record),
         store=record.store,
         line=record.line,
         provenance=record.provenance,
         policy=record.policy,
-        arrays=tuple(_array(node, index.arrays[key]) for key, node in leaves if isinstance(node, ArrayNode)),
+        arrays=tuple(_array(node, array) for node, array in arrays),
         scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
-        distinct_nbytes=_distinct_nbytes(index.arrays),
+        distinct_nbytes=_distinct_nbytes(array for _, array in arrays),
     )
 
 
@@ -163,8 +169,8 @@ def _scalar(node: Node) -> Scalar:
     return scalar_value(node)
 
 
-def _distinct_nbytes(arrays: Mapping[str, ArrayIndex]) -> int:
-    sizes = {chunk.digest: array.grid.cell_nbytes for array in arrays.values() for chunk in array.chunks}
+def _distinct_nbytes(arrays: Iterable[ArrayIndex]) -> int:
+    sizes = {chunk.digest: array.grid.cell_nbytes for array in arrays for chunk in array.chunks}
     return sum(sizes.values())
 
 

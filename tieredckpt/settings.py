@@ -105,9 +105,7 @@ class Settings(BaseModel):
 def _is_echo(line: ErrorDetails, lines: Sequence[ErrorDetails]) -> bool:
     # Pydantic counts only the right elements of a tuple: "too few" then repeats what the wrong ones say.
     place = line["loc"]
-    below = (
-        other for other in lines if len(other["loc"]) > len(place) and other["loc"][: len(place)] == place
-    )
+    below = (other for other in lines if len(other["loc"]) > len(place) and other["loc"][: len(place)] == place)
     return line["type"] == "too_short" and any(below)
 
 
@@ -129,9 +127,7 @@ def _in_plain_words(line: ErrorDetails) -> str:
             return f"should match the pattern {line['ctx']['pattern']}, not {value}"
         case "literal_error":
             known = re.findall(r"'([^']*)'", line["ctx"]["expected"])
-            return (
-                f"should be {line['ctx']['expected']}, not {value}{did_you_mean(str(line['input']), known)}"
-            )
+            return f"should be {line['ctx']['expected']}, not {value}{did_you_mean(str(line['input']), known)}"
         case _:
             return f"{line['msg'].removeprefix('Input ')}, not {value}"
 

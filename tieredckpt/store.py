@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy.typing as npt
 
+from tieredckpt.blobs.settle import in_thread, outlast
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
@@ -23,7 +25,6 @@ from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import Closed, Invalid, NotFound
 from tieredckpt.events import Event, Events, SaveFailed
-from tieredckpt.format.manifest import StepId
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers
 from tieredckpt.tree.arrays import writable_view
@@ -103,7 +104,7 @@ class CheckpointStore:
         try:
             await loop.call(self._engine.start())
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(loop.stop))
+            await in_thread(loop.stop)
             raise
 
     def open_blocking(self) -> None:
@@ -144,11 +145,19 @@ class CheckpointStore:
         except Closed:
             return
         finally:
-            await asyncio.shield(asyncio.to_thread(self._loop.stop))
+            await in_thread(self._loop.stop)
 
     async def _finish(self, *, clean: bool) -> None:
-        if self._pending:
-            await asyncio.wait(set(self._pending))
+        pending = set(self._pending)
+        try:
+            if pending:
+                await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            for task in pending:
+                task.cancel()
+            await outlast(asyncio.gather(*pending, return_exceptions=True))
+            await self._engine.close(flush=False, keep_ram=True)
+            raise
         await self._engine.close(flush=clean, keep_ram=self._keeps_ram(clean=clean))
 
     def _keeps_ram(self, *, clean: bool) -> bool:
@@ -218,7 +227,7 @@ class CheckpointStore:
         return Checkpoint(step, self._engine, self.engine_loop, saved)
 
     async def _save(self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool) -> Saved:
-        flat = await asyncio.to_thread(flatten, tree)
+        flat = await in_thread(flatten, tree)
         return await self._engine.save(step, flat, metrics, overwrite=overwrite)
 
     async def _save_behind(
@@ -231,7 +240,11 @@ class CheckpointStore:
                 _log.error("step %d, captured by reference, was not saved: %s", step, error)
                 self._events.emit(SaveFailed(step, error))
                 raise
+            finally:
+                saving.pop(step, None)
 
+        saving = self._engine.state.saving
+        saving[step] = time.time()
         task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
         self._pending.add(task)
         task.add_done_callback(self._saved_behind)
@@ -298,21 +311,20 @@ class CheckpointStore:
         if found is None:
             return None
         chosen, record = found
-        wanted, fitted, targets = await asyncio.to_thread(_fit, record.structure, keys, like, into)
+        wanted, fitted, targets = await in_thread(_fit, record.structure, keys, like, into)
         names = [node.key for node in array_nodes(wanted)]
-        read = None if copy else await self._engine.view(chosen, names)
-        viewed = read is not None
-        if read is None:
-            read = await self._engine.read(chosen, lambda index: targets or empty_targets(index, names))
-        tree = await asyncio.to_thread(_build, wanted, fitted, read)
+        viewed = None if copy else await self._engine.view(chosen, names)
+        if viewed is not None:
+            read, check = viewed[0], partial(self._verify_views, viewed[1])
+        else:
+            read, check = await self._engine.read(chosen, lambda index: targets or empty_targets(index, names)), None
+        tree = await in_thread(_build, wanted, fitted, read)
         if resume and not self._read_only:
             self._engine.resume_from(chosen, read.record)
-        metrics = numbers(record.metrics)
-        check = partial(self._check_views, chosen, names) if viewed else None
-        return Restored(chosen.step, chosen.serial, tree, metrics, read.sources, check)
+        return Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
 
-    async def _check_views(self, step: StepId, keys: Sequence[str]) -> None:
-        await self.engine_loop.call(self._engine.check_views(step, keys))
+    async def _verify_views(self, check: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await self.engine_loop.call(check())
 
     # -- what there is ------------------------------------------------------------------------------------
 
@@ -333,16 +345,26 @@ class CheckpointStore:
     async def _steps(self) -> tuple[StepInfo, ...]:
         return list_steps(self._engine.state)
 
-    async def describe(self, step: int | None = None, *, serial: int | None = None) -> StepDetails:
+    async def describe(
+        self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
+    ) -> StepDetails:
         """A step (the newest without one) in full, but for the arrays' values.
 
-        ``serial`` says which, where a number was saved on several lines. Raises `NotFound`; `Corrupt` when its
-        index is intact on no tier; `TierUnavailable`.
-        """
-        return await self.engine_loop.call(self._describe(step, serial))
+        Args:
+            step: which; the newest without one.
+            serial: which save, where the number was saved on several lines.
+            keys: only the leaves under these keys or glob patterns.
 
-    async def _describe(self, step: int | None, serial: int | None) -> StepDetails:
-        return await describe(self._engine.state, self._engine.state.find(step, serial))
+        Raises:
+            NotFound: there is no such step or key.
+            Corrupt: its index is intact on no tier.
+            TierUnavailable: the tiers that hold it do not answer.
+        """
+        return await self.engine_loop.call(self._describe(step, serial, keys))
+
+    async def _describe(self, step: int | None, serial: int | None, keys: Sequence[str] | None) -> StepDetails:
+        state = self._engine.state
+        return await describe(state, state.find(step, serial), keys)
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""

@@ -106,8 +106,10 @@ class SyncStore:
     def steps(self) -> tuple[StepInfo, ...]:
         return self._run(self.store.steps())
 
-    def describe(self, step: int | None = None, *, serial: int | None = None) -> StepDetails:
-        return self._run(self.store.describe(step, serial=serial))
+    def describe(
+        self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
+    ) -> StepDetails:
+        return self._run(self.store.describe(step, serial=serial, keys=keys))
 
     def tier_infos(self) -> tuple[TierInfo, ...]:
         return self._run(self.store.tier_infos())

@@ -198,7 +198,5 @@ Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_dump_size, w
 Rate = Annotated[int, BeforeValidator(parse_rate), PlainSerializer(_dump_rate, when_used="json")]
 """Field type: bytes a second."""
 
-Duration = Annotated[
-    float, BeforeValidator(parse_duration), PlainSerializer(_dump_duration, when_used="json")
-]
+Duration = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_dump_duration, when_used="json")]
 """Field type: seconds."""

@@ -22,10 +22,7 @@ UUID = bytes(range(16))
 STEP = (1000, 7)
 BTREE = layout.btree_key(*STEP)
 
-PACKS = {
-    f"packs/{digit * 2}/{digit * 32}.pack": np.random.default_rng(int(digit, 16)).bytes(3000)
-    for digit in "3a7"
-}
+PACKS = {f"packs/{digit * 2}/{digit * 32}.pack": np.random.default_rng(int(digit, 16)).bytes(3000) for digit in "3a7"}
 
 
 @st.composite
@@ -49,9 +46,7 @@ def resolve(value: Value) -> bytes:
 
 @settings(max_examples=60)
 @given(entries=indexes(), node_bytes=st.sampled_from([1, 60, 200, 1 << 20]))
-def test_stock_tensorstore_lists_and_reads_what_we_encode(
-    entries: list[tuple[bytes, Value]], node_bytes: int
-) -> None:
+def test_stock_tensorstore_lists_and_reads_what_we_encode(entries: list[tuple[bytes, Value]], node_bytes: int) -> None:
     index = ocdbt.encode(entries, BTREE, uuid=UUID, commit_time_ns=1, max_node_bytes=node_bytes)
     context = ts.Context()
     base = ts.KvStore.open("memory://", context=context).result()
@@ -107,7 +102,7 @@ def test_we_read_what_stock_tensorstore_writes(
     store = ts.KvStore.open(spec, context=context).result()
     expected: dict[bytes, bytes] = {}
     for commit in commits:
-        with ts.Transaction() as transaction:
+        with ts.Transaction(atomic=True) as transaction:
             for key, value in commit.items():
                 store.with_transaction(transaction).write(key, value).result()
         expected.update({key: value for key, value in commit.items() if value is not None})
@@ -140,7 +135,7 @@ def test_interior_nodes_of_stock_tensorstore_are_read() -> None:
         {"driver": "ocdbt", "base": {"driver": "memory"}, "config": config}, context=context
     ).result()
     expected = {b"layer/%04d/c/0" % i: b"%d" % i for i in range(500)}
-    with ts.Transaction() as transaction:
+    with ts.Transaction(atomic=True) as transaction:
         for key, value in expected.items():
             store.with_transaction(transaction).write(key, value).result()
     files = stock_files(base)
@@ -165,17 +160,13 @@ def write_step(root: Path, arrays: dict[str, np.ndarray[Any, Any]], *, checksum:
     entries: list[tuple[bytes, Value]] = [(layout.STEP_RECORD.encode(), b"{}")]
     for key, array in arrays.items():
         grid = plan(array.shape, array.dtype.itemsize, 4096)
-        entries.append(
-            (f"{key}/zarr.json".encode(), array_metadata(grid.shape, array.dtype, grid.cell, checksum))
-        )
+        entries.append((f"{key}/zarr.json".encode(), array_metadata(grid.shape, array.dtype, grid.cell, checksum)))
         leaf = array.tobytes()
         for cell in cells(grid):
             chunk = leaf[cell.start : cell.start + cell.nbytes].ljust(grid.cell_nbytes, b"\0")
             if checksum:
                 chunk += crc32c(chunk).to_bytes(4, "little")
-            entries.append(
-                (f"{key}/{cell_key(cell.index)}".encode(), Extent(pack_path, len(pack), len(chunk)))
-            )
+            entries.append((f"{key}/{cell_key(cell.index)}".encode(), Extent(pack_path, len(pack), len(chunk))))
             pack += chunk.ljust(-(-len(chunk) // 4096) * 4096, b"\0")
     index = ocdbt.encode(sorted(entries), BTREE, uuid=UUID, commit_time_ns=1, max_node_bytes=400)
     assert ocdbt.read_root(index.manifest).height >= 1

@@ -86,9 +86,7 @@ def test_every_dtype_is_read_bit_for_bit(name: str) -> None:
     target=st.integers(1, 400),
     checksum=st.booleans(),
 )
-def test_every_grid_is_read_bit_for_bit(
-    shape: tuple[int, ...], name: str, target: int, checksum: bool
-) -> None:
+def test_every_grid_is_read_bit_for_bit(shape: tuple[int, ...], name: str, target: int, checksum: bool) -> None:
     dtype = dtype_from_name(name)
     grid = plan(shape, dtype.itemsize, target)
     array = np.random.default_rng(0).integers(0, 256, grid.nbytes, np.uint8).view(dtype).reshape(shape)

@@ -89,9 +89,7 @@ def test_a_file_says_what_the_store_is_made_of(tmp_path: Path) -> None:
                 name="bucket",
                 spec={"driver": "gcs", "bucket": "b", "path": "run/"},
                 rate_limit=10**9,
-                promote=promotion.AnyOf(
-                    policies=(promotion.EveryNSteps(n=1000), promotion.Every(interval=3600.0))
-                ),
+                promote=promotion.AnyOf(policies=(promotion.EveryNSteps(n=1000), promotion.Every(interval=3600.0))),
             ),
         ),
     )
@@ -136,9 +134,7 @@ _json = st.recursive(st.booleans() | st.integers(0, 2**53) | _text, st.lists, ma
 
 @given(
     path=_text,
-    spec=st.dictionaries(
-        _text, st.recursive(st.booleans() | st.integers(0, 2**53) | _text, st.lists, max_leaves=5)
-    ),
+    spec=st.dictionaries(_text, st.recursive(st.booleans() | st.integers(0, 2**53) | _text, st.lists, max_leaves=5)),
     capacity=st.none() | st.integers(2**24, 2**50),
     grace=st.floats(61, 1e6),
 )
@@ -166,9 +162,7 @@ def test_null_in_a_spec_is_refused_where_toml_cannot_say_it() -> None:
         to_toml(config)
 
 
-def test_relative_paths_start_at_the_folder_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "conf").mkdir()
     write(tmp_path / "conf", '[tiers.disk]\nkind = "posix"\npath = "../data"\n')
     monkeypatch.chdir(tmp_path)
@@ -333,12 +327,9 @@ def test_a_file_that_is_missing_unreadable_or_no_toml_is_told_apart(tmp_path: Pa
 
 
 def test_constructing_a_config_from_wrong_values_raises_invalid() -> None:
-    with pytest.raises(
-        Invalid, match=r"StoreConfig\.tiers\.a\.retain\.n: should be greater than or equal to 1"
-    ):
-        StoreConfig(
-            tiers=[{"kind": "posix", "name": "a", "path": "/a", "retain": {"kind": "last_n", "n": 0}}]
-        )
+    tiers: Any = [{"kind": "posix", "name": "a", "path": "/a", "retain": {"kind": "last_n", "n": 0}}]
+    with pytest.raises(Invalid, match=r"StoreConfig\.tiers\.a\.retain\.n: should be greater than or equal to 1"):
+        StoreConfig(tiers=tiers)
     with pytest.raises(Invalid, match=r"PosixTier\.path: is required"):
         PosixTier(name="a")  # type: ignore[call-arg]
 
@@ -354,6 +345,7 @@ def test_a_store_is_told_from_others_by_its_name_or_by_where_its_durable_tiers_a
     assert load({"store": {"name": "mine"}, "tiers": {"ram": {"kind": "ram"}}}).identity == "mine"
     same = load("/a"), load({"tiers": {"ram": {"kind": "ram"}, "other": {"kind": "posix", "path": "/a"}}})
     assert same[0].identity == same[1].identity
+    assert same[0].identity == load({"tiers": {"d": {"kind": "posix", "path": "/a"}}}).identity
     assert same[0].identity != load("/b").identity
     assert len(same[0].identity) == 16
 

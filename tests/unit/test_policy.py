@@ -106,9 +106,7 @@ def test_nested_policies_are_found_by_kind_and_dumped_whole() -> None:
     register(Milestones)
     register(Both)
     inner = {"kind": "both", "first": {"kind": "milestones", "steps": [1]}, "second": Milestones(steps=(2,))}
-    nested = parse(
-        Promotion, {"kind": "both", "first": inner, "second": {"kind": "milestones", "steps": [3]}}
-    )
+    nested = parse(Promotion, {"kind": "both", "first": inner, "second": {"kind": "milestones", "steps": [3]}})
     assert isinstance(nested, Both)
     assert isinstance(nested.first, Both)
     assert nested.first.second == Milestones(steps=(2,))
@@ -120,10 +118,7 @@ def test_an_unknown_kind_is_answered_with_the_nearest_one() -> None:
     register(Both)
     with pytest.raises(Invalid) as raised:
         parse(Promotion, {"kind": "milestone"})
-    assert (
-        str(raised.value)
-        == "promotion.kind: `milestone` is not a kind of promotion; did you mean `milestones`?"
-    )
+    assert str(raised.value) == "promotion.kind: `milestone` is not a kind of promotion; did you mean `milestones`?"
 
 
 def test_an_unknown_kind_like_no_other_is_answered_with_all() -> None:
@@ -158,13 +153,10 @@ def test_every_problem_has_a_line_with_its_place() -> None:
     register(Milestones)
     register(Both)
     with pytest.raises(Invalid) as raised:
-        parse(
-            Promotion, {"kind": "both", "first": {"kind": "milestones", "stps": [1]}, "second": "bth", "x": 1}
-        )
+        parse(Promotion, {"kind": "both", "first": {"kind": "milestones", "stps": [1]}, "second": "bth", "x": 1})
     assert sorted(str(raised.value).splitlines()) == [
         "promotion.first.steps: is required",
-        "promotion.first.stps: `stps` is not a setting of the promotion policy `milestones`"
-        "; did you mean `steps`?",
+        "promotion.first.stps: `stps` is not a setting of the promotion policy `milestones`; did you mean `steps`?",
         "promotion.second.kind: `bth` is not a kind of promotion; did you mean `both`?",
         "promotion.x: `x` is not a setting of the promotion policy `both`; there are: first, kind, second",
     ]

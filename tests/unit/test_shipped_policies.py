@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tieredckpt_policies
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tieredckpt_policies import eviction, promotion, retention, schedule
 
 from tieredckpt.config import load, to_toml
+from tieredckpt.errors import Invalid
 from tieredckpt.policy import GROUP, Observed, Policy, StepView, StoreView, TierView, register
 from tieredckpt.testing.policies import PolicyTests, store_views
 
@@ -86,6 +88,8 @@ def test_promotion_by_time_counts_from_the_newest_step_there() -> None:
     assert policy.promotes(new, TIER, store(saved(1, 1, age=100), saved(2, 2, age=1, on_line=False), new))
     older = saved(3, 3, age=500, held=False)
     assert not policy.promotes(older, TIER, store(older, saved(4, 4, age=100)))
+    # Even where a clock that was set back makes it look younger.
+    assert not policy.promotes(older, TIER, store(older, saved(4, 4, age=1000)))
 
 
 @given(store_views())
@@ -111,17 +115,13 @@ def test_last_n_retains_the_newest_steps_of_the_line(view: StoreView, n: int) ->
 
 
 def test_after_a_rollback_last_n_counts_only_steps_that_a_restore_could_take() -> None:
-    view = store(
-        saved(1, 10), saved(2, 20), saved(3, 30, on_line=False), saved(4, 40, on_line=False), saved(5, 25)
-    )
+    view = store(saved(1, 10), saved(2, 20), saved(3, 30, on_line=False), saved(4, 40, on_line=False), saved(5, 25))
     assert retention.LastN(n=2).retains(TIER, view) == {2, 5}
     assert retention.All().retains(TIER, view) == {1, 2, 3, 4, 5}
 
 
 def test_every_k_retains_round_steps() -> None:
-    view = store(
-        saved(1, 0), saved(2, 5), saved(3, 10), saved(4, 20, on_line=False), saved(5, 30, held=False)
-    )
+    view = store(saved(1, 0), saved(2, 5), saved(3, 10), saved(4, 20, on_line=False), saved(5, 30, held=False))
     assert retention.EveryK(k=10).retains(TIER, view) == {1, 3}
 
 
@@ -147,6 +147,15 @@ def test_best_retains_the_best_and_of_equals_the_newer() -> None:
 def test_within_age_retains_the_young() -> None:
     view = store(saved(1, 1, age=61), saved(2, 2, age=60), saved(3, 3, age=1), saved(4, 4, on_line=False))
     assert retention.WithinAge(age=60).retains(TIER, view) == {2, 3}
+
+
+def test_a_wrong_part_is_the_only_problem_that_is_told() -> None:
+    parts: Any = [{"kind": "last_n", "n": 0}]
+    with pytest.raises(Invalid) as raised:
+        retention.Union(policies=parts)
+    assert str(raised.value) == "Union.policies[0].n: should be greater than or equal to 1, not 0"
+    with pytest.raises(Invalid, match="1 or more elements"):
+        retention.Union(policies=())
 
 
 @given(store_views())
@@ -196,9 +205,7 @@ def test_a_clock_that_was_set_back_does_not_stop_saves() -> None:
 
 
 def _presets() -> list[str]:
-    return sorted(
-        p.name for p in (files(tieredckpt_policies) / "presets").iterdir() if p.name.endswith(".toml")
-    )
+    return sorted(p.name for p in (files(tieredckpt_policies) / "presets").iterdir() if p.name.endswith(".toml"))
 
 
 @pytest.mark.parametrize("name", _presets())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -23,11 +24,11 @@ from typing import BinaryIO
 import msgspec
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
-from tieredckpt.blobs.folders import Folders, foreign
+from tieredckpt.blobs.folders import Folders
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.layout import new_pack_id, pack_key, parse_pack_key
 from tieredckpt.units import format_size
 
@@ -68,9 +69,7 @@ class RamStore:
     or by `attach`.
     """
 
-    def __init__(
-        self, folder: Path, files: PosixStore, slab: Slab, slab_key: str, lock: int, notice: str
-    ) -> None:
+    def __init__(self, folder: Path, files: PosixStore, slab: Slab, slab_key: str, lock: int, notice: str) -> None:
         self.slab = slab
         self.slab_key = slab_key
         self.notice = notice
@@ -110,7 +109,8 @@ class RamStore:
                 store = cls(folder, _files(folder), slab, key, lock, notice)
                 undo.pop_all()
         except OSError as error:
-            raise foreign(error, folder, "opened") from error
+            kind = NoSpace if error.errno == errno.ENOSPC else TierUnavailable
+            raise kind(f"the RAM tier at {folder} cannot be opened: {error.strerror}; choose another path") from error
         return store
 
     @classmethod
@@ -277,9 +277,7 @@ def _lock_folder(folder: Path) -> int:
     except BlockingIOError:
         holder = os.read(fd, 200).decode(errors="replace") or "another process"
         os.close(fd)
-        raise Conflict(
-            f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it"
-        ) from None
+        raise Conflict(f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return fd
@@ -289,7 +287,7 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     """The slab of the folder, its key and notice: the one that is there if it is of this boot, else a new one."""
     note = _read_note(folder)
     slab = None
-    if note is not None and note.memfd is None:
+    if note is not None and note.memfd is None and not (folder / note.slab).is_symlink():
         with contextlib.suppress(FileNotFoundError):
             slab, note = _old_slab(folder, note, capacity)
     if slab is None or note is None:
@@ -324,7 +322,8 @@ def _old_slab(folder: Path, note: _Note, capacity: int) -> tuple[Slab | None, _N
 def _new_slab(folder: Path, capacity: int) -> tuple[Slab, _Note]:
     key = pack_key(new_pack_id())
     path = folder / key
-    path.parent.mkdir(mode=0o700, parents=True)
+    for made in (path.parent.parent, path.parent):
+        made.mkdir(mode=0o700)
     room = os.statvfs(folder)
     memfd = None
     if room.f_bavail * room.f_frsize >= capacity:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-__all__ = ["in_thread", "note", "outlast", "settle", "whole"]
+__all__ = ["in_thread", "note", "outlast", "settle", "together", "whole"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,17 @@ async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor 
 async def whole(work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which runs to its end; only then is a cancellation raised."""
     return await settle(asyncio.ensure_future(work), lambda: None)
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all works at once; the first error ends the others, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await outlast(asyncio.gather(*tasks, return_exceptions=True))
 
 
 async def outlast(running: asyncio.Future[Any]) -> None:

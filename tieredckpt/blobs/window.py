@@ -34,9 +34,7 @@ class Placed:
     length: int
 
 
-def window(
-    fd: int, size: int, placed: Sequence[Placed], release: Callable[[], None]
-) -> npt.NDArray[np.uint8]:
+def window(fd: int, size: int, placed: Sequence[Placed], release: Callable[[], None]) -> npt.NDArray[np.uint8]:
     """A read-only array of ``size`` bytes that shows the extents of ``fd`` where they were placed.
 
     ``release`` is called, once, when no array refers to the window any more. Raises `TierUnavailable`.

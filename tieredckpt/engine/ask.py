@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from tieredckpt.engine.state import State
@@ -38,10 +39,10 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
 
 
 def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
-    """Whether a slower tier is still to get the step."""
+    """Whether a slower tier is still to get the step, and may get it."""
     slower = [other for other in state.tiers[tier.index + 1 :] if other.healthy or not only_healthy]
     view = state.view()
-    return any(is_due(state, step, other, view) for other in slower)
+    return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)
 
 
 def leaving(state: State, tier: Tier) -> list[StepId]:
@@ -62,8 +63,11 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
 
 def save_is_due(state: State, step: int) -> bool:
     """The schedule's answer; a schedule that fails saves rather than not."""
+    observed = state.observed
+    for last, at in tuple(state.saving.items()):  # at once: asked from the trainer's thread
+        observed = dataclasses.replace(observed, last_save_step=last, last_save_at=at)
     try:
-        return state.config.schedule.due(step, state.view(), state.observed)
+        return state.config.schedule.due(step, state.view(), observed)
     except Exception:
         _log.exception("the schedule failed at step %d; the step is saved", step)
         return True

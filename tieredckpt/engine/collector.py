@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredckpt.blobs.base import Sweep
@@ -66,6 +67,9 @@ class Collector:
             if tier.ram is not None:
                 await self._evict_from_ram(step, tier, tier.ram)
             else:
+                with suppress(TieredCkptError):  # an unreadable index names no packs
+                    for key in await tier.packs_of(step):
+                        tier.orphans.pop(key, None)  # known to have been used: no grace needed
                 await tier.retract(step)
         finally:
             tier.leaving.discard(step)
@@ -84,7 +88,7 @@ class Collector:
     async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
         assert tier.ram is not None
-        tier.ram.retire(layout.manifest_key(step.step, step.serial))
+        await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
         await tier.retract(step)
         self._state.changed.beat()
 

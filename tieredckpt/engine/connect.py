@@ -18,7 +18,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StoreMarker
 
-__all__ = ["connect", "identify", "make_tiers"]
+__all__ = ["connect", "identify", "make_tiers", "open_slower"]
 
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
@@ -45,7 +45,7 @@ def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Cal
     async def connect_slower() -> BlobStore:
         if read_only and isinstance(tier, PosixTier) and not await asyncio.to_thread(tier.path.is_dir):
             raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
-        store: BlobStore = await _slower(tier)
+        store: BlobStore = await open_slower(tier)
         store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
         store = Retrying(store, attempts=tier.retries + 1)
         store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
@@ -56,7 +56,8 @@ def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Cal
     return connect_ram if isinstance(tier, RamTier) else connect_slower
 
 
-async def _slower(tier: TierConfig) -> BlobStore:
+async def open_slower(tier: TierConfig) -> BlobStore:
+    """The bare blob store of a tier other than RAM, without the wrappers that retry, limit and time."""
     if isinstance(tier, PosixTier):
         return await asyncio.to_thread(
             PosixStore,
@@ -81,21 +82,35 @@ async def connect(state: State, tier: Tier) -> None:
     """
     marker = await tier.open()
     if state.marker is not None and marker is not None and marker.store != state.marker.store:
-        if tier.ram is None:
+        if tier.ram is None and state.made_up and not state.records():
+            await _adopt(state, marker)
+        elif tier.ram is None:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
                 f"{state.marker.store}); point the tier to a folder of its own"
             )
-        await tier.wipe()
-        marker = None
+        else:
+            await tier.wipe()
+            marker = None
     if not state.read_only and tier.ram is None and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
         await lease.acquire()
         tier.lease = lease
+    elif tier.lease is not None:
+        await tier.lease.renew()
     if marker is None and state.marker is not None and not state.read_only:
         await tier.mark(state.marker)
     await survey(tier)
     tier.marker = marker or state.marker
+
+
+async def _adopt(state: State, marker: StoreMarker) -> None:
+    """Take a tier's identity that was silent at start, in place of one that was made up and that no step has."""
+    state.marker, state.made_up = marker, False
+    for tier in state.tiers:
+        if tier.marker is not None and tier.marker != marker:
+            tier.marker = marker
+            await tier.mark(marker)
 
 
 async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
@@ -117,7 +132,9 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
     durable = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None]
     volatile = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None]
     found = next(iter([*durable, *volatile]), None)
-    state.marker = found or (None if state.read_only else StoreMarker(store=str(uuid.uuid4())))
+    state.marker, state.made_up = found, found is None and not state.read_only
+    if state.made_up:
+        state.marker = StoreMarker(store=str(uuid.uuid4()))
     failed = [tier for tier, _ in failures]
 
     async def join(tier: Tier) -> None:

@@ -10,32 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.settle import whole
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import heal as healing
-from tieredckpt.engine.ask import is_due, save_is_due
+from tieredckpt.engine.ask import save_is_due
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.promoter import Promoter
 from tieredckpt.engine.reader import fill
+from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.verifier import Verified, verify_on
-from tieredckpt.engine.views import can_view, view_arrays
+from tieredckpt.engine.views import damage_of, view_step
+from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.events import Events, StepRestored, TierFailed
+from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
@@ -86,7 +90,7 @@ class Engine:
         try:
             await self._open_tiers()
         except BaseException:
-            await self._release()
+            await whole(self._release())
             raise
         self.state.adopt_line()
         if self._read_only:
@@ -95,21 +99,24 @@ class Engine:
             promoter = Promoter(self.state, self.collector, tier, self._reconnect)
             self.promoters[tier.name] = promoter
             self._tasks.append(asyncio.create_task(promoter.run(), name=f"tieredckpt promote to {tier.name}"))
-        self._tasks.append(asyncio.create_task(self._renew_leases(), name="tieredckpt leases"))
+            # Each on its own: one that hangs must not let the leases of the others run out.
+            self._tasks.append(asyncio.create_task(self._renew_lease(tier), name=f"tieredckpt lease of {tier.name}"))
         self._prefault()
 
     async def _open_tiers(self) -> None:
         failures = await identify(self.state)
         for tier, error in failures:
-            _log.warning("tier %r cannot be opened: %s", tier.name, error)
             if isinstance(error, Conflict | Invalid) and not self._read_only:
                 raise error
-            self._events.emit(TierFailed(tier.name, error, tier.fail(error)))
+            self.state.report(tier, error)
         if len(failures) == len(self.state.tiers):
             raise failures[0][1]
 
     async def _reconnect(self, tier: Tier) -> None:
+        if tier.ram is not None:
+            await tier.disconnect()  # its folder went away, and the slab with it
         await connect(self.state, tier)
+        self.state.meet(tier)
         if tier.index == 0:
             self._prefault()
 
@@ -118,16 +125,15 @@ class Engine:
         if ram is not None and ram.slab.writable:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
 
-    async def _renew_leases(self) -> None:
+    async def _renew_lease(self, tier: Tier) -> None:
         while True:
             await asyncio.sleep(self._config.lease_ttl / 3)
-            for tier in self.state.tiers:
-                if tier.lease is None or not tier.healthy:
-                    continue
-                try:
-                    await tier.lease.renew()
-                except TieredCkptError as error:
-                    self._events.emit(TierFailed(tier.name, error, tier.fail(error)))
+            if tier.lease is None or not tier.answers:
+                continue
+            try:
+                await tier.lease.renew()
+            except TieredCkptError as error:
+                self.state.report(tier, error)
 
     async def close(self, *, flush: bool, keep_ram: bool) -> None:
         """Finish what is due on the tiers that work, and let everything go.
@@ -142,10 +148,13 @@ class Engine:
                 with suppress(TieredCkptError):
                     await self.flush()
         finally:
-            for task in [*self._tasks, *self._heals]:
-                task.cancel()
-            await asyncio.gather(*self._tasks, *self._heals, return_exceptions=True)
-            await self._release(keep_ram=keep_ram)
+            await whole(self._let_go(keep_ram=keep_ram))  # a close that is cancelled closes none the less
+
+    async def _let_go(self, *, keep_ram: bool) -> None:
+        for task in [*self._tasks, *self._heals]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._heals, return_exceptions=True)
+        await self._release(keep_ram=keep_ram)
 
     async def _release(self, *, keep_ram: bool = True) -> None:
         state = self.state
@@ -155,13 +164,11 @@ class Engine:
             if tier.lease is not None:
                 with suppress(TieredCkptError):
                     await tier.lease.release()
-            spare = not keep_ram and all(
-                any(step in other.held for other in state.tiers if other is not tier) for step in tier.held
-            )
-            await tier.blobs.close()
+            spare = not keep_ram and not any(why_not(state, step, tier) for step in tier.held)
             if tier.ram is not None and spare and tier.ram.slab.writable:
-                await asyncio.to_thread(tier.ram.remove)
-        state.pool.shutdown(wait=True)
+                await asyncio.to_thread(tier.ram.remove)  # while its lock is held
+            await tier.blobs.close()
+        await asyncio.to_thread(state.pool.shutdown)
         state.scratch.close()
 
     # -- saving -------------------------------------------------------------------------------------------
@@ -171,7 +178,8 @@ class Engine:
         self._check_writable("save")
         reserved = self._slab_reserved()
         saved = await self._writer.save(step, flat, metrics, overwrite=overwrite)
-        await self.collector.settle(self.state.tiers[0])
+        if saved.tier is not None:
+            await self.collector.settle(self.state.tier(saved.tier))
         if self._slab_reserved() != reserved:
             self._prefault()
         return saved
@@ -189,46 +197,14 @@ class Engine:
         return save_is_due(self.state, step)
 
     async def reached(self, step: StepId, name: str) -> None:
-        """Return when the tier holds the step.
-
-        Raises:
-            NotFound: it is not going to: not due there, evicted before, or no such tier.
-            TieredCkptError: what keeps the tier from it.
-        """
-        state = self.state
-        tier = state.tier(name)
-        while step not in tier.held:
-            promoter = self.promoters.get(name)
-            if promoter is not None and step in promoter.stuck:
-                raise _again(promoter.stuck[step], f"{step} cannot reach tier {name!r}: ")
-            if step not in state.records():
-                raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
-            if tier.error is not None:
-                raise _again(tier.error, f"{step} is not on tier {name!r}: ")
-            if not (is_due(state, step, tier) or (promoter is not None and promoter.busy == step)):
-                raise NotFound(
-                    f"{step} is not due on tier {name!r} by its policy {tier.config.promote!r}; "
-                    f"store.promote({step.step}, {name!r}) sends it there all the same"
-                )
-            await state.changed.wait()
+        """See `waiting.reached`."""
+        await reached(self.state, self.promoters, step, name)
 
     async def flush(self) -> None:
-        """Wait until every tier has what is due on it, and damage that was found is mended.
-
-        Raises:
-            TieredCkptError: a tier that still lacks a step failed; the others have theirs.
-        """
+        """Wait until damage that was found is mended, and as `waiting.settled`."""
         while self._heals:
             await asyncio.wait(set(self._heals))
-        await self.state.changed.until(
-            lambda: all(promoter.idle or promoter.tier.error is not None for promoter in self.promoters.values())
-        )
-        for promoter in self.promoters.values():
-            if promoter.tier.error is not None and not promoter.idle:
-                raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
-            for step, error in promoter.stuck.items():
-                if step in self.state.records():
-                    raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
+        await settled(self.state, self.promoters)
 
     # -- restoring ----------------------------------------------------------------------------------------
 
@@ -257,39 +233,53 @@ class Engine:
     async def read(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
         begin = time.monotonic()
+        read = await self._fill(step, targets_for)
+        self._events.emit(StepRestored(step.step, step.serial, read.sources, time.monotonic() - begin))
+        return read
+
+    async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         async with StepSource.open(self.state, step) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
             sources = await fill(self.state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
         if (damage or unreadable) and not self._read_only:
             self._heal_behind(step, damage, unreadable)
-        self._events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
         return Read(step, record, dict(targets), sources)
 
-    async def view(self, step: StepId, keys: Sequence[str]) -> Read | None:
-        """Read-only views of the arrays in RAM; None when the step is not there, or an array is not in one piece.
+    async def view(
+        self, step: StepId, keys: Sequence[str]
+    ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
+        """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
 
-        Nothing is verified yet: see `check_views`.
+        Returns:
+            The arrays, and what verifies the views, which raises `Corrupt` and mends them. None when the step is
+            not in RAM.
         """
-        tier = self.state.tiers[0]
-        if tier.ram is None or step not in tier.held:
+        begin = time.monotonic()
+        found = await view_step(self.state, step, keys)
+        if found is None:
             return None
-        index = await tier.load_index(step)
-        if not all(can_view(index.arrays[key]) for key in keys):
-            return None
-        arrays = await asyncio.to_thread(view_arrays, tier.ram, step, index.arrays, keys)
-        return Read(step, index.record, arrays, {tier.name: sum(array.nbytes for array in arrays.values())})
+        index, arrays = found
+        check = partial(self._check_views, step, index, dict(arrays))
+        sources = {self.state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
+        rest = [key for key in keys if key not in arrays]
+        if rest:
+            copied = await self._fill(step, lambda index: empty_targets(index, rest))
+            for key, array in copied.arrays.items():
+                array.flags.writeable = False
+                arrays[key] = array
+            for name, nbytes in copied.sources.items():
+                sources[name] = sources.get(name, 0) + nbytes
+        self._events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
+        return Read(step, index.record, arrays, sources), check
 
-    async def check_views(self, step: StepId, keys: Sequence[str]) -> None:
-        """Verify the arrays of a step in RAM; raises `Corrupt` naming those that are damaged, and mends them."""
-        damage = await healing.inspect(self.state, step, self.state.tiers[0])
-        found = sorted({chunk.key for chunk in damage} & set(keys))
-        if damage and not self._read_only:
+    async def _check_views(self, step: StepId, index: StepIndex, views: Mapping[str, npt.NDArray[Any]]) -> None:
+        damage = await damage_of(self.state, index, views)
+        if damage and not self._read_only and step in self.state.tiers[0].held:
             self._heal_behind(step, damage, ())
-        if found:
-            raise Corrupt(
-                f"views of {step} in RAM are damaged: {', '.join(map(repr, found))}; restore it with copy=True"
-            )
+        if damage:
+            keys = ", ".join(map(repr, sorted({found.key for found in damage})))
+            raise Corrupt(f"views of {step} in RAM are damaged: {keys}; restore it with copy=True")
 
     def resume_from(self, step: StepId, record: StepRecord) -> None:
         """Make a step the end of the live line."""
@@ -347,9 +337,10 @@ class Engine:
             sparse = await self.collector.sparse_packs(tier)
             if sparse:
                 users = await self.collector.users_of(tier, sparse)
-                self.collector.forget_packs(tier, sparse)
+                await self.collector.forget_packs(tier, sparse)
                 for step in users:
-                    await copy_step(self.state, self.collector, step, tier, again=True)
+                    if step in tier.held:  # and was not evicted meanwhile
+                        await copy_step(self.state, self.collector, step, tier, again=True)
             reclaimed.append(await self.collector.collect(tier))
         return reclaimed
 
@@ -367,14 +358,6 @@ class Engine:
             await verify_on(self.state, self.collector, step, tier, repair=repair, progress=progress)
             for tier in holding
         ]
-
-
-def _again(error: Exception, prefix: str) -> TieredCkptError:
-    """The tier's error once more, for one caller, with the step it concerns in front."""
-    kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
-    copy = kind(prefix + str(error))
-    copy.__cause__ = error
-    return copy
 
 
 def empty_targets(index: StepIndex, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:

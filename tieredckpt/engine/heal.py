@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import copy_step
@@ -69,7 +70,8 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                 async with state.scratch.lend(aligned(nbytes)) as memory:
                     good = await source.read(key, ordinal, memory, bad=tier)
                     start = chunk.where.offset
-                    np.copyto(tier.ram.slab.array[start : start + nbytes], memory[:nbytes])
+                    lies_at = tier.ram.slab.array[start : start + nbytes]
+                    await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
                 chunks.pop(chunk.digest)
                 state.events.emit(ChunkRepaired(step.step, key, tier.name, good.name))
 

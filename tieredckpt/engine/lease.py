@@ -5,6 +5,7 @@ On the same machine a holder is alive as long as its process is; elsewhere, as l
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -15,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.blobs.settle import whole
+from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 
 __all__ = ["Lease"]
@@ -73,11 +75,13 @@ class Lease:
 
     async def acquire(self) -> None:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
-        await self._write()
+        for found in await self._others():
+            raise self._conflict(found)
         try:
-            await self._refuse_others()
+            await self._write()
+            await self._give_way()
         except BaseException:
-            await self.release()
+            await whole(self.release())
             raise
 
     async def renew(self) -> None:
@@ -87,40 +91,60 @@ class Lease:
         except NotFound:
             self._taken_at = time.time()  # taken for dead and removed: whoever came since is first now
         await self._write()
-        await self._refuse_others()
+        await self._give_way()
 
     async def release(self) -> None:
+        """Give the lease back."""
         await self._store.delete(self._key)
 
     async def _write(self) -> None:
-        holder = _Holder(
-            host=socket.gethostname(),
-            machine=_machine(),
-            process=os.getpid(),
-            process_started=_started(os.getpid()) or "",
-            taken_at=self._taken_at,
-            renewed_at=time.time(),
-        )
+        holder = await asyncio.to_thread(_this_process, self._taken_at)
         await self._store.put(self._key, [msgspec.json.encode(holder)])
 
-    async def _refuse_others(self) -> None:
+    async def _others(self) -> list[tuple[_Holder, str]]:
+        """The live holders beside this one, with their keys; what the dead left behind is removed."""
+        found = []
         async for info in self._store.list(layout.LEASES):
             if info.key == self._key:
                 continue
             try:
                 data = await self._store.get(info.key, limit=_SIZE_MAX)
                 holder = msgspec.json.decode(data, type=_Holder)
-            except (NotFound, msgspec.MsgspecError, UnicodeDecodeError):
+            except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # released just now, or torn by a crash: neither holds anything
-            if not self._alive(holder):
+            if await asyncio.to_thread(_is_alive, holder, self._ttl):
+                found.append((holder, info.key))
+            else:
                 await self._store.delete(info.key)
-            elif (holder.taken_at, info.key) < (self._taken_at, self._key):
-                raise Conflict(
-                    f"tier {self._tier!r} at {self._store.location} is being written to by {holder}; close that store "
-                    f"first, or open this one with read_only=True"
-                )
+        return found
 
-    def _alive(self, holder: _Holder) -> bool:
-        if holder.machine == _machine():
-            return _started(holder.process) == holder.process_started
-        return time.time() - holder.renewed_at < self._ttl
+    async def _give_way(self) -> None:
+        """Refuse to hold it beside another who took it earlier: of several at the same moment one remains."""
+        for holder, key in await self._others():
+            if (holder.taken_at, key) < (self._taken_at, self._key):
+                raise self._conflict((holder, key))
+
+    def _conflict(self, found: tuple[_Holder, str]) -> Conflict:
+        holder, _ = found
+        return Conflict(
+            f"tier {self._tier!r} at {self._store.location} is being written to by {holder}; close that store first, "
+            f"or open this one with read_only=True (a holder on another machine that has died is believed for "
+            f"{self._ttl:g} s after its last sign of life)"
+        )
+
+
+def _this_process(taken_at: float) -> _Holder:
+    return _Holder(
+        host=socket.gethostname(),
+        machine=_machine(),
+        process=os.getpid(),
+        process_started=_started(os.getpid()) or "",
+        taken_at=taken_at,
+        renewed_at=time.time(),
+    )
+
+
+def _is_alive(holder: _Holder, ttl: float) -> bool:
+    if holder.machine == _machine():
+        return _started(holder.process) == holder.process_started
+    return time.time() - holder.renewed_at < ttl

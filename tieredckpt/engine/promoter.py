@@ -13,7 +13,7 @@ from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.source import SilentSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import StepId
 
@@ -36,7 +36,7 @@ class Promoter:
         self._state = state
         self._collector = collector
         self._connect = connect
-        self.stuck: dict[StepId, TieredCkptError] = {}
+        self.stuck = tier.stuck
         """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
         """When those are tried again that a silent tier may have."""
@@ -80,29 +80,38 @@ class Promoter:
     async def _come_back(self) -> None:
         """See that a tier that failed works, is still the one that it was, and still ours; else open it anew."""
         tier = self.tier
-        if tier.marker is not None and await tier.probe():
+        if await self._is_itself():
             if tier.lease is not None:
                 await tier.lease.renew()
             return
         tier.marker = None
         await self._connect(tier)
 
+    async def _is_itself(self) -> bool:
+        if self.tier.marker is None:
+            return False
+        try:
+            return await self.tier.probe()
+        except TierUnavailable:
+            if self.tier.ram is None:
+                raise
+            return False  # nobody mounts it again: shared memory that went away is made anew
+
     async def _promote(self, step: StepId) -> None:
         self.busy = step
         try:
             await copy_step(self._state, self._collector, step, self.tier)
+            self._succeeded()
+            await self._collector.settle(self.tier)
         except (SilentSource, Corrupt, NotFound) as error:
             if step in self._state.records():  # and was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
                 self.stuck[step] = error
                 if isinstance(error, SilentSource):
                     self._retry_at[step] = time.monotonic() + _SOURCE_RETRY
-                self._state.changed.beat()
-            return
         finally:
             self.busy = None
-        self._succeeded()
-        await self._collector.settle(self.tier)
+            self._state.changed.beat()
 
     def _forget_silence(self) -> None:
         for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:

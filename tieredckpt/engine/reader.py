@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.settle import in_thread, settle, together
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
@@ -118,6 +119,8 @@ async def check(state: State, source: StepSource) -> None:
                 piece.chunk,
                 Corrupt(f"bytes of {piece.key!r} in the index are damaged"),
             )
+    if source.progress is not None:
+        source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
     await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
 
 
@@ -156,12 +159,7 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(pieces))
     everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)))
-    try:
-        await asyncio.shield(everyone)
-    except asyncio.CancelledError:
-        waiting.clear()
-        await everyone  # nobody writes into the caller's arrays any more
-        raise
+    await settle(everyone, waiting.clear)  # nobody writes into the caller's arrays any more
     for piece in failed:
         source.note(
             source.tier,
@@ -195,7 +193,6 @@ def _runs(pieces: list[Piece]) -> list[Run]:
 async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
     """Read runs of extents through scratch memory, several at a time, as much as that holds."""
     failed: list[Piece] = []
-    loop = asyncio.get_running_loop()
 
     def unpack(run: Run, memory: Bytes) -> list[Piece]:
         bad = []
@@ -214,7 +211,7 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
             except (Corrupt, NotFound, TierUnavailable) as error:
                 bad, why = run.pieces, error
             else:
-                bad = await _uninterrupted(loop.run_in_executor(state.pool, unpack, run, memory))
+                bad = await in_thread(unpack, run, memory, pool=state.pool)
                 why = Corrupt(f"tier {source.tier.name!r}: bytes of {run.path} are not what was saved")
         if len(run.pieces) > 1 and bad and isinstance(why, Corrupt | NotFound) and bad is run.pieces:
             bad = [piece for piece in bad if not await _alone(state, source.tier, piece)]
@@ -230,9 +227,7 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         while waiting:
             await read(waiting.popleft())
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(_READS_IN_FLIGHT, len(waiting))):
-            group.create_task(reader())
+    await together([reader() for _ in range(min(_READS_IN_FLIGHT, len(waiting)))])
     return failed
 
 
@@ -249,20 +244,13 @@ async def _alone(state: State, tier: Tier, piece: Piece) -> bool:
             )
         except TieredCkptError:
             return False
-        return verify_and_copy(memory[: piece.nbytes], piece.target, piece.chunk.digest)
+        return await in_thread(
+            verify_and_copy, memory[: piece.nbytes], piece.target, piece.chunk.digest, pool=state.pool
+        )
 
 
 async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:
     async with state.scratch.lend(aligned(piece.nbytes)) as memory:
         tier = await source.read(piece.key, piece.ordinal, memory, bad=source.tier)
-        np.copyto(piece.target, memory[: piece.target.size])
+        await in_thread(np.copyto, piece.target, memory[: piece.target.size], pool=state.pool)
         return tier
-
-
-async def _uninterrupted(running: asyncio.Future[list[Piece]]) -> list[Piece]:
-    """Await a thread that writes to the caller's memory; a cancellation is raised once it has ended."""
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.engine.pulse import Pulse
+from tieredckpt.errors import NoSpace
+from tieredckpt.units import format_size
 
 __all__ = ["Scratch"]
 
@@ -32,7 +34,8 @@ class Scratch:
             os.unlink(path)
         os.ftruncate(fd, self.capacity)
         self.slab = Slab(fd, self.capacity)
-        self._returned = Pulse()
+        self.returned = Pulse()
+        """Beats whenever memory was given back."""
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
@@ -45,11 +48,16 @@ class Scratch:
             self.give_back(offset, nbytes)
 
     async def borrow(self, nbytes: int) -> int:
-        """The offset of a piece that is to be given back. Waiters are served in their order."""
+        """The offset of a piece that is to be given back. Waiters are served in their order.
+
+        Raises `NoSpace` when the system refuses the memory and no piece is out that could come back.
+        """
         assert aligned(nbytes) <= self.capacity
         async with self._turn:
             while (offset := self.slab.allocate(nbytes)) is None:
-                await self._returned.wait()
+                if not self.slab.used:
+                    raise NoSpace(f"the system has no memory for a buffer of {format_size(nbytes)}; free some")
+                await self.returned.wait()
             return offset
 
     def memory(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -57,7 +65,7 @@ class Scratch:
 
     def give_back(self, offset: int, nbytes: int) -> None:
         self.slab.release(offset, nbytes)
-        self._returned.beat()
+        self.returned.beat()
 
     def close(self) -> None:
         self.slab.close()

@@ -37,6 +37,10 @@ class SlabIndex:
         """Give an extent back that never became a chunk."""
         self._slab.release(offset, nbytes + CHECKSUM_SIZE)
 
+    def holds(self, digest: bytes) -> bool:
+        """Whether a chunk is there now."""
+        return digest in self._chunks
+
     def take(self, digest: bytes) -> int | None:
         """Use a chunk that is there: its offset, or None when it is not."""
         with self._guards_uses:

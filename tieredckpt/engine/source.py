@@ -99,9 +99,11 @@ class StepSource:
                     continue
                 yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
                 return
-        for tier, error in unreadable:
-            if isinstance(error, TierUnavailable):
-                raise SilentSource(f"{step} cannot be read while tier {tier.name!r} does not answer: {error}") from error
+        for tier, problem in unreadable:
+            if isinstance(problem, TierUnavailable):
+                raise SilentSource(
+                    f"{step} cannot be read while tier {tier.name!r} does not answer: {problem}"
+                ) from problem
         if unreadable:
             raise unreadable[-1][1]
         raise NotFound(f"no tier holds {step}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import math
@@ -41,6 +42,8 @@ class State:
     scratch: Scratch
     read_only: bool
     marker: StoreMarker | None = None
+    made_up: bool = False
+    """The marker is new: no tier that answered at start had one."""
     changed: Pulse = field(default_factory=Pulse)
     """Beats whenever a step or a tier changed."""
     line: tuple[tuple[int, int], ...] = ()
@@ -48,6 +51,8 @@ class State:
     restored_from: StepId | None = None
     last_serial: int = 0
     observed: Observed = field(default_factory=lambda: Observed(started_at=time.time()))
+    saving: dict[int, float] = field(default_factory=dict)
+    """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -105,10 +110,17 @@ class State:
         blind = any(tier.marker is None for tier in self.tiers)
         self.last_serial = max(self.last_serial, *serials, 0) + (_SERIALS_SKIPPED_WHEN_BLIND if blind else 0)
 
+    def meet(self, tier: Tier) -> None:
+        """Take up what a tier holds that could not be read at start."""
+        if not self.line:  # nothing was found then, and nothing was saved since
+            self.adopt_line()
+        self.last_serial = max([self.last_serial, *(step.serial for step in (*tier.held, *tier.damaged))])
+
     def rewind(self, step: StepId, record: StepRecord) -> None:
         """Make a restored step the end of the live line; what was saved after it is abandoned."""
         self.line = tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
         self.restored_from = step
+        self.observed = dataclasses.replace(self.observed, last_save_step=step.step)
 
     def extended_line(self, serial: int) -> tuple[tuple[int, int], ...]:
         """The live line with a new save at its end."""

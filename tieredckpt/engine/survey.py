@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.settle import together
 from tieredckpt.engine.tier import Held, Tier, unique_extents
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, pack
@@ -52,13 +53,7 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
         async with limit:
             await work()
 
-    tasks = [asyncio.create_task(limited(work)) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await together([limited(work) for work in works])
 
 
 async def _find_step(tier: Tier, step: StepId) -> None:

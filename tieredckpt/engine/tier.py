@@ -85,6 +85,8 @@ class Tier:
     """Steps that are being retracted: held no more, for whoever looks for another copy."""
     dismissed: set[StepId] = field(default_factory=set)
     """Steps that were evicted by hand: they come back by hand only."""
+    stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
+    """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
     doubtful: set[StepId] = field(default_factory=set)
     """Steps whose last commit failed in a way that may have succeeded all the same."""
     lease: Lease | None = None
@@ -173,6 +175,13 @@ class Tier:
         if isinstance(self.blobs, RamStore):
             self.ram = self.blobs
             self.slab_index = SlabIndex(self.ram.slab) if self.ram.slab.writable else None
+
+    async def disconnect(self) -> None:
+        """Let go of the blob store, so that the next `open` makes a new one."""
+        if self.blobs is not None:
+            await self.blobs.close()
+        self.blobs = self.marker = self.ram = self.slab_index = None
+        self.clear()
 
     async def mark(self, marker: StoreMarker) -> None:
         """Write the marker of a tier that has none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,52 +13,92 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.blobs.window import Placed, window
-from tieredckpt.errors import Invalid
+from tieredckpt.engine.source import Damage
+from tieredckpt.engine.state import State
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import ArrayIndex, StepId
+from tieredckpt.format.digest import digest
+from tieredckpt.format.grid import cells
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["can_view", "view_arrays"]
+__all__ = ["damage_of", "view_step"]
+
+_log = logging.getLogger("tieredckpt")
+
+Views = dict[str, npt.NDArray[Any]]
 
 
-def can_view(array: ArrayIndex) -> bool:
-    """Whether an array can be seen in one piece: its chunks end at page boundaries, or there is one only."""
+async def view_step(state: State, step: StepId, keys: Sequence[str]) -> tuple[StepIndex, Views] | None:
+    """Read-only views of those arrays of a step that can be seen in one piece, by key, and its index.
+
+    Nothing is verified, see `damage_of`. While any view lives, the step's memory is not reused.
+
+    Returns:
+        None when the step is not in RAM, or cannot be read there.
+    """
+    tier = state.tiers[0]
+    if tier.ram is None or step not in tier.held:
+        return None
+    try:
+        index = await tier.load_index(step)
+        arrays = {key: index.arrays[key] for key in keys if _in_one_piece(index.arrays[key])}
+        return index, await in_thread(_view, tier.ram, step, arrays)
+    except (Corrupt, NotFound, TierUnavailable) as error:
+        _log.warning("%s cannot be seen in RAM and is copied: %s", step, error)
+        return None
+
+
+def _in_one_piece(array: ArrayIndex) -> bool:
+    """Whether an array's chunks end at page boundaries, or there is one only."""
     return array.grid.size <= 1 or array.grid.cell_nbytes % ALIGNMENT == 0
 
 
-def view_arrays(
-    ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex], keys: Sequence[str]
-) -> dict[str, npt.NDArray[Any]]:
-    """Read-only arrays over the slab. While any of them lives, the step's memory is not reused.
-
-    Raises:
-        NotFound: the step was evicted from RAM.
-        Invalid: an array for which `can_view` is false.
-    """
-    fd = ram.share(layout.manifest_key(step.step, step.serial))
+def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> Views:
     placed: list[Placed] = []
     starts: dict[str, int] = {}
     size = 0
-    for key in keys:
-        array = arrays[key]
-        if not can_view(array):
-            os.close(fd)
-            raise Invalid(f"array {key!r} of {step} does not lie in whole pages")
+    for key, array in arrays.items():
         starts[key] = size
         for chunk in array.chunks:
             if isinstance(chunk.where, Extent):
-                placed.append(Placed(size, chunk.where.offset, aligned(array.grid.cell_nbytes)))
-                size += aligned(array.grid.cell_nbytes)
+                length = aligned(array.grid.cell_nbytes)
+                if chunk.where.path != ram.slab_key or chunk.where.offset + length > ram.slab.array.size:
+                    raise Corrupt(f"a chunk of {key!r} of {step} lies outside the slab")
+                placed.append(Placed(size, chunk.where.offset, length))
+                size += length
+    fd = ram.share(layout.manifest_key(step.step, step.serial))
     memory = window(ram.slab.fileno(), size, placed, lambda: os.close(fd))
-    return {key: _seen(arrays[key], memory[starts[key] :]) for key in keys}
+    return {key: _seen(array, memory[starts[key] :]) for key, array in arrays.items()}
 
 
 def _seen(array: ArrayIndex, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     inline = [chunk.where for chunk in array.chunks if isinstance(chunk.where, bytes)]
     if inline:
         memory = np.frombuffer(inline[0], dtype=np.uint8)
-    elif not array.chunks:
-        memory = np.frombuffer(b"", dtype=np.uint8)
     return memory[: array.grid.nbytes].view(array.dtype).reshape(array.grid.shape)
+
+
+async def damage_of(state: State, index: StepIndex, views: Mapping[str, npt.NDArray[Any]]) -> list[Damage]:
+    """The chunks under the views that are not as they were saved."""
+    found = await asyncio.gather(
+        *(in_thread(_changed, index.arrays[key], view, pool=state.pool) for key, view in views.items())
+    )
+    return [
+        Damage(state.tiers[0], chunk.digest, key, Corrupt(f"a chunk of {key!r} changed in RAM"))
+        for key, chunks in zip(views, found, strict=True)
+        for chunk in chunks
+    ]
+
+
+def _changed(array: ArrayIndex, view: npt.NDArray[Any]) -> list[Chunk]:
+    memory = view.reshape(-1).view(np.uint8)
+    nbytes = array.grid.cell_nbytes
+    return [
+        chunk
+        for cell, chunk in zip(cells(array.grid), array.chunks, strict=True)
+        if digest(memory[cell.start : cell.start + cell.nbytes], nbytes - cell.nbytes) != chunk.digest
+    ]

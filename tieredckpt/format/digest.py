@@ -114,6 +114,4 @@ def copy_and_digest(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
 
 def _check(array: NDArray[np.uint8], name: str) -> None:
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise Invalid(
-            f"{name} must be one-dimensional, contiguous uint8, not {array.ndim}-dimensional {array.dtype}"
-        )
+        raise Invalid(f"{name} must be one-dimensional, contiguous uint8, not {array.ndim}-dimensional {array.dtype}")

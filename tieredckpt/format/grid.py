@@ -85,9 +85,7 @@ def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
             f"no grid for shape {shape} with items of {itemsize} bytes and cells of {target}: "
             f"sizes are at least 1, axes at least 0 and at most {MAX_RANK}, and arrays below 2**63 bytes"
         )
-    if 0 < nbytes <= target or not shape:
-        return Grid(shape, shape, itemsize)
-    if nbytes == 0:
+    if nbytes == 0 or not shape:
         return Grid(shape, (1,) * len(shape), itemsize)
     axis = len(shape) - 1
     row = itemsize
@@ -105,8 +103,6 @@ def cells(grid: Grid) -> Iterator[Cell]:
 
     ``grid`` must be one that `plan` made or `check` accepted.
     """
-    if 0 in grid.shape:
-        return
     if not grid.shape:
         yield Cell((), 0, grid.itemsize)
         return
@@ -137,7 +133,7 @@ def check(grid: Grid) -> Grid:
     fine = fine and min(shape, default=0) >= 0
     fine = fine and all(1 <= part <= max(1, full) for full, part in zip(shape, cell, strict=True))
     fine = fine and grid.nbytes <= _MAX_BYTES and grid.cell_nbytes <= _MAX_BYTES
-    if fine and shape:
+    if fine:
         axis = _cut_axis(grid)
         fine = cell[axis + 1 :] == shape[axis + 1 :]
     if not fine:

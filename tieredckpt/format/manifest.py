@@ -225,8 +225,10 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     arrays: dict[str, ArrayIndex] = {}
     packs: set[str] = set()
     taken = 0
-    for name in sorted(name for name in values if name.endswith(b"/zarr.json")):
-        prefix = name[: -len(b"/zarr.json")]
+    # By the keys alone: with the suffix, "a-b" would come before "a".
+    prefixes = sorted(name.removesuffix(b"/zarr.json") for name in values if name.endswith(b"/zarr.json"))
+    for prefix in prefixes:
+        name = prefix + b"/zarr.json"
         where = f"{btree_path}: array {prefix!r}"
         metadata = values[name]
         if not isinstance(metadata, bytes):

@@ -94,11 +94,7 @@ class DataFile:
 
 def is_data_path(path: str) -> bool:
     """Whether a path stays below the root: components of ``[A-Za-z0-9._-]``, none of them ``.`` or ``..``."""
-    return (
-        len(path) <= MAX_PATH
-        and _PATH.fullmatch(path) is not None
-        and not {".", ".."}.intersection(path.split("/"))
-    )
+    return len(path) <= MAX_PATH and _PATH.fullmatch(path) is not None and not {".", ".."}.intersection(path.split("/"))
 
 
 def frame(magic: int, body: bytes) -> bytes:

@@ -282,9 +282,7 @@ def _check_sums(reference: _Reference, what: str, keys: int, tree_bytes: int, in
         raise Corrupt(f"{what}: keys, node bytes and value bytes are {found}, its parent says {promised}")
 
 
-def _keys(
-    cursor: Cursor, count: int, reference: _Reference, room: int, subtrees: list[int] | None
-) -> list[bytes]:
+def _keys(cursor: Cursor, count: int, reference: _Reference, room: int, subtrees: list[int] | None) -> list[bytes]:
     """The whole keys of a node; an interior node's common prefix lengths are appended to ``subtrees``."""
     if count == 0:
         raise Corrupt(f"{cursor.what}: it is empty")

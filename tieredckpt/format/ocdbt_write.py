@@ -146,8 +146,7 @@ def encode(
             first, last = children[0].first, children[-1].last
             skip = 0 if len(groups) == 1 else shared_prefix(first, last)
             count, below, indirect = (
-                sum(getattr(child, name) for child in children)
-                for name in ("keys", "tree_bytes", "indirect_bytes")
+                sum(getattr(child, name) for child in children) for name in ("keys", "tree_bytes", "indirect_bytes")
             )
             body = _interior(children, height, skip, btree_path)
             above.append(write(body, first, last, count, below, indirect))
@@ -214,9 +213,7 @@ def _divide(weights: NDArray[np.int64], limit: int, fewest: int) -> Iterator[tup
         start, done = end, int(sums[end - 1])
 
 
-def _leaf(
-    keys: list[bytes], values: Sequence[Value], columns: _Columns, start: int, skip: int
-) -> tuple[bytes, int]:
+def _leaf(keys: list[bytes], values: Sequence[Value], columns: _Columns, start: int, skip: int) -> tuple[bytes, int]:
     """Body of a leaf node, and the bytes of all extents in it."""
     end = start + len(keys)
     far, lengths = columns.far[start:end], columns.lengths[start:end]

@@ -81,9 +81,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=4096)
-def array_metadata(
-    shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool
-) -> bytes:
+def array_metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool) -> bytes:
     """The ``zarr.json`` of an array.
 
     Args:
@@ -111,8 +109,8 @@ def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], t
         raise Corrupt(f"zarr.json of {len(data)} bytes: more than any array needs")
     try:
         metadata = json.loads(data)
-        shape = _axes(metadata["shape"])
-        cell = _axes(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        shape = tuple(metadata["shape"])
+        cell = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
         codecs = metadata["codecs"]
         big = codecs[0].get("configuration") == {"endian": "big"}
         dtype = dtype_from_name(metadata["data_type"] + (_BIG if big else ""))
@@ -127,9 +125,7 @@ def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], t
     return shape, dtype, cell
 
 
-def _metadata(
-    shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool
-) -> dict[str, Any]:
+def _metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool) -> dict[str, Any]:
     data_type = _zarr_type(dtype)
     codec: dict[str, Any] = {"name": "bytes"}
     if (endian := _endian(dtype)) is not None:
@@ -153,7 +149,7 @@ def _zarr_type(dtype: np.dtype[Any]) -> str:
     if dtype.kind in "mM" and np.datetime_data(dtype)[0] != "generic":
         return "int64"
     name = _NAMES.get(dtype.newbyteorder("<"))
-    if name is None or dtype.fields is not None:
+    if name is None:
         raise Invalid(
             f"dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a unit; "
             f"zarr holds {', '.join(_DTYPES)}"
@@ -167,9 +163,3 @@ def _endian(dtype: np.dtype[Any]) -> str | None:
         return None
     order = dtype.byteorder
     return "big" if order == ">" or (order == "=" and sys.byteorder == "big") else "little"
-
-
-def _axes(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(axis) is int for axis in value):
-        raise TypeError(f"{value!r} is not a list of integers")
-    return tuple(value)

@@ -78,9 +78,7 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
         return jax.device_put(keys, like.sharding)
     result = jax.device_put(data, like.sharding if getattr(like, "committed", True) else None)
     if result.dtype != template.dtype:
-        raise Invalid(
-            f"leaf {template.key!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64"
-        )
+        raise Invalid(f"leaf {template.key!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
     return result
 
 
@@ -108,9 +106,7 @@ def _concrete(key: str, value: object) -> jax.Array:
         raise Invalid(f"leaf {key!r}: a traced value has no data; save and restore outside of jit")
     assert isinstance(value, jax.Array)
     if not value.is_fully_addressable:
-        raise Invalid(
-            f"leaf {key!r}: this process can address only part of the jax array; save its addressable shards"
-        )
+        raise Invalid(f"leaf {key!r}: this process can address only part of the jax array; save its addressable shards")
     return value
 
 

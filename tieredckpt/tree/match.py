@@ -94,8 +94,7 @@ def match(like: object, structure: Node) -> Match:
     stored = dict(walk(structure))
     if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
         raise Invalid(
-            f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, "
-            f"the step one {_show(structure)}"
+            f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, the step one {_show(structure)}"
         )
     missing = [path for path, node in likes.items() if path not in stored and _is_end(node)]
     extra = [path for path, node in stored.items() if path not in likes and _is_end(node)]

@@ -41,8 +41,10 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
         raise Invalid(f"keys={keys!r} chooses nothing: give a sequence of paths or patterns, or leave it out")
     ends = [path for path, node in walk(structure) if not (isinstance(node, CONTAINERS) and node.children)]
     kept: set[str] = set()
+    leaves = set(ends)
     for pattern in keys:
-        chosen = _chosen(pattern, ends)
+        # One look for a whole key: a caller may name thousands.
+        chosen = [pattern] if pattern in leaves else _chosen(pattern, ends)
         if not chosen:
             raise NotFound(f"no leaf matches {pattern!r}{_near_misses(pattern, ends)}")
         kept.update(chosen)

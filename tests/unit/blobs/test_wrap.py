@@ -156,11 +156,12 @@ class TestDeadline:
         reading = asyncio.ensure_future(store.get_into("key", 0, memoryview(bytearray(4))))
         await held.reached()
         await asyncio.sleep(0.06)
-        assert not reading.done()
+        ended = [reading.done()]
         reading.cancel()
         await turns()
-        assert not reading.done()
+        ended.append(reading.done())
         held.release()
+        assert ended == [False, False]
         with pytest.raises(asyncio.CancelledError):
             await reading
 
@@ -209,6 +210,25 @@ class TestLimited:
         assert self.running(faulty) == ["0"]
         await self.finish(held, tasks)
         assert self.running(faulty) == ["0", "1", "2"]
+
+    async def test_who_gives_up_waiting_holds_up_nobody(self, faulty: Faulty) -> None:
+        held = faulty.hold("put", times=None)
+        tasks = await self.begin(Limited(faulty, operations=99, nbytes=100), [60, 60, 30])
+        assert self.running(faulty) == ["0"]
+        tasks.pop(1).cancel()
+        await turns()
+        assert self.running(faulty) == ["0", "2"]
+        await self.finish(held, tasks)
+
+    async def test_who_gives_up_when_his_turn_comes_gives_it_back(self, faulty: Faulty) -> None:
+        limited = Limited(faulty, operations=1, nbytes=100)
+        await limited._acquire(1)
+        waiting = asyncio.ensure_future(limited._acquire(1))
+        await turns()
+        limited._release(1)
+        waiting.cancel()
+        await turns()
+        await asyncio.wait_for(limited.put("key", [b"x"]), 10)
 
     @pytest.mark.parametrize(("operations", "nbytes"), [(0, 1), (1, 0), (-1, 5)])
     async def test_a_limit_that_lets_nothing_pass_is_invalid(

@@ -83,6 +83,11 @@ def test_known_grids() -> None:
     assert plan((50257, 1600), 4, 16 << 20).cell == (2513, 1600)
 
 
+def test_the_largest_arrays_have_a_grid() -> None:
+    assert plan((1,) * MAX_RANK, 1, 1).size == 1
+    assert check(plan(((1 << 63) - 1,), 1, 1 << 40)).size == 1 << 23
+
+
 def test_an_array_without_axes_is_one_cell() -> None:
     grid = plan((), 8, 16 << 20)
     assert list(cells(grid)) == [Cell((), 0, 8)]
@@ -130,6 +135,8 @@ def test_a_grid_passes_the_check_only_if_its_cells_are_ranges(shape: tuple[int, 
         Grid((4, 4), (2, 2), 4),
         Grid((4, 4), (4,), 4),
         Grid((4,), (0,), 4),
+        Grid((-1,), (1,), 4),
+        Grid((0, 1 << 62), (1, 1 << 62), 4),
         Grid((4,), (5,), 4),
         Grid((4,), (2,), 0),
         Grid((1 << 62,), (1,), 4),

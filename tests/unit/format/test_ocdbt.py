@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.errors import Invalid
-from tieredckpt.format import ocdbt
+from tieredckpt.format import ocdbt, ocdbt_write
 from tieredckpt.format.ocdbt import Extent, Index, Value
 
 BTREE = "steps/0000000001-000001/btree"
@@ -140,6 +140,17 @@ def test_entries_that_the_format_cannot_hold_are_refused(entries: list[tuple[byt
 def test_an_index_needs_a_place_an_identity_and_sane_limits(path: str, uuid: bytes, time_ns: int, limit: int) -> None:
     with pytest.raises(Invalid):
         ocdbt.encode([], path, uuid=uuid, commit_time_ns=time_ns, max_node_bytes=limit)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_ENTRIES", 3), ("MAX_EXPANDED", 7)])
+def test_an_index_too_large_to_be_read_back_is_not_written(
+    limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ocdbt_write, limit, value)
+    three: list[tuple[bytes, Value]] = [(b"a", b""), (b"bb", b""), (b"cccc", b"")]
+    encode(three)
+    with pytest.raises(Invalid, match="use larger chunks"):
+        encode([*three, (b"d", b"")])
 
 
 def large_index(count: int) -> list[tuple[bytes, Value]]:

@@ -17,6 +17,7 @@ from tieredckpt.format.ocdbt_codec import (
     MANIFEST_MAGIC,
     MAX_UINT64,
     NODE_MAGIC,
+    Cursor,
     column,
     file_table,
     frame,
@@ -314,6 +315,34 @@ def test_what_is_forged_would_be_read_if_it_were_sound() -> None:
     assert decode_leaf(resummed(NODE, 12, b"\0")) == [(b"k", b"")]
     assert ocdbt.decode(empty_manifest(), b"", BTREE) == []
     assert ocdbt.read_root(manifest_of(len(NODE), height=32)).height == 32
+
+
+def read_integers(data: bytes, count: int) -> list[int]:
+    integers = Cursor(data, 0, len(data), "column").column(count, MAX_UINT64).tolist()
+    assert isinstance(integers, list)
+    return integers
+
+
+@given(st.lists(st.integers(0, MAX_UINT64) | st.integers(0, 127), max_size=30))
+def test_a_column_of_integers_is_read_back(values: list[int]) -> None:
+    data = b"".join(map(varint, values))
+    assert column(values) == data
+    assert read_integers(data + b"\x80\1", len(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"\x80" * 10 + b"\1" + b"\1" * 20, "shortest form"),
+        (b"\x80\0", "shortest form"),
+        (b"\xff" * 9 + b"\2", "64 bits"),
+        (b"\x80", "ends within"),
+        (b"", "ends within"),
+    ],
+)
+def test_bytes_that_are_no_integer_are_corrupt(data: bytes, complaint: str) -> None:
+    with pytest.raises(Corrupt, match=complaint):
+        read_integers(data, max(1, len(data) - 10))
 
 
 def test_paths_are_below_the_root_and_of_bounded_length() -> None:

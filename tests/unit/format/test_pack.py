@@ -54,6 +54,12 @@ def test_digests_that_end_in_zero_bytes_keep_them() -> None:
     assert decode_footer(footer, 4096 + len(footer)) == [entry]
 
 
+def test_a_chunk_may_fill_the_data_to_the_end() -> None:
+    entries = [PackEntry(bytes(16), 0, 4096), PackEntry(bytes(16), 4096, 8192)]
+    footer = encode_footer(entries, 12288)
+    assert decode_footer(footer, 12288 + len(footer)) == entries
+
+
 ONE = [PackEntry(bytes(range(16)), 4096, 5000)]
 FOOTER = encode_footer(ONE, 12288)
 SIZE = 12288 + len(FOOTER)

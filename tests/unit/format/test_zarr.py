@@ -159,6 +159,19 @@ def test_metadata_without_a_field_is_corrupt(field: str) -> None:
         parse_array_metadata(json.dumps(metadata).encode())
 
 
+@pytest.mark.parametrize("name", ["bool", "int8", "uint8", "float8_e4m3fn", "int4"])
+def test_single_bytes_have_no_order(name: str) -> None:
+    metadata = json.loads(array_metadata((2,), dtype_from_name(name), (2,), True))
+    assert metadata["codecs"] == [{"name": "bytes"}, {"name": "crc32c"}]
+
+
+def test_metadata_larger_than_any_array_needs_is_corrupt() -> None:
+    sound = json.dumps(original()).encode()
+    assert parse_array_metadata(sound + b" " * 60_000)[0] == (4, 4)
+    with pytest.raises(Corrupt, match="more than any"):
+        parse_array_metadata(sound + b" " * 70_000)
+
+
 @given(
     data=st.one_of(
         st.binary(max_size=100),

@@ -20,7 +20,14 @@ from hypothesis.extra import numpy as hnp
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.format.keys import LEAF_KEY, child_key
-from tieredckpt.format.structure import MAX_DEPTH, MAX_INLINE_BYTES, decode_structure, encode_structure, walk
+from tieredckpt.format.structure import (
+    MAX_DEPTH,
+    MAX_INLINE_BYTES,
+    array_nodes,
+    decode_structure,
+    encode_structure,
+    walk,
+)
 from tieredckpt.tree import flatten, host_view, unflatten
 from tieredckpt.tree.containers import NAMESPACE
 
@@ -125,9 +132,7 @@ SCALARS = st.one_of(
 )
 NAMES = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
-    st.sampled_from(
-        ["", "/", "%", "%2F", ".", "..", "...", "tieredckpt", "zarr.json", "c", "\x00", "größe", "層"]
-    ),
+    st.sampled_from(["", "/", "%", "%2F", ".", "..", "...", "tieredckpt", "zarr.json", "c", "\x00", "größe", "層"]),
     st.integers(-3, 12),
     st.integers(-(2**53), 2**53),
 )
@@ -159,6 +164,7 @@ def test_keys_are_distinct_safe_and_never_inside_one_another(tree: object) -> No
     flat = flatten(tree)
     keys = {leaf.key for leaf in flat.arrays}
     assert len(keys) == len(flat.arrays)
+    assert [node.key for node in array_nodes(flat.structure)] == [leaf.key for leaf in flat.arrays]
     for key in keys:
         parts = key.split("/")
         assert parts[0] != "tieredckpt"
@@ -234,9 +240,7 @@ def test_an_integer_of_any_size_comes_back() -> None:
 
 def test_the_payload_and_sign_of_a_nan_come_back() -> None:
     odd = struct.unpack(">d", bytes.fromhex("fff8dead0000beef"))[0]
-    assert fingerprint(stored({"x": odd, "y": complex(odd, odd)})) == fingerprint(
-        {"x": odd, "y": complex(odd, odd)}
-    )
+    assert fingerprint(stored({"x": odd, "y": complex(odd, odd)})) == fingerprint({"x": odd, "y": complex(odd, odd)})
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,7 @@ def test_a_structure_that_breaks_a_rule_is_corrupt(value: object) -> None:
         read(value)
 
 
-@pytest.mark.parametrize(
-    "opening", [b'{"type":"list","children":[', b'{"type":"dict","keys":["a"],"children":[']
-)
+@pytest.mark.parametrize("opening", [b'{"type":"list","children":[', b'{"type":"dict","keys":["a"],"children":['])
 @pytest.mark.parametrize("depth", [257, 400, 20_000, 1_000_000])
 def test_a_structure_without_bottom_is_corrupt_and_no_recursion_error(opening: bytes, depth: int) -> None:
     with pytest.raises(Corrupt, match="nests deeper"):
@@ -126,9 +124,7 @@ def test_a_structure_that_names_bytes_that_are_no_text_is_corrupt() -> None:
 
 
 VALID = encode_structure(
-    flatten(
-        {"a": np.zeros((2, 3)), "b": [1, "x", 2.0, b"y", None, {"c": 2**80, "d": 1j}], 5: (True,)}
-    ).structure
+    flatten({"a": np.zeros((2, 3)), "b": [1, "x", 2.0, b"y", None, {"c": 2**80, "d": 1j}], 5: (True,)}).structure
 )
 
 
@@ -139,9 +135,7 @@ def test_damaged_json_is_corrupt_or_keeps_the_rules(data: st.DataObject) -> None
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(damaged) - 1))
         end = at + data.draw(st.integers(0, 3))
-        damaged[at:end] = data.draw(
-            st.binary(max_size=3) | st.sampled_from([b"-", b"9" * 400, b"null", b'"'])
-        )
+        damaged[at:end] = data.draw(st.binary(max_size=3) | st.sampled_from([b"-", b"9" * 400, b"null", b'"']))
     try:
         structure = decode_structure(bytes(damaged))
     except Corrupt:
@@ -159,9 +153,7 @@ JSON = st.recursive(
         st.lists(children, max_size=3)
         | st.fixed_dictionaries(
             {"type": st.sampled_from(["dict", "list", "tuple", "custom", "array", "int", "none"])},
-            optional=dict.fromkeys(
-                ("keys", "children", "key", "dtype", "shape", "kind", "prng", "value"), children
-            ),
+            optional=dict.fromkeys(("keys", "children", "key", "dtype", "shape", "kind", "prng", "value"), children),
         )
     ),
     max_leaves=15,

@@ -16,7 +16,7 @@ __all__ = ["Metered", "Usage", "VerbUsage"]
 
 T = TypeVar("T")
 
-_VERBS = ("get", "get_into", "put", "stat", "list", "delete")
+_VERBS = ("get", "get_into", "put", "stat", "list", "delete", "sweep")
 _HALF_LIFE = 30.0
 
 

@@ -68,16 +68,10 @@ class Retrying(Forward):
 
     async def _holds(self, key: str, parts: Sequence[Buffer]) -> bool:
         try:
-            found = memoryview(await self._inner.get(key, limit=size_of(parts)))
+            found = await self._inner.get(key, limit=size_of(parts))
         except (NotFound, Corrupt):
             return False
-        at = 0
-        for part in parts:
-            nbytes = memoryview(part).nbytes
-            if found[at : at + nbytes] != part:
-                return False
-            at += nbytes
-        return at == len(found)
+        return found == b"".join(parts)
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         # A listing that broke off cannot go on where it was, so it is completed before it is handed out.

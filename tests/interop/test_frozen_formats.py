@@ -1,0 +1,97 @@
+"""Stores of every format version are read for ever."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from tieredckpt import CheckpointStore
+
+_DATA = Path(__file__).parents[1] / "data"
+
+
+def _tree(k: int) -> dict[str, Any]:
+    """What was saved; tuples and all, as it comes back without ``like``."""
+    kernel = np.arange(4096, dtype=np.float32).reshape(64, 64) + k
+    return {
+        "params": {"dense": {"kernel": kernel, "bias": np.arange(64, dtype=ml_dtypes.bfloat16)}, "scale": np.float32(0.5)},
+        "layers": [
+            np.arange(6, dtype=np.int64).reshape(2, 3)[:, ::-1],
+            (np.array(7, dtype=np.uint8), np.zeros((0, 3), np.float16)),
+        ],
+        "big endian": np.arange(2000, dtype=">i4"),
+        "when": np.array(["2026-01-01"], dtype="datetime64[D]"),
+        "epoch": k,
+        "rate": 1e-3,
+        "name": "frozen/format 1",
+        "blob": b"\x00\xff",
+        "none": None,
+        "flag": True,
+        "z": 1 - 2j,
+        "huge": 2**80,
+    }
+
+
+def _assert_same(found: Any, saved: Any) -> None:
+    assert type(found) is type(saved)
+    if isinstance(saved, dict):
+        assert list(found) == list(saved)
+        for key in saved:
+            _assert_same(found[key], saved[key])
+    elif isinstance(saved, list | tuple):
+        for one, other in zip(found, saved, strict=True):
+            _assert_same(one, other)
+    elif isinstance(saved, np.ndarray):
+        assert found.dtype == saved.dtype
+        assert found.shape == saved.shape
+        assert found.tobytes() == saved.tobytes()
+    else:
+        assert found == saved
+
+
+@pytest.fixture
+def store_folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_DATA / "format-1", tmp_path / "store"))
+
+
+@pytest.mark.parametrize(("step", "k"), [(10, 1), (20, 2), (21, 3), (None, 3)])
+async def test_a_store_of_format_1_restores_bit_for_bit(store_folder: Path, step: int | None, k: int) -> None:
+    config = {"store": {"name": "frozen"}, "tiers": {"disk": {"kind": "posix", "path": str(store_folder)}}}
+    async with CheckpointStore.open(config, read_only=True) as store:
+        restored = await store.restore(step)
+        assert restored is not None
+        _assert_same(restored.tree, _tree(k))
+        found = {info.step: info for info in await store.steps()}
+    assert [(info.step, info.serial, info.abandoned) for info in found.values()] == [
+        (10, 1, False),
+        (20, 2, True),
+        (21, 3, False),
+    ]
+    assert found[10].metrics["loss"] == 0.25
+    assert math.isnan(found[10].metrics["odd"])
+    assert found[21].restored_from == 1
+
+
+async def test_a_store_of_format_1_can_be_saved_to(store_folder: Path) -> None:
+    config = {"store": {"name": "frozen"}, "tiers": {"disk": {"kind": "posix", "path": str(store_folder)}}}
+    async with CheckpointStore.open(config) as store:
+        saved = await store.save(22, _tree(3))
+        assert saved.saved is not None
+        assert saved.saved.new_bytes == 0
+        restored = await store.restore()
+    assert restored is not None
+    assert restored.step == 22
+    _assert_same(restored.tree, _tree(3))
+
+
+async def test_stock_tensorstore_opens_format_1(store_folder: Path) -> None:
+    async with CheckpointStore.open({"tiers": {"disk": {"kind": "posix", "path": str(store_folder)}}}, read_only=True) as store:
+        array = await ts.open(await store.spec(21, "params/dense/kernel"))
+    assert np.array_equal(await array.read(), _tree(3)["params"]["dense"]["kernel"])

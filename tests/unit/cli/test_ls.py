@@ -1,0 +1,148 @@
+"""`ls` and `show`: what a store holds, also while it is written to, damaged or hostile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typer.testing import Result
+
+from tieredckpt import CheckpointStore, SyncStore
+
+Run = Callable[..., Result]
+Told = Callable[..., Any]
+
+HOSTILE = "\x1b]0;owned\x07[bold]\n\u202eloss"
+
+
+def manifest(config: Path, step: int, tier: str = "disk") -> Path:
+    return next((config.parent / tier / "steps").glob(f"{step:010}-*/manifest.ocdbt"))
+
+
+def test_ls_tells_steps_newest_last_and_where_they_are(told: Told, trained: Path) -> None:
+    found = told("ls", trained)
+    assert [(step["step"], step["serial"]) for step in found["steps"]] == [(1, 1), (2, 2), (3, 3)]
+    assert {tuple(step["tiers"]) for step in found["steps"]} == {("ram", "disk")}
+    assert found["steps"][1]["metrics"] == {"loss": 0.5}
+    assert found["steps"][1]["state"] == "live"
+    assert [(tier["name"], tier["steps"], tier["healthy"]) for tier in found["tiers"]] == [
+        ("ram", 3, True),
+        ("disk", 3, True),
+        ("archive", 0, True),
+    ]
+
+
+def test_ls_prints_a_row_for_each_step_and_tier(run: Run, trained: Path) -> None:
+    lines = [line.split() for line in run("ls", trained).stdout.splitlines()]
+    assert [line[0] for line in lines if line and line[-1] == "live"] == ["1", "2", "3"]
+    assert [line[0] for line in lines if "ok" in line] == ["ram", "disk", "archive"]
+
+
+def test_ls_reads_beside_a_trainer_and_counts_as_it_does(told: Told, config: Path, training: SyncStore) -> None:
+    found = told("ls", config)
+    assert [step["step"] for step in found["steps"]] == [1]
+    assert found["steps"][0]["metrics"] == {"loss": "nan"}
+    mine = {tier.name: (tier.used, tier.steps) for tier in training.tier_infos()}
+    assert {tier["name"]: (tier["used"], tier["steps"]) for tier in found["tiers"]} == mine
+    assert mine["ram"][0] >= 100 * 64 * 4
+
+
+def test_looking_changes_nothing(run: Run, trained: Path) -> None:
+    def files() -> dict[Path, tuple[int, bytes]]:
+        return {
+            path: (path.stat().st_mtime_ns, path.read_bytes()) for path in trained.parent.rglob("*") if path.is_file()
+        }
+
+    before = files()
+    for verb in (("ls",), ("show",), ("verify", "--all"), ("restore", 1), ("restore",)):
+        assert run(verb[0], trained, *verb[1:]).exit_code == 0
+    assert files() == before
+
+
+def test_ls_tells_what_was_abandoned(told: Told, trained: Path) -> None:
+    with CheckpointStore.open(trained).sync() as store:
+        store.restore(1)
+        store.save(2, {"other": np.ones(3)})
+    states = [(step["step"], step["serial"], step["state"]) for step in told("ls", trained)["steps"]]
+    assert states == [(1, 1, "live"), (2, 2, "abandoned"), (3, 3, "abandoned"), (2, 4, "live")]
+    assert [array["key"] for array in told("show", trained, 2)["arrays"]] == ["other"]
+    assert [array["key"] for array in told("show", trained, 2, "--serial", 2)["arrays"]] == [
+        "params/w",
+        "params/b",
+    ]
+
+
+def test_ls_tells_a_step_that_one_tier_cannot_read(told: Told, trained: Path) -> None:
+    manifest(trained, 2).write_bytes(b"torn")
+    step = told("ls", trained)["steps"][1]
+    assert (step["tiers"], step["damaged"], step["state"]) == (["ram"], ["disk"], "live, damaged on disk")
+
+
+def test_ls_tells_a_step_that_no_tier_can_read(run: Run, told: Told, trained: Path, shared_memory: Path) -> None:
+    for path in shared_memory.rglob("manifest.ocdbt"):
+        path.unlink()
+    manifest(trained, 3).write_bytes(b"torn")
+    steps = told("ls", trained)["steps"]
+    assert [step["state"] for step in steps] == ["live", "live", "lost"]
+    assert steps[2]["damaged"] == ["disk"]
+    assert run("ls", trained).stdout.count("damaged on disk") == 1
+
+
+def test_an_empty_store_is_no_error_to_list_and_one_to_show(run: Run, config: Path) -> None:
+    with CheckpointStore.open(config).sync():
+        pass
+    assert "no steps" in run("ls", config).stdout
+    assert run("verify", config, "--all").exit_code == 0
+    for verb in ("show", "verify", "restore"):
+        result = run(verb, config)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("NotFound: no tier holds a step")
+
+
+def test_show_tells_all_of_a_step(told: Told, trained: Path) -> None:
+    found = told("show", trained, 2)
+    assert found["line"] == [[1, 2]]
+    assert found["restored_from"] is None
+    assert found["provenance"].keys() >= {"tieredckpt", "python", "numpy", "host", "process"}
+    assert found["policy"]["tiers"][1]["retain"] == {"kind": "all"}
+    assert found["scalars"] == {"epoch": 2, "note": "first\nsecond"}
+    assert {
+        array["key"]: (array["dtype"], array["shape"], array["nbytes"], array["chunks"]) for array in found["arrays"]
+    } == {
+        "params/w": ("float32", [100, 64], 25600, 4),
+        "params/b": ("int64", [5], 40, 1),
+    }
+
+
+def test_show_prints_all_of_a_step(run: Run, trained: Path) -> None:
+    text = run("show", trained).stdout
+    for part in ("loss=0.333333", "params/w", "100x64", "25 KiB", "never", r"first\nsecond", "live", "1-3"):
+        assert part in text
+
+
+def test_show_names_the_steps_there_are(run: Run, trained: Path) -> None:
+    result = run("show", trained, 7)
+    assert result.exit_code == 1
+    assert result.stderr == "NotFound: no tier holds step 7 (held: 1, 2, 3)\n"
+
+
+def test_no_text_of_a_checkpoint_reaches_the_terminal_as_more_than_text(run: Run, config: Path, tmp_path: Path) -> None:
+    with CheckpointStore.open(config).sync() as store:
+        store.save(1, {HOSTILE: np.ones(2), "s": HOSTILE}, metrics={HOSTILE: 1.0})
+    for arguments in (
+        ("ls", config),
+        ("show", config),
+        ("verify", config),
+        ("restore", config),
+        ("restore", config, "--keys", HOSTILE),
+        ("restore", config, "--to", tmp_path / HOSTILE.replace("\n", "")),
+        ("ls", config, "--json"),
+        ("show", config, "--json"),
+    ):
+        output = run(*arguments).output
+        assert not set("\x1b\x07\u202e") & set(output)
+        assert "[bold]" in output or arguments[0] == "verify"
+    assert json.loads(run("show", config, "--json").stdout)["scalars"] == {"s": HOSTILE}

@@ -1,0 +1,160 @@
+"""Which step a restore takes: the newest save of the line that is trained, whatever its number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scenes import Heard, assert_same, config, crash, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.events import TierRecovered
+from tieredckpt.testing.tiers import FaultyTiers
+
+
+@pytest.fixture
+def two_tiers(shared_memory: Path, tmp_path: Path) -> StoreConfig:
+    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
+
+
+@pytest.mark.parametrize("loses_ram", [False, True], ids=["with its RAM", "without its RAM"])
+async def test_after_a_rollback_the_newest_save_wins_over_the_higher_step(
+    two_tiers: StoreConfig, shared_memory: Path, loses_ram: bool
+) -> None:
+    store = await CheckpointStore.open(two_tiers)
+    for step in (50, 100, 150, 200):
+        await store.save(step, tree(step))
+    await store.flush()
+    restored = await store.restore(step=100)
+    assert restored is not None
+    assert restored.step == 100
+    await (await store.save(101, tree(101))).reached("disk")
+    await crash(store)
+    if loses_ram:
+        (shared_memory / "of-test").rename(shared_memory / "lost")
+
+    async with CheckpointStore.open(two_tiers) as store:
+        abandoned = {info.step for info in await store.steps() if info.abandoned}
+        assert abandoned <= {150, 200}
+        assert abandoned
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 101
+        assert_same(restored.tree, tree(101))
+        info = {info.step: info for info in await store.steps()}[101]
+        assert info.restored_from == {i.step: i.serial for i in await store.steps()}[100]
+        assert not info.abandoned
+
+
+async def test_abandoned_steps_leave_first_and_never_come_back_by_themselves(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain={"kind": "last_n", "n": 3})})
+    async with CheckpointStore.open(settings) as store:
+        for step in (10, 20, 30):
+            await store.save(step, tree(step))
+        await store.flush()
+        await store.restore(step=10)
+        for step in (11, 12):
+            await store.save(step, tree(step))
+            await store.flush()
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [10, 11, 12]
+    async with CheckpointStore.open(settings) as store:
+        await store.flush()
+        assert [info.step for info in await store.steps()] == [10, 11, 12]
+        with pytest.raises(NotFound, match="no tier holds step 30"):
+            await store.restore(step=30)
+
+
+async def test_abandoned_steps_stay_where_the_policy_keeps_them(shared_memory: Path, tmp_path: Path) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        for step in (10, 20, 30):
+            await store.save(step, tree(step))
+        await store.flush()
+        await store.restore(step=10)
+        await store.save(20, tree(1020))
+        await store.flush()
+        held = await store.steps()
+        assert [(info.step, info.abandoned) for info in held] == [(10, False), (20, True), (30, True), (20, False)]
+        of_live_line = await store.restore(step=20)
+        assert of_live_line is not None
+        assert_same(of_live_line.tree, tree(1020))
+
+
+async def test_an_abandoned_step_that_is_asked_for_becomes_the_line(two_tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        for step in (10, 20, 30):
+            await store.save(step, tree(step))
+        await store.flush()
+        await store.restore(step=10)
+        await store.save(11, tree(11))
+        await store.flush()
+        await store.restore(step=30)
+        await store.save(31, tree(31))
+        lines = {info.step: info.abandoned for info in await store.steps()}
+        assert lines == {10: False, 20: False, 30: False, 11: True, 31: False}
+
+
+async def test_a_step_number_is_saved_once_on_a_line_unless_asked_for(two_tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(7, tree(1))
+        with pytest.raises(Conflict, match="step 7 was saved before on this line"):
+            await store.save(7, tree(2))
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+        await (await store.save(7, tree(2), overwrite=True)).reached("disk")
+        restored = await store.restore(step=7)
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+    async with CheckpointStore.open(two_tiers) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+        with pytest.raises(Conflict, match="step 7"):
+            await store.save(7, tree(3))
+
+
+@pytest.mark.parametrize("how", [{"keys": ["params/**"]}, {"resume": False}], ids=str)
+async def test_looking_at_an_older_step_does_not_rewind(two_tiers: StoreConfig, how: dict[str, object]) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        await store.flush()
+        looked = await store.restore(1, **how)
+        assert looked is not None
+        assert looked.step == 1
+        await store.save(3, tree(3))
+        assert not any(info.abandoned for info in await store.steps())
+        newest = await store.restore(keys=["epoch"])
+        assert newest is not None
+        assert newest.step == 3
+
+
+async def test_serials_jump_over_what_a_silent_tier_may_hold(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    near, far = folder(tmp_path / "near"), folder(tmp_path / "far", retain="all")
+    async with CheckpointStore.open(config({"near": near, "far": far})) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    # Another run, with the far tier alone, goes on where this one cannot see it.
+    async with CheckpointStore.open(config({"far": far})) as store:
+        await store.restore()
+        for step in (2, 3):
+            await store.save(step, tree(step))
+    faults.refuse("far")
+    async with CheckpointStore.open(config({"near": near, "far": far})) as store:
+        heard = Heard(store)
+        checkpoint = await store.save(2, tree(1002))
+        faults.allow("far")
+        await heard.first(TierRecovered)
+        await checkpoint.reached("far")
+        steps = await store.steps()
+        assert len({info.serial for info in steps}) == len(steps) == 4
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1002))

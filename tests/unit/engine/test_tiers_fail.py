@@ -1,0 +1,355 @@
+"""Promise 5: a tier may fail, training may not; and what the tier missed it gets when it works again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
+from tieredckpt.testing.tiers import FaultyTiers
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
+    return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
+
+
+@pytest.fixture
+def three_tiers(shared_memory: Path, tmp_path: Path, disk: Path) -> StoreConfig:
+    return config({"ram": ram(shared_memory), "disk": folder(disk), "far": folder(tmp_path / "far")})
+
+
+async def test_a_tier_that_dies_is_bypassed_reported_and_caught_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await store.save(1, tree(1))
+        await store.flush()
+        faults["disk"].kill(TierUnavailable("the cable was pulled"))
+        checkpoints = [await store.save(step, tree(step)) for step in (2, 3)]
+        failed = await heard.first(TierFailed)
+        assert failed.tier == "disk"
+        with pytest.raises(TierUnavailable, match=r"step 2 .*'disk'.*the cable was pulled"):
+            await checkpoints[0].reached("disk")
+        with pytest.raises(TierUnavailable, match="the cable was pulled"):
+            await store.flush()
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 3
+        assert set(restored.sources) == {"ram"}
+        faults["disk"].revive()
+        await heard.first(TierRecovered)
+        for checkpoint in checkpoints:
+            await checkpoint.reached("disk")
+        await store.flush()
+        assert [info.tiers for info in await store.steps()] == [("ram", "disk")] * 3
+
+
+async def test_a_tier_that_is_dead_at_open_is_caught_up_later(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    faults.refuse("disk")
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        checkpoint = await store.save(1, tree(1))
+        with pytest.raises(TierUnavailable, match="cannot be opened"):
+            await checkpoint.reached("disk")
+        assert not (disk / "packs").exists()
+        faults.allow("disk")
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+        assert await store.where(1) == ("ram", "disk")
+
+
+@pytest.mark.parametrize("verb", ["put", "list", "get", "stat", "delete"])
+async def test_one_failure_anywhere_in_a_promotion_is_made_good(
+    two_tiers: StoreConfig, faults: FaultyTiers, verb: str
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        faults["disk"].fail(verb, TierUnavailable("just once"), times=1)
+        await store.save(1, tree(1))
+        while "disk" not in await store.where(1):
+            try:
+                await store.flush()
+            except TierUnavailable:
+                await asyncio.sleep(0.01)
+        verified = await store.verify(1, "disk")
+        assert verified[0].damaged == ()
+
+
+@pytest.mark.parametrize("key", ["packs/*", "steps/*/btree", "steps/*/manifest.ocdbt"])
+async def test_a_put_whose_answer_is_lost_does_no_harm(two_tiers: StoreConfig, faults: FaultyTiers, key: str) -> None:
+    store = await CheckpointStore.open(two_tiers)
+    heard = Heard(store)
+    faults["disk"].fail("put", TierUnavailable("done, but nobody heard"), key=key, after=True)
+    await store.save(1, tree(1))
+    await heard.first(TierRecovered)
+    await store.flush()
+    await crash(store)
+    async with CheckpointStore.open(two_tiers) as store:
+        assert await store.where(1) == ("ram", "disk")
+        assert [found.damaged for found in await store.verify(1)] == [(), ()]
+
+
+async def test_a_folder_that_was_moved_away_and_back_is_caught_up(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        disk.rename(disk.with_name("elsewhere"))
+        with pytest.raises(TierUnavailable):
+            await (await store.save(2, tree(2))).reached("disk")
+        disk.with_name("elsewhere").rename(disk)
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert [found.damaged for step in (1, 2) for found in await store.verify(step)] == [()] * 4
+
+
+async def test_a_folder_that_was_emptied_is_filled_again(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    """Its chunks are written anew: nothing refers to packs that went with the folder."""
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        shutil.rmtree(disk)
+        with pytest.raises(TieredCkptError):
+            await (await store.save(2, tree(1))).reached("disk")
+        disk.mkdir(exist_ok=True)
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert [found.damaged for found in await store.verify(2)] == [(), ()]
+    async with CheckpointStore.open(two_tiers) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert (restored.step, set(restored.sources)) == (2, {"disk"})
+        assert_same(restored.tree, tree(1))
+
+
+async def test_a_full_tier_is_reported_and_caught_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        faults["disk"].full_after(CHUNK)
+        checkpoint = await store.save(1, tree(1))
+        with pytest.raises(NoSpace, match=r"step 1 .*'disk'"):
+            await checkpoint.reached("disk")
+        assert isinstance((await heard.first(TierFailed)).error, NoSpace)
+        faults["disk"].full_after(None)
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+
+
+async def test_a_tier_at_its_capacity_makes_room_and_goes_on(shared_memory: Path, disk: Path) -> None:
+    capacity = 10 * 4 * CHUNK
+    settings = config(
+        {
+            "ram": ram(shared_memory),
+            "disk": folder(disk, capacity=capacity, retain={"kind": "last_n", "n": 1}),
+        }
+    )
+    async with CheckpointStore.open(settings) as store:
+        for step in range(12):
+            await (await store.save(step, tree(step))).reached("disk")
+        await store.flush()
+        assert sum(file.stat().st_size for file in disk.rglob("*") if file.is_file()) <= capacity + CHUNK
+        assert "disk" in await store.where(11)
+
+
+async def test_a_tier_too_small_for_two_steps_says_so_and_keeps_the_one(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk, capacity=6 * 4 * CHUNK)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        for step in (2, 3):
+            with pytest.raises(NoSpace, match=r"raise its capacity, or retain fewer steps"):
+                await (await store.save(step, tree(step))).reached("disk")
+        assert await store.where(1) == ("ram", "disk")
+        assert (await store.verify(1, "disk"))[0].damaged == ()
+
+
+async def test_a_tier_that_was_full_lets_steps_go_once_a_reader_has_left(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    settings = config(
+        {
+            "ram": ram(shared_memory),
+            "disk": folder(disk, capacity=10 * 4 * CHUNK, retain={"kind": "last_n", "n": 1}),
+        }
+    )
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        await store.evict(1, "ram")
+        held = faults["disk"].hold("get_into", key="packs/*")
+        reading = asyncio.create_task(store.restore(1, resume=False))
+        await held.reached()
+        await (await store.save(2, tree(2))).reached("disk")
+        checkpoint = await store.save(3, tree(3))
+        with pytest.raises(NoSpace):
+            await checkpoint.reached("disk")
+        held.release()
+        restored = await reading
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+
+
+async def test_a_tier_that_hangs_stops_neither_saves_nor_the_other_tiers(
+    three_tiers: StoreConfig, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(three_tiers) as store:
+        held = faults["disk"].hold("put", key="packs/*")
+        for step in (1, 2, 3):
+            await (await store.save(step, tree(step))).reached("far")
+        await held.reached()
+        assert "disk" not in await store.where(3)
+        held.release()
+        await store.flush()
+        assert await store.where(3) == ("ram", "disk", "far")
+
+
+async def test_a_tier_that_hangs_fails_by_its_deadline(shared_memory: Path, disk: Path, faults: FaultyTiers) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk, deadline=0.2)})
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        held = faults["disk"].hold("put", key="packs/*")
+        checkpoint = await store.save(1, tree(1))
+        with pytest.raises(TierUnavailable, match="had not ended after"):
+            await checkpoint.reached("disk")
+        held.release()
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+
+
+async def test_with_nothing_readable_a_silent_tier_is_no_empty_store(
+    two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+    faults.refuse("disk")
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        with pytest.raises(TierUnavailable, match="'disk' cannot be read"):
+            await store.restore()
+        faults.allow("disk")
+        await heard.first(TierRecovered)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+        await (await store.save(2, tree(2))).reached("disk")
+        assert not any(info.abandoned for info in await store.steps())
+    async with CheckpointStore.open(two_tiers) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 2
+
+
+async def test_an_empty_store_restores_nothing(two_tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        assert await store.restore() is None
+        with pytest.raises(NotFound, match="no tier holds step 3"):
+            await store.restore(3)
+
+
+async def test_the_only_tier_dead_at_open_is_an_error(disk: Path, faults: FaultyTiers) -> None:
+    faults.refuse("disk", TierUnavailable("no route to it"))
+    with pytest.raises(TierUnavailable, match="no route to it"):
+        await CheckpointStore.open(config({"disk": folder(disk)}))
+
+
+async def test_a_silent_source_is_not_the_targets_failure(three_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    """A step that only a silent tier holds waits; the tier below it stays well."""
+    async with CheckpointStore.open(three_tiers) as store:
+        heard = Heard(store)
+        faults["far"].kill()
+        await (await store.save(1, tree(1))).reached("disk")
+        await heard.first(TierFailed)
+        await store.evict(1, "ram")
+        faults["disk"].kill()
+        faults["far"].revive()
+        await heard.first(TierFailed, lambda event: event.tier == "disk")
+        with pytest.raises(TierUnavailable, match="'disk'"):
+            await store.flush()
+        faults["disk"].revive()
+        await heard.first(TierRecovered, lambda event: event.tier == "disk")
+        await heard.first(StepPromoted, lambda event: event.tier == "far")
+
+
+async def test_a_chunk_that_a_silent_tier_may_have_is_not_called_lost(
+    two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        (slab,) = shared_memory.rglob("*.pack")
+        with slab.open("r+b") as file:
+            file.write(b"\xff" * (2 * CHUNK))
+        faults["disk"].kill()
+        with pytest.raises(TierUnavailable, match=r"'params/w\d'.*'disk' may have it"):
+            await store.restore()
+        faults["disk"].revive()
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+
+
+async def test_a_chunk_that_no_tier_has_is_lost_by_name(disk: Path) -> None:
+    settings = config({"disk": folder(disk)})
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+    for pack in (disk / "packs").rglob("*.pack"):
+        pack.write_bytes(bytes(pack.stat().st_size))
+    async with CheckpointStore.open(settings) as store:
+        with pytest.raises(Corrupt, match=r"array 'params/w\d' of step 1 .* is lost"):
+            await store.restore()
+
+
+async def test_ram_that_goes_away_is_no_failure_of_training(
+    two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        shutil.rmtree(shared_memory / "of-test")
+        await store.save(2, tree(2))
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 2
+        assert_same(restored.tree, tree(2))
+        assert (await heard.first(TierFailed)).tier == "ram"
+        await heard.first(TierRecovered, lambda event: event.tier == "ram")
+        await store.save(3, tree(3))
+        await store.flush()
+        assert await store.where(3) == ("ram", "disk")
+        assert [found.damaged for found in await store.verify(3)] == [(), ()]
+
+
+async def test_without_ram_a_save_goes_to_the_next_tier_that_works(tmp_path: Path, faults: FaultyTiers) -> None:
+    settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
+    state = {"x": np.arange(20 * CHUNK, dtype=np.uint8)}
+    async with CheckpointStore.open(settings) as store:
+        faults["near"].kill()
+        await store.save(1, state)
+        assert await store.where(1) == ("far",)
+        faults["far"].kill()
+        with pytest.raises(NoSpace, match=r"'far'.*'near'"):
+            await store.save(2, state)
+        faults["near"].revive()
+        faults["far"].revive()
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, state)

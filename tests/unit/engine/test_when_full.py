@@ -1,0 +1,247 @@
+"""When the slab is full, ``when_full`` decides, training goes on, and the last copy stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from insight import bytes_of_listed_steps, flip_chunk, slab_of
+from scenes import CHUNK, SOON, Heard, assert_same, config, folder, ram
+
+from tieredckpt import Checkpoint, CheckpointStore
+from tieredckpt.engine.packs import stored_size
+from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.events import SaveSkipped, StepEvicted, TierFailed, TierRecovered
+from tieredckpt.testing.tiers import FaultyTiers
+
+CHUNKS = 6
+STATE = CHUNKS * stored_size(CHUNK)
+"""Bytes of the slab that one state takes."""
+AT_ONCE = 5.0
+"""Seconds that a save takes at most which waits for nobody."""
+
+
+def state(seed: int) -> dict[str, Any]:
+    return {"x": np.random.default_rng(seed).integers(0, 255, CHUNKS * CHUNK, dtype=np.uint8)}
+
+
+class Scene:
+    """A store whose slab holds ``states`` states, and whose next tier is behind a gate."""
+
+    def __init__(self, store: CheckpointStore, faults: FaultyTiers) -> None:
+        self.store = store
+        self.heard = Heard(store)
+        self.disk = faults["disk"]
+        self.gate = self.disk.hold("put", key="packs/*", times=None)
+
+    async def save(self, step: int) -> Checkpoint:
+        return await self.store.save(step, state(step))
+
+    async def fill(self, *steps: int) -> None:
+        """Save steps, of which the first is on its way to the next tier, and held there."""
+        for step in steps:
+            assert not (await self.save(step)).skipped
+            await self.gate.reached()
+
+    async def revive(self) -> None:
+        self.disk.revive()
+        await self.heard.first(TierRecovered)
+
+    async def in_ram(self) -> list[int]:
+        return [info.step for info in await self.store.steps() if "ram" in info.tiers]
+
+    async def check(self, *steps: int) -> None:
+        """These steps and no others are there, on the next tier, as they were saved, and the slab has no more."""
+        self.gate.release()
+        await self.store.flush()
+        infos = await self.store.steps()
+        assert [info.step for info in infos if "disk" in info.tiers] == [info.step for info in infos] == list(steps)
+        for step in steps:
+            restored = await self.store.restore(step, resume=False)
+            assert restored is not None
+            assert_same(restored.tree, state(step))
+        assert slab_of(self.store).used == await bytes_of_listed_steps(self.store)
+
+
+@pytest.fixture
+def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> Any:
+    @asynccontextmanager
+    async def opened(when_full: str, states: int, **settings: Any) -> AsyncIterator[Scene]:
+        tiers = {
+            "ram": ram(shared_memory, capacity=states * STATE + STATE // 2),
+            "disk": folder(tmp_path / "disk", retain="all", **settings),
+        }
+        async with CheckpointStore.open(config(tiers, when_full=when_full)) as store:
+            scene = Scene(store, faults)
+            try:
+                yield scene
+            finally:
+                scene.gate.release()
+                scene.disk.revive()
+
+    return opened
+
+
+async def still_waits(saving: asyncio.Task[Checkpoint]) -> bool:
+    done, _ = await asyncio.wait([saving], timeout=0.3)
+    return not done
+
+
+# -- wait -------------------------------------------------------------------------------------------------
+
+
+async def test_wait_returns_once_a_promotion_has_made_room(scene: Any) -> None:
+    async with scene("wait", 2) as s:
+        await s.fill(1, 2)
+        saving = asyncio.create_task(s.save(3))
+        assert await still_waits(saving)
+        s.gate.release()
+        async with asyncio.timeout(SOON):
+            assert not (await saving).skipped
+        assert not s.heard.of(SaveSkipped)
+        await s.check(1, 2, 3)
+
+
+async def test_a_save_that_waits_and_is_cancelled_leaves_nothing(scene: Any) -> None:
+    async with scene("wait", 1) as s:
+        await s.fill(1)
+        saving = asyncio.create_task(s.save(2))
+        assert await still_waits(saving)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        await s.check(1)
+
+
+@pytest.mark.parametrize("states", [1, 3])
+async def test_wait_does_not_outlast_a_tier_that_dies(scene: Any, states: int) -> None:
+    async with scene("wait", states) as s:
+        steps = range(1, states + 1)
+        await s.fill(*steps)
+        saving = asyncio.create_task(s.save(99))
+        assert await still_waits(saving)
+        s.disk.kill()
+        s.gate.release()
+        async with asyncio.timeout(SOON):
+            skipped = (await saving).skipped
+        await s.heard.first(TierFailed)
+        # One state cannot be replaced: it is the last copy of all.
+        assert bool(skipped) == (states == 1)
+        assert await s.in_ram() == ([1] if states == 1 else [2, 3, 99])
+        await s.revive()
+        await s.check(*([1] if states == 1 else [2, 3, 99]))
+
+
+async def test_wait_does_not_begin_to_wait_for_a_tier_that_is_dead(scene: Any) -> None:
+    async with scene("wait", 2) as s:
+        s.disk.kill()
+        s.gate.release()
+        for step in range(1, 8):
+            async with asyncio.timeout(AT_ONCE):
+                assert not (await s.save(step)).skipped
+            await s.heard.first(TierFailed)
+        assert await s.in_ram() == [6, 7]
+        await s.revive()
+        await s.check(6, 7)
+
+
+async def test_wait_does_not_wait_for_a_promotion_that_nobody_wants(scene: Any) -> None:
+    async with scene("wait", 2, promote={"kind": "every_n_steps", "n": 1000}) as s:
+        for step in range(1, 6):
+            async with asyncio.timeout(AT_ONCE):
+                assert not (await s.save(step)).skipped
+        assert await s.in_ram() == [4, 5]
+
+
+async def test_wait_does_not_wait_for_a_snapshot_that_is_damaged_and_cannot_be_promoted(scene: Any) -> None:
+    async with scene("wait", 2) as s:
+        await s.fill(1, 2)
+        await flip_chunk(s.store, "ram", 2, "x")
+        s.gate.release()
+        with pytest.raises(Corrupt, match="array 'x' of step 2 .* is lost"):
+            await s.store.flush()
+        for step in (3, 4, 5):
+            async with asyncio.timeout(AT_ONCE):
+                assert not (await s.save(step)).skipped
+        await s.check(1, 3, 4, 5)
+
+
+# -- skip -------------------------------------------------------------------------------------------------
+
+
+async def test_skip_says_so_and_the_next_save_works(scene: Any) -> None:
+    async with scene("skip", 1) as s:
+        await s.fill(1)
+        async with asyncio.timeout(AT_ONCE):
+            checkpoint = await s.save(2)
+        assert "step 2 was not saved: the slab of tier 'ram' (180 KiB) is full" in checkpoint.skipped
+        assert s.heard.of(SaveSkipped) == [SaveSkipped(2, checkpoint.skipped)]
+        for tier in ("ram", "disk"):
+            with pytest.raises(NotFound, match="step 2 was not saved"):
+                await checkpoint.reached(tier)
+        with pytest.raises(NotFound):
+            await s.store.where(2)
+        assert slab_of(s.store).used == STATE, "nothing of it stays behind"
+        s.gate.release()
+        await s.store.flush()
+        assert not (await s.save(2)).skipped
+        await s.check(1, 2)
+
+
+async def test_skip_evicts_what_is_promoted_before_it_skips(scene: Any) -> None:
+    async with scene("skip", 1) as s:
+        s.gate.release()
+        for step in range(1, 5):
+            assert not (await s.save(step)).skipped
+            await s.store.flush()
+        assert await s.in_ram() == [4]
+        await s.check(1, 2, 3, 4)
+
+
+# -- replace ----------------------------------------------------------------------------------------------
+
+
+async def test_replace_drops_the_oldest_snapshot_that_is_not_being_promoted(scene: Any) -> None:
+    async with scene("replace", 3) as s:
+        await s.fill(1, 2, 3)
+        async with asyncio.timeout(AT_ONCE):
+            assert not (await s.save(4)).skipped
+        assert s.heard.of(StepEvicted) == [StepEvicted(2, 2, "ram")]
+        assert await s.in_ram() == [1, 3, 4]
+        assert not s.heard.of(SaveSkipped)
+        await s.check(1, 3, 4)
+
+
+async def test_replace_never_drops_the_last_copy(scene: Any) -> None:
+    async with scene("replace", 1) as s:
+        s.disk.kill()
+        s.gate.release()
+        assert not (await s.save(1)).skipped
+        await s.heard.first(TierFailed)
+        for step in (2, 3):
+            async with asyncio.timeout(AT_ONCE):
+                assert (await s.save(step)).skipped
+        assert await s.in_ram() == [1]
+        await s.revive()
+        await s.store.flush()
+        assert not (await s.save(4)).skipped
+        await s.check(1, 4)
+
+
+async def test_replace_prefers_what_is_promoted(scene: Any) -> None:
+    async with scene("replace", 2) as s:
+        await s.fill(1)
+        s.gate.release()
+        await s.store.flush()
+        gate = s.disk.hold("put", key="packs/*", times=None)
+        await s.save(2)
+        await gate.reached()
+        assert not (await s.save(3)).skipped
+        assert [event.step for event in s.heard.of(StepEvicted)] == [1]
+        gate.release()
+        await s.check(1, 2, 3)

@@ -1,0 +1,81 @@
+"""Every example runs as it stands, and those that resume do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _configured(tmp_path: Path) -> None:
+    """The examples' configuration, in the folder where they run."""
+    shutil.copy(EXAMPLES / "ckpt.toml", tmp_path)
+
+
+def run(name: str, folder: Path, **environment: str) -> list[str]:
+    """The lines that an example prints, run in ``folder``; whatever it says on stderr fails."""
+    command = [sys.executable, str(EXAMPLES / name)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_every_example_is_run_here() -> None:
+    text = Path(__file__).read_text()
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
+    assert names
+    assert {name for name in names if f'"{name}"' not in text} == set()
+
+
+def test_the_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
+    assert run("quickstart.py", tmp_path) == ["steps [1, 2, 3], newest 3"]
+    assert run("quickstart.py", tmp_path) == ["steps [2, 3, 4, 5, 6], newest 6"]
+
+
+def test_the_async_trainer_follows_its_policies(tmp_path: Path) -> None:
+    lines = run("async_trainer.py", tmp_path)
+    assert lines[0] == "training from step 1"
+    assert any(line.startswith("step 50 is on archive: ") for line in lines)
+    assert lines[-1].endswith("on ram, fast, archive")
+    assert run("async_trainer.py", tmp_path)[0] == "training from step 101"
+
+
+def test_a_killed_trainer_goes_on_from_ram(tmp_path: Path) -> None:
+    lines = run("resume_after_kill.py", tmp_path)
+    killed = lines.index("  killed")
+    assert lines[killed - 1] == "  saved step 12"
+    step = int(lines[killed + 1].removeprefix("  restored step ").removesuffix(" from ram"))
+    assert step >= 12
+    assert lines[killed + 2 : -1] == [f"  saved step {later}" for later in range(step + 1, 21)]
+    assert lines[-1] == "  finished at step 20, mean weight 0.882178"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_framework_resumes(tmp_path: Path, framework: str) -> None:
+    pytest.importorskip(framework)
+    assert run(f"{framework}_loop.py", tmp_path) == ["trained to step 25, saved [10, 20]"]
+    first, second = run(f"{framework}_loop.py", tmp_path)
+    assert first.startswith("restored step 20, loss ")
+    assert second == "trained to step 45, saved [10, 20, 30, 40]"
+
+
+@pytest.mark.parametrize(("name", "framework"), [("torch_loop.py", "PyTorch"), ("jax_loop.py", "JAX")])
+def test_a_missing_framework_is_said_and_no_failure(tmp_path: Path, name: str, framework: str) -> None:
+    absent = tmp_path / "absent"
+    for module in ("torch", "jax"):
+        (absent / module).mkdir(parents=True)
+        (absent / module / "__init__.py").write_text(f"raise ImportError('no {module} here')\n")
+    (line,) = run(name, tmp_path, PYTHONPATH=str(absent))
+    assert line.startswith(f"{framework} is not installed: pip install ")

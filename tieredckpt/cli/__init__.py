@@ -1,0 +1,16 @@
+"""The command `tieredckpt`: one module a verb, and what they share.
+
+`app` names the verbs and turns errors into exit codes, `opening` opens stores, `console` prints, `arrays`
+brings arrays back in parts, `extract` writes them to files.
+"""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line and exit: 0 when all is well, 1 for an error or damage, 2 for wrong usage."""
+    from tieredckpt.cli.app import app  # the demo's training runs inside this package, and needs no typer
+
+    app(prog_name="tieredckpt")

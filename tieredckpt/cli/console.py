@@ -1,0 +1,133 @@
+"""What people and programs read: text that a checkpoint cannot abuse, tables, JSON, progress.
+
+Keys, names of metrics and messages come from the checkpoint, and that may come from anybody: whatever reaches
+a terminal goes through `printable`, and none of it is taken for markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "bar",
+    "errors",
+    "jsonable",
+    "metrics_text",
+    "output",
+    "print_json",
+    "print_table",
+    "printable",
+    "waiting",
+    "when",
+]
+
+_UNBOUNDED = 10_000
+"""Columns of what is no terminal: a file or pipe gets each row whole, on a line of its own."""
+
+
+def printable(value: object) -> str:
+    """``value`` as text of one line without control, invisible and direction-changing characters.
+
+    They are shown as Python escapes, such as ``\\x1b`` and ``\\u202e``.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in str(value)
+    )
+
+
+def output() -> Console:
+    """What writes results."""
+    return _console(stderr=False)
+
+
+def errors() -> Console:
+    """What writes errors, notes and progress."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    # Made anew each time: whoever replaces sys.stdout, as tests do, is served.
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _UNBOUNDED
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, width=width)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+) -> None:
+    """Print a table, without a header where no column has a name; those in ``right`` hold numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    output().print(table)
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` as JSON in ASCII; numbers that JSON lacks are the text that `jsonable` makes of them."""
+    sys.stdout.write(json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n")
+
+
+def jsonable(value: object) -> Any:
+    """``value`` made of what JSON has: NaN and infinities, complex numbers and bytes become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return repr(value)
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Metrics for people, on one line."""
+    return ", ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+
+
+def when(seconds: float) -> str:
+    """Seconds since the epoch as ISO 8601 in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):  # a hostile record may say anything
+        return "unknown"
+
+
+@contextmanager
+def bar(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over ``nbytes`` on a terminal; hands out what to tell each part to, from any thread."""
+    console = errors()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(printable(what), total=max(nbytes, 1))
+        yield lambda part: progress.advance(task, part)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A sign of life on a terminal, for work whose extent is not known."""
+    console = errors()
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(printable(what), total=None)
+        yield

@@ -1,0 +1,94 @@
+"""The verb `ls`: the steps of a store and its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from tieredckpt.cli.console import metrics_text, output, print_json, print_table, when
+from tieredckpt.cli.opening import Json, StorePath, reading
+from tieredckpt.inventory import StepInfo, TierInfo
+from tieredckpt.units import format_size
+
+__all__ = ["ls", "print_steps", "print_tiers", "state_of"]
+
+
+def ls(store: StorePath, as_json: Json = False) -> None:
+    """List the steps of a store, the newest last, and its tiers. Works beside a running trainer."""
+    with reading(store) as opened:
+        steps, tiers = opened.steps(), opened.tier_infos()
+    if as_json:
+        print_json({"steps": _steps_for_programs(steps, tiers), "tiers": [asdict(tier) for tier in tiers]})
+        return
+    print_steps(steps, tiers)
+    print_tiers(tiers)
+
+
+def state_of(step: StepInfo) -> str:
+    """Whether a step is of the line that is being trained, and where its commit cannot be read."""
+    line = "abandoned" if step.abandoned else "live"
+    return ", ".join([line, *(f"damaged on {tier}" for tier in step.damaged)])
+
+
+def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
+    """A table of the steps, and of those that no tier can read."""
+    rows: dict[int, tuple[object, ...]] = {
+        step.serial: (
+            step.step,
+            step.serial,
+            when(step.saved_at),
+            format_size(step.nbytes),
+            metrics_text(step.metrics),
+            ", ".join(step.tiers),
+            state_of(step),
+        )
+        for step in steps
+    }
+    for (serial, step), names in _lost(steps, tiers).items():
+        rows[serial] = (step, serial, "", "", "", "", ", ".join(f"damaged on {name}" for name in names))
+    if not rows:
+        output().print("no steps")
+        return
+    print_table(
+        "steps",
+        ("step", "serial", "saved", "size", "metrics", "tiers", "state"),
+        [rows[serial] for serial in sorted(rows)],
+        right=("step", "serial", "size"),
+    )
+
+
+def print_tiers(tiers: Sequence[TierInfo]) -> None:
+    """A table of the tiers, nearest first."""
+    rows = [
+        (
+            tier.name,
+            tier.kind,
+            tier.steps,
+            format_size(tier.used),
+            "" if tier.capacity is None else format_size(tier.capacity),
+            tier.survives,
+            "ok" if tier.healthy else tier.problem,
+            tier.location,
+        )
+        for tier in tiers
+    ]
+    columns = ("tier", "kind", "steps", "used", "capacity", "survives", "health", "location")
+    print_table("tiers", columns, rows, right=("steps", "used", "capacity"))
+
+
+def _lost(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> dict[tuple[int, int], list[str]]:
+    """Serial and number of the steps that can be read on no tier, and the tiers that should have them."""
+    known = {step.serial for step in steps}
+    lost: dict[tuple[int, int], list[str]] = {}
+    for tier in tiers:
+        for damaged in tier.damaged:
+            if damaged.serial not in known:
+                lost.setdefault((damaged.serial, damaged.step), []).append(tier.name)
+    return lost
+
+
+def _steps_for_programs(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> list[dict[str, object]]:
+    told = [{**asdict(step), "saved": when(step.saved_at), "state": state_of(step)} for step in steps]
+    for (serial, step), names in _lost(steps, tiers).items():
+        told.append({"step": step, "serial": serial, "tiers": [], "damaged": names, "state": "lost"})
+    return sorted(told, key=lambda step: step["serial"])

@@ -1,0 +1,91 @@
+"""Opens the store that the command line names, leaving what is there as it was found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tieredckpt.blobs.ram import shared_memory_root
+from tieredckpt.cli.console import waiting
+from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig, load
+from tieredckpt.errors import NotFound
+from tieredckpt.format.layout import MARKER
+from tieredckpt.store import CheckpointStore
+from tieredckpt.sync import SyncStore
+
+__all__ = ["Json", "Step", "StorePath", "reading", "writing"]
+
+StorePath = Annotated[
+    str, typer.Argument(metavar="STORE", help="A configuration (.toml), or the folder of a store.", show_default=False)
+]
+Step = Annotated[int | None, typer.Argument(metavar="STEP", help="The newest if left out.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@contextmanager
+def reading(source: str) -> Iterator[SyncStore]:
+    """The store, to look at; a trainer may be writing to it meanwhile. Raises `NotFound` where there is none."""
+    with _opened(_existing(source), read_only=True) as store:
+        yield store
+
+
+@contextmanager
+def writing(source: str) -> Iterator[SyncStore]:
+    """The store, to change it. Raises `NotFound` where there is none, `Conflict` while a trainer writes to it."""
+    with _opened(_as_found(_existing(source)), read_only=False) as store:
+        yield store
+
+
+@contextmanager
+def _opened(config: StoreConfig, *, read_only: bool) -> Iterator[SyncStore]:
+    store = CheckpointStore.open(config, read_only=read_only).sync()
+    with waiting("opening the store"):
+        store.__enter__()
+    clean = False
+    try:
+        yield store
+        clean = True
+    finally:
+        store.store.close_blocking(clean=clean)
+
+
+def _existing(source: str) -> StoreConfig:
+    config = load(source)
+    if not any(_holds_a_store(config, tier) for tier in config.tiers):
+        places = ", ".join(
+            str(tier.path if isinstance(tier, PosixTier) else _ram_folder(config, tier))
+            for tier in config.tiers
+            if not isinstance(tier, KvstoreTier)
+        )
+        raise NotFound(
+            f"{source}: there is no store yet (looked in {places}); give the .toml or the folder that the trainer opens"
+        )
+    return config
+
+
+def _holds_a_store(config: StoreConfig, tier: TierConfig) -> bool:
+    if isinstance(tier, KvstoreTier):
+        return True  # only opening it can tell
+    folder = tier.path if isinstance(tier, PosixTier) else _ram_folder(config, tier)
+    return os.path.lexists(folder / MARKER)
+
+
+def _as_found(config: StoreConfig) -> StoreConfig:
+    """The configuration with a RAM tier that stays as it is, or, where there is none, leaves nothing behind."""
+    nearest = config.tiers[0]
+    if not isinstance(nearest, RamTier):
+        return config
+    if os.path.lexists(_ram_folder(config, nearest) / MARKER):
+        kept = nearest.model_copy(update={"on_close": "keep"})
+    else:
+        kept = nearest.model_copy(update={"on_close": "release", "capacity": "auto"})
+    return config.model_copy(update={"tiers": (kept, *config.tiers[1:])})
+
+
+def _ram_folder(config: StoreConfig, tier: RamTier) -> Path:
+    return tier.path or shared_memory_root() / config.identity

@@ -1,0 +1,104 @@
+"""The verb `restore`: looks at the arrays of a step, or extracts them to files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from tieredckpt.cli.arrays import Arrays, restored
+from tieredckpt.cli.console import bar, errors, output, print_json, print_table, printable
+from tieredckpt.cli.extract import extract
+from tieredckpt.cli.opening import Json, Step, StorePath, reading
+from tieredckpt.cli.show import shape_text
+from tieredckpt.inventory import StepDetails
+from tieredckpt.units import format_size
+
+__all__ = ["restore"]
+
+_FIRST = 4
+"""How many values of an array are shown."""
+
+
+def restore(
+    store: StorePath,
+    step: Step = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz|FOLDER", help="Extract to a new .npz or folder of .npy.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Restore a step, verified: print a summary of its arrays, or extract them. The store is left as it is."""
+    sources: Counter[str] = Counter()
+    with reading(store) as opened:
+        details = opened.describe(step, keys=keys or None)
+        nbytes = sum(array.nbytes for array in details.arrays)
+        with bar("restoring", nbytes) as progress:
+            arrays = restored(opened, details.info.step, details.arrays, sources, progress)
+            count, summaries = (extract(arrays, to), []) if to else (len(details.arrays), _summaries(arrays))
+    if as_json:
+        told = {"step": details.info.step, "serial": details.info.serial, "metrics": details.info.metrics}
+        more = {"to": str(to), "files": count} if to else {"arrays": summaries}
+        print_json({**told, "sources": dict(sources), **more, "scalars": details.scalars})
+        return
+    origin = ", ".join(f"{format_size(size)} from {name}" for name, size in sources.items()) or "nothing to read"
+    output().print(f"step {details.info.step} (serial {details.info.serial}): {printable(origin)}")
+    if to:
+        output().print(f"extracted to {printable(to)}; arrays: {count}")
+    else:
+        _print(summaries)
+    _tell_of_scalars(details, extracted=to is not None)
+
+
+def _summaries(arrays: Arrays) -> list[dict[str, Any]]:
+    return [{"key": info.key, "dtype": info.dtype, "shape": info.shape, **_summary(array)} for info, array in arrays]
+
+
+def _summary(array: npt.NDArray[Any]) -> dict[str, Any]:
+    """Minimum, maximum and mean where they mean something, and the first values, as Python numbers."""
+    told: dict[str, Any] = {"min": None, "max": None, "mean": None}
+    first = [value.item() for value in array.reshape(-1)[:_FIRST]]
+    with np.errstate(all="ignore"):
+        if array.size and not np.iscomplexobj(array):
+            told |= {"min": array.min().item(), "max": array.max().item()}
+        if array.size:
+            told["mean"] = array.mean(dtype=complex if np.iscomplexobj(array) else float).item()
+    return {**told, "first": first}
+
+
+def _print(summaries: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            each["key"],
+            each["dtype"],
+            shape_text(each["shape"]),
+            *(_number(each[name]) for name in ("min", "max", "mean")),
+            " ".join(map(_number, each["first"])),
+        )
+        for each in summaries
+    ]
+    columns = ("key", "dtype", "shape", "min", "max", "mean", "first values")
+    print_table("arrays", columns, rows, right=("min", "max", "mean"))
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
+
+
+def _tell_of_scalars(details: StepDetails, *, extracted: bool) -> None:
+    if not details.scalars:
+        return
+    what = "was not extracted" if extracted else "is not shown"
+    errors().print(
+        f"{len(details.scalars)} leaves are no arrays, which {what}; `tieredckpt show` has them", style="dim"
+    )

@@ -1,0 +1,102 @@
+"""The verb `show`: one step in full, but for the values of its arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from tieredckpt.cli.console import metrics_text, print_json, print_table, when
+from tieredckpt.cli.ls import state_of
+from tieredckpt.cli.opening import Json, Step, StorePath, reading
+from tieredckpt.inventory import StepDetails
+from tieredckpt.units import format_size
+
+__all__ = ["Serial", "shape_text", "show"]
+
+Serial = Annotated[
+    int | None,
+    typer.Option(help="Which save, where the step was saved on several lines.", show_default=False),
+]
+
+_SHOWN = 60
+"""Characters of a scalar that are shown."""
+
+
+def show(store: StorePath, step: Step = None, serial: Serial = None, as_json: Json = False) -> None:
+    """Show one step: where it comes from, its metrics and policy, and its tree with dtypes and shapes."""
+    with reading(store) as opened:
+        details = opened.describe(step, serial=serial)
+    if as_json:
+        told = asdict(details)
+        print_json({**told.pop("info"), "saved": when(details.info.saved_at), **told})
+        return
+    print_table(f"step {details.info.step}", ("", ""), list(_facts(details)))
+    print_table("policy", ("", ""), list(_policy(details.policy)))
+    print_table(
+        "arrays",
+        ("key", "dtype", "shape", "size", "chunks", "kind"),
+        [
+            (array.key, array.dtype, shape_text(array.shape), format_size(array.nbytes), array.chunks, array.kind)
+            for array in details.arrays
+        ],
+        right=("size", "chunks"),
+    )
+    if details.scalars:
+        rows = [(key, type(value).__name__, _brief(value)) for key, value in details.scalars.items()]
+        print_table("scalars", ("key", "type", "value"), rows)
+
+
+def _facts(details: StepDetails) -> Iterator[tuple[str, object]]:
+    info = details.info
+    yield "serial", info.serial
+    yield "saved", when(info.saved_at)
+    yield "tiers", ", ".join(info.tiers)
+    yield "state", state_of(info)
+    yield "size", f"{format_size(info.nbytes)} in {len(details.arrays)} arrays"
+    yield "distinct chunks", format_size(details.distinct_nbytes)
+    yield "metrics", metrics_text(info.metrics)
+    yield "line", ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in details.line)
+    if info.restored_from is not None:
+        yield "restored from", f"serial {info.restored_from}"
+    yield "store", details.store
+    yield from details.provenance.items()
+
+
+def _policy(policy: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """A line for each setting, one for each tier; the record may hold anything, so nothing is relied on."""
+    for name, value in policy.items():
+        if name != "tiers" or not isinstance(value, list):
+            yield name, _setting(value)
+            continue
+        for tier in value:
+            if isinstance(tier, Mapping):
+                settings = {key: item for key, item in tier.items() if key != "name" and item is not None}
+                text = ", ".join(f"{key} {_setting(item)}" for key, item in settings.items())
+                yield f"tier {tier.get('name')}", text
+            else:
+                yield "tier", _setting(tier)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
+        rest = ", ".join(f"{key}={_setting(item)}" for key, item in value.items() if key != "kind")
+        return f"{value['kind']}({rest})" if rest else str(value["kind"])
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape for people: ``1024x64``."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _brief(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        assert isinstance(value, int)
+        return f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

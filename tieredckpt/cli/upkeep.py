@@ -1,0 +1,54 @@
+"""The verbs `promote`, `evict` and `collect`: what the policies do, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tieredckpt.cli.console import output, print_json, print_table, printable, waiting
+from tieredckpt.cli.opening import Json, StorePath, writing
+from tieredckpt.errors import Conflict
+from tieredckpt.units import format_size
+
+__all__ = ["collect", "evict", "promote"]
+
+ThisStep = Annotated[int, typer.Argument(metavar="STEP", show_default=False)]
+ThisTier = Annotated[str, typer.Argument(metavar="TIER", show_default=False)]
+
+
+def promote(store: StorePath, step: ThisStep, tier: ThisTier, as_json: Json = False) -> None:
+    """Copy a step to a tier, whatever the policy says."""
+    with writing(store) as opened, waiting(f"promoting step {step} to {tier}"):
+        written = opened.promote(step, tier)
+        stayed = tier in opened.where(step)
+    if not stayed:
+        raise Conflict(
+            f"step {step} was copied to tier {tier!r} and left it at once: its `retain` does not want the step"
+        )
+    if as_json:
+        print_json({"step": step, "tier": tier, "written": written})
+    else:
+        output().print(f"step {step} is on tier {printable(tier)}; {format_size(written)} written")
+
+
+def evict(store: StorePath, step: ThisStep, tier: ThisTier, as_json: Json = False) -> None:
+    """Drop a step from a tier; the last good copy stays."""
+    with writing(store) as opened, waiting(f"evicting step {step} from {tier}"):
+        opened.evict(step, tier)
+    if as_json:
+        print_json({"step": step, "tier": tier, "evicted": True})
+    else:
+        output().print(f"step {step} has left tier {printable(tier)}")
+
+
+def collect(store: StorePath, as_json: Json = False) -> None:
+    """Reclaim the space that no step needs."""
+    with writing(store) as opened, waiting("collecting"):
+        collected = opened.collect()
+    if as_json:
+        print_json([asdict(each) for each in collected])
+        return
+    rows = [(each.tier, each.packs, format_size(each.nbytes), each.files) for each in collected]
+    print_table("collected", ("tier", "packs", "freed", "files"), rows, right=("packs", "freed", "files"))

@@ -1,0 +1,67 @@
+"""Waits until steps have reached the tiers that they are due on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tieredckpt.engine.ask import is_due
+from tieredckpt.engine.promoter import Promoter
+from tieredckpt.engine.state import State
+from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["reached", "settled"]
+
+
+async def reached(state: State, promoters: Mapping[str, Promoter], step: StepId, name: str) -> None:
+    """Return when the tier holds the step.
+
+    Raises:
+        NotFound: it is not going to: not due there, evicted before, or no such tier.
+        TieredCkptError: what keeps the tier from it.
+    """
+    tier = state.tier(name)
+    while step not in tier.held:
+        promoter = promoters.get(name)
+        if promoter is not None and step in promoter.stuck:
+            raise _again(promoter.stuck[step], f"{step} cannot reach tier {name!r}: ")
+        if step not in state.records():
+            raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
+        if tier.error is not None:
+            raise _again(tier.error, f"{step} is not on tier {name!r}: ")
+        if tier.config.kind == "ram":
+            raise NotFound(
+                f"{step} is not in tier {name!r}: it was too large for the slab and went past it, or has left it "
+                f"since; {' and '.join(repr(other.name) for other in state.holders(step))} has it"
+            )
+        if not (is_due(state, step, tier) or (promoter is not None and promoter.busy == step)):
+            raise NotFound(
+                f"{step} is not due on tier {name!r} by its policy {tier.config.promote!r}; "
+                f"store.promote({step.step}, {name!r}) sends it there all the same"
+            )
+        await state.changed.wait()
+
+
+async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
+    """Return when every tier has what is due on it.
+
+    Raises:
+        TieredCkptError: a tier that still lacks a step failed; the others have theirs.
+    """
+    await state.changed.until(
+        lambda: all(promoter.idle or promoter.tier.error is not None for promoter in promoters.values())
+    )
+    for promoter in promoters.values():
+        if promoter.tier.error is not None and not promoter.idle:
+            raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
+        for step, error in promoter.stuck.items():
+            if step in state.records():
+                raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
+
+
+def _again(error: Exception, prefix: str) -> TieredCkptError:
+    """The tier's error once more, for one caller, with the step it concerns in front."""
+    kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
+    copy = kind(prefix + str(error))
+    copy.__cause__ = error
+    return copy

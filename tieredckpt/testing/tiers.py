@@ -1,0 +1,72 @@
+"""Puts a script of faults under the slower tiers of every store that is opened meanwhile.
+
+::
+
+    with faulty_tiers() as faults:
+        faults.refuse("disk")                      # cannot be opened ...
+        async with CheckpointStore.open(config) as store:
+            faults.allow("disk")                   # ... until now
+            faults["disk"].kill()                  # a `tieredckpt.testing.faulty.Faulty`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.config import TierConfig
+from tieredckpt.engine import connect
+from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.testing.faulty import Faulty
+
+__all__ = ["FaultyTiers", "faulty_tiers"]
+
+
+class FaultyTiers:
+    """The faulty blob stores under the tiers, by the tier's name; the latest where one was opened again.
+
+    They lie below the wrappers that retry, limit and time, as a device does.
+    """
+
+    def __init__(self) -> None:
+        self._stores: dict[str, Faulty] = {}
+        self._refused: dict[str, TieredCkptError] = {}
+
+    def __getitem__(self, tier: str) -> Faulty:
+        return self._stores[tier]
+
+    def refuse(self, tier: str, error: TieredCkptError | None = None) -> None:
+        """Let every attempt to open the tier raise ``error``, a `TierUnavailable` by default, until `allow`."""
+        self._refused[tier] = error or TierUnavailable(f"the tier {tier} cannot be opened, by script")
+
+    def allow(self, tier: str) -> None:
+        """Let the tier be opened again."""
+        self._refused.pop(tier, None)
+
+    def wrap(self, tier: str, store: BlobStore) -> Faulty:
+        """``store`` with a script, found by the tier's name from now on."""
+        self._stores[tier] = Faulty(store)
+        return self._stores[tier]
+
+    def check(self, tier: str) -> None:
+        """Raise what `refuse` said."""
+        if tier in self._refused:
+            raise self._refused[tier]
+
+
+@contextmanager
+def faulty_tiers() -> Iterator[FaultyTiers]:
+    """Wrap the blob store of every slower tier that is opened in the block."""
+    faults = FaultyTiers()
+    open_slower = connect.open_slower
+
+    async def open_faulty(tier: TierConfig) -> BlobStore:
+        faults.check(tier.name)
+        return faults.wrap(tier.name, await open_slower(tier))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connect, "open_slower", open_faulty)
+        yield faults
