@@ -21,7 +21,10 @@ def _tree(k: int) -> dict[str, Any]:
     """What was saved; tuples and all, as it comes back without ``like``."""
     kernel = np.arange(4096, dtype=np.float32).reshape(64, 64) + k
     return {
-        "params": {"dense": {"kernel": kernel, "bias": np.arange(64, dtype=ml_dtypes.bfloat16)}, "scale": np.float32(0.5)},
+        "params": {
+            "dense": {"kernel": kernel, "bias": np.arange(64, dtype=ml_dtypes.bfloat16)},
+            "scale": np.float32(0.5),
+        },
         "layers": [
             np.arange(6, dtype=np.int64).reshape(2, 3)[:, ::-1],
             (np.array(7, dtype=np.uint8), np.zeros((0, 3), np.float16)),
@@ -80,7 +83,10 @@ async def test_a_store_of_format_1_restores_bit_for_bit(store_folder: Path, step
 
 
 async def test_a_store_of_format_1_can_be_saved_to(store_folder: Path) -> None:
-    config = {"store": {"name": "frozen"}, "tiers": {"disk": {"kind": "posix", "path": str(store_folder)}}}
+    config = {
+        "store": {"name": "frozen", "chunk_size": 4096},
+        "tiers": {"disk": {"kind": "posix", "path": str(store_folder)}},
+    }
     async with CheckpointStore.open(config) as store:
         saved = await store.save(22, _tree(3))
         assert saved.saved is not None
@@ -92,6 +98,8 @@ async def test_a_store_of_format_1_can_be_saved_to(store_folder: Path) -> None:
 
 
 async def test_stock_tensorstore_opens_format_1(store_folder: Path) -> None:
-    async with CheckpointStore.open({"tiers": {"disk": {"kind": "posix", "path": str(store_folder)}}}, read_only=True) as store:
+    async with CheckpointStore.open(
+        {"tiers": {"disk": {"kind": "posix", "path": str(store_folder)}}}, read_only=True
+    ) as store:
         array = await ts.open(await store.spec(21, "params/dense/kernel"))
     assert np.array_equal(await array.read(), _tree(3)["params"]["dense"]["kernel"])

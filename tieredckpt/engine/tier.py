@@ -87,6 +87,8 @@ class Tier:
     """Steps that were evicted by hand: they come back by hand only."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
+    evicted: set[StepId] = field(default_factory=set)
+    """Steps of other tiers that left this one: they do not come back by themselves."""
     doubtful: set[StepId] = field(default_factory=set)
     """Steps whose last commit failed in a way that may have succeeded all the same."""
     lease: Lease | None = None
@@ -261,6 +263,7 @@ class Tier:
         self.held[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
+        self.evicted.discard(step)
         self.index_bytes[step] = len(index.btree) + len(index.manifest)
         self.remember(step, StepIndex(record, dict(arrays)))
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
