@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -51,7 +52,7 @@ def shared_memory() -> Iterator[Path]:
     """A folder of the test in shared memory, for RAM tiers."""
     if not _SHARED_MEMORY.is_dir():
         pytest.skip(f"needs {_SHARED_MEMORY}")
-    folder = Path(tempfile.mkdtemp(prefix="tieredckpt-test-", dir=_SHARED_MEMORY))
+    folder = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir=_SHARED_MEMORY))
     yield folder
     shutil.rmtree(folder)
 
@@ -80,7 +81,10 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def _names_in_shared_memory() -> set[str]:
-    return {path.name for path in _SHARED_MEMORY.glob("tieredckpt*")}
+    """What belongs to this run or to nobody known; a run beside this one names its folders for its process."""
+    names = {path.name for path in _SHARED_MEMORY.glob("tieredckpt*")}
+    mine = f"tieredckpt-test-{os.getpid()}-"
+    return {name for name in names if name.startswith(mine) or not re.match(r"tieredckpt-test-\d+-", name)}
 
 
 def _children() -> list[str]:

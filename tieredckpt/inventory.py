@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State, numbers
 from tieredckpt.engine.tier import Tier, unique_extents
@@ -24,6 +24,7 @@ __all__ = [
     "describe",
     "list_steps",
     "list_tiers",
+    "where",
 ]
 
 Scalar = int | float | complex | bool | str | bytes | None
@@ -113,24 +114,27 @@ class TierInfo:
     damaged: tuple[DamagedStep, ...]
 
 
-def list_steps(state: State) -> tuple[StepInfo, ...]:
+async def list_steps(state: State) -> tuple[StepInfo, ...]:
     """Every step that some tier holds, oldest save first."""
     return tuple(_info(state, step, record) for step, record in state.records().items())
 
 
-async def describe(state: State, step: StepId, keys: Sequence[str] | None = None) -> StepDetails:
+async def describe(
+    state: State, step: int | None, serial: int | None = None, keys: Sequence[str] | None = None
+) -> StepDetails:
     """One step in full, or of its tree the leaves that ``keys`` choose, as `select` has it.
 
-    Raises `NotFound`, `Corrupt` and `TierUnavailable` as `StepSource.open` and `select` do.
+    Raises `NotFound`, `Corrupt` and `TierUnavailable` as `State.find`, `StepSource.open` and `select` do.
     """
-    async with StepSource.open(state, step) as source:
+    found = state.find(step, serial)
+    async with StepSource.open(state, found) as source:
         index = source.index
     record = index.record
     structure = record.structure if keys is None else select(record.structure, keys)
     leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
     arrays = [(node, index.arrays[key]) for key, node in leaves if isinstance(node, ArrayNode)]
     return StepDetails(
-        info=_info(state, step, record),
+        info=_info(state, found, record),
         store=record.store,
         line=record.line,
         provenance=record.provenance,
@@ -139,6 +143,12 @@ async def describe(state: State, step: StepId, keys: Sequence[str] | None = None
         scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
         distinct_nbytes=_distinct_nbytes(array for _, array in arrays),
     )
+
+
+async def where(state: State, step: int | None) -> tuple[str, ...]:
+    """The tiers that hold a step, nearest first. Raises `NotFound`."""
+    found = state.find(step)
+    return tuple(tier.name for tier in state.tiers if found in tier.held)
 
 
 async def list_tiers(state: State) -> tuple[TierInfo, ...]:
@@ -198,4 +208,4 @@ async def _used(tier: Tier) -> int:
     for step in tuple(tier.held):
         found = unique_extents((await tier.load_index(step)).arrays).values()
         extents.update((extent.offset, extent.length) for extent in found)
-    return tier.used + sum(aligned(length) for _, length in extents)
+    return tier.used + sum(stored_size(length) for _, length in extents)

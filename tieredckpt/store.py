@@ -6,31 +6,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread, outlast
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
-from tieredckpt.engine.engine import Engine, Read, empty_targets
+from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.specs import array_spec
-from tieredckpt.engine.state import numbers
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
-from tieredckpt.errors import Closed, Invalid, NotFound
+from tieredckpt.errors import Closed, Invalid
 from tieredckpt.events import Event, Events, SaveFailed
-from tieredckpt.format.structure import Node, array_nodes
-from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers
-from tieredckpt.tree.arrays import writable_view
-from tieredckpt.tree.flatten import Flat, flatten, unflatten
-from tieredckpt.tree.match import Match, match
-from tieredckpt.tree.select import select
+from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
+from tieredckpt.restoring import restore
+from tieredckpt.tree.flatten import Flat, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -302,29 +295,9 @@ class CheckpointStore:
         if into is not None and not copy:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
         resume = keys is None if resume is None else resume
-        return await self.engine_loop.call(self._restore(step, keys, like, into, copy=copy, resume=resume))
-
-    async def _restore(
-        self, step: int | None, keys: Sequence[str] | None, like: Any, into: Any, *, copy: bool, resume: bool
-    ) -> Restored | None:
-        found = await self._engine.look_up(step)
-        if found is None:
-            return None
-        chosen, record = found
-        wanted, fitted, targets = await in_thread(_fit, record.structure, keys, like, into)
-        names = [node.key for node in array_nodes(wanted)]
-        viewed = None if copy else await self._engine.view(chosen, names)
-        if viewed is not None:
-            read, check = viewed[0], partial(self._verify_views, viewed[1])
-        else:
-            read, check = await self._engine.read(chosen, lambda index: targets or empty_targets(index, names)), None
-        tree = await in_thread(_build, wanted, fitted, read)
-        if resume and not self._read_only:
-            self._engine.resume_from(chosen, read.record)
-        return Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
-
-    async def _verify_views(self, check: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await self.engine_loop.call(check())
+        return await self.engine_loop.call(
+            restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
+        )
 
     # -- what there is ------------------------------------------------------------------------------------
 
@@ -340,10 +313,7 @@ class CheckpointStore:
 
     async def steps(self) -> tuple[StepInfo, ...]:
         """Every step that some tier holds, oldest save first."""
-        return await self.engine_loop.call(self._steps())
-
-    async def _steps(self) -> tuple[StepInfo, ...]:
-        return list_steps(self._engine.state)
+        return await self.engine_loop.call(list_steps(self._engine.state))
 
     async def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
@@ -360,42 +330,22 @@ class CheckpointStore:
             Corrupt: its index is intact on no tier.
             TierUnavailable: the tiers that hold it do not answer.
         """
-        return await self.engine_loop.call(self._describe(step, serial, keys))
-
-    async def _describe(self, step: int | None, serial: int | None, keys: Sequence[str] | None) -> StepDetails:
-        state = self._engine.state
-        return await describe(state, state.find(step, serial), keys)
+        return await self.engine_loop.call(describe(self._engine.state, step, serial, keys))
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
-        return await self.engine_loop.call(self._tier_infos())
-
-    async def _tier_infos(self) -> tuple[TierInfo, ...]:
-        return await list_tiers(self._engine.state)
+        return await self.engine_loop.call(list_tiers(self._engine.state))
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
-        return await self.engine_loop.call(self._where(step))
-
-    async def _where(self, step: int | None) -> tuple[str, ...]:
-        state = self._engine.state
-        return tuple(tier.name for tier in state.tiers if state.find(step) in tier.held)
+        return await self.engine_loop.call(where(self._engine.state, step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
         """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library.
 
         Raises `NotFound` for a step, tier or key that is not there.
         """
-        return await self.engine_loop.call(self._spec(step, key, tier))
-
-    async def _spec(self, step: int, key: str, tier: str | None) -> dict[str, Any]:
-        state = self._engine.state
-        found = state.find(step)
-        holder = state.tier(tier) if tier is not None else state.holders(found)[0]
-        index = await holder.load_index(found)
-        if key not in index.arrays:
-            raise NotFound(f"{found} has no array {key!r}; `tieredckpt show {step}` lists them")
-        return array_spec(holder, found, key)
+        return await self.engine_loop.call(array_spec(self._engine.state, step, key, tier))
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
@@ -408,17 +358,11 @@ class CheckpointStore:
 
         Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._promote(step, tier))
-
-    async def _promote(self, step: int, tier: str) -> int:
-        return await self._engine.promote(self._engine.state.find(step), tier)
+        return await self.engine_loop.call(self._engine.promote(step, tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self.engine_loop.call(self._evict(step, tier))
-
-    async def _evict(self, step: int, tier: str) -> None:
-        await self._engine.evict(self._engine.state.find(step), tier)
+        await self.engine_loop.call(self._engine.evict(step, tier))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
@@ -442,39 +386,10 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
-        return await self.engine_loop.call(self._verify(step, tier, serial, repair, progress))
-
-    async def _verify(
-        self,
-        step: int | None,
-        tier: str | None,
-        serial: int | None,
-        repair: bool,
-        progress: Callable[[int], None] | None,
-    ) -> list[Verified]:
-        found = self._engine.state.find(step, serial, damaged=step is not None)
-        return await self._engine.verify(found, tier, repair=repair, progress=progress)
+        return await self.engine_loop.call(self._engine.verify(step, serial, tier, repair=repair, progress=progress))
 
 
 def _checked_step(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
     return step
-
-
-def _fit(
-    structure: Node, keys: Sequence[str] | None, like: Any, into: Any
-) -> tuple[Node, Match | None, dict[str, npt.NDArray[Any]] | None]:
-    """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to fill."""
-    wanted = structure if keys is None else select(structure, keys)
-    template = like if into is None else into
-    if template is None:
-        return wanted, None, None
-    fitted = match(template, wanted)
-    if into is None:
-        return wanted, fitted, None
-    return wanted, fitted, {leaf.key: writable_view(leaf.key, leaf.source) for leaf in fitted.leaves}
-
-
-def _build(wanted: Node, fitted: Match | None, read: Read) -> Any:
-    return unflatten(wanted, read.arrays) if fitted is None else fitted.build(read.arrays)

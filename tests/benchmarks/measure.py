@@ -71,7 +71,11 @@ class Limits:
 
     def memcpy(self) -> float:
         """Seconds to copy the state into warm memory, with the store's number of threads."""
-        return seconds(lambda: list(self._pool.map(lambda key: np.copyto(self._into[key], self._state[key]), self._state)))
+
+        def copy(key: str) -> None:
+            np.copyto(self._into[key], self._state[key])
+
+        return seconds(lambda: list(self._pool.map(copy, self._state)))
 
     def write(self) -> float:
         """Seconds of a sequential write of as many bytes, fsync included; direct where the file system can."""

@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-
 from measure import main
 
 
 @pytest.mark.benchmark
-def test_the_figures_of_the_documentation_can_be_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_figures_of_the_documentation_can_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--size", "16MiB", "--folder", str(tmp_path), "--repeats", "2", "--json"])
     figures = json.loads(capsys.readouterr().out)
     for name in (

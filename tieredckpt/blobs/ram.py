@@ -287,7 +287,7 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     """The slab of the folder, its key and notice: the one that is there if it is of this boot, else a new one."""
     note = _read_note(folder)
     slab = None
-    if note is not None and note.memfd is None and not (folder / note.slab).is_symlink():
+    if note is not None and not (folder / note.slab).is_symlink():  # to a memfd, which has ended
         with contextlib.suppress(FileNotFoundError):
             slab, note = _old_slab(folder, note, capacity)
     if slab is None or note is None:

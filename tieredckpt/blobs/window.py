@@ -67,6 +67,5 @@ def window(fd: int, size: int, placed: Sequence[Placed], release: Callable[[], N
         )
         if where != base + extent.position:
             raise TierUnavailable(f"cannot map an extent of the slab: {os.strerror(ctypes.get_errno())}")
-    array = np.frombuffer(memory, dtype=np.uint8)
-    array.flags.writeable = False
-    return array
+    # Of memory that is read-only to Python too: numpy would let a mere flag be set back.
+    return np.frombuffer(memoryview(memory).toreadonly(), dtype=np.uint8)

@@ -99,7 +99,7 @@ def demo(
 def _run(plan: Plan, config: Path) -> bool:
     say = output().print
     say(f"1. Train {plan.steps} steps without a store, for reference.", style="bold")
-    with _training(plan.steps) as training:
+    with _training(plan.steps) as training, waiting("training"):
         reference = training.next()
     _tell_done(reference)
 
@@ -118,8 +118,9 @@ def _run(plan: Plan, config: Path) -> bool:
             restored = told
             _tell_restored(saved, restored)
             told = training.next()
-        while told["event"] != "done":
-            told = training.next()
+        with waiting("training"):
+            while told["event"] != "done":
+                told = training.next()
     _tell_done(told)
     return _judge(reference, restored, told)
 
@@ -128,7 +129,7 @@ def _killed(plan: Plan, config: Path) -> list[dict[str, Any]]:
     """Run the training until the half-way step is saved and the one before it on disk, and kill it there."""
     saved: list[dict[str, Any]] = []
     missing = {plan.kill_at, plan.on_disk}
-    with _training(plan.steps, "--store", str(config), "--attended") as training:
+    with _training(plan.steps, "--store", str(config), "--attended") as training, waiting("training"):
         while missing:
             told = training.next()
             saved.append(told)
@@ -190,8 +191,7 @@ class _Training:
     def next(self) -> dict[str, Any]:
         """What it tells next; an error that ends the demo when it ended, or cannot write to the disk."""
         assert self._process.stdout is not None
-        with waiting("training"):
-            line = self._process.stdout.readline()
+        line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             self._complaints.seek(0)

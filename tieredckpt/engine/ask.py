@@ -18,8 +18,8 @@ _log = logging.getLogger("tieredckpt")
 def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
     """Whether a step is to be promoted to a tier on its own: it is on the live line, not there, and wanted.
 
-    A step older than what the tier holds already is wanted only if the tier would retain it: what was evicted
-    there does not come back, and neither does what was evicted by hand.
+    What left the tier does not come back; a step older than what the tier holds is wanted only if the tier would
+    retain it, for another process may have let it go.
     """
     if tier.index == 0 or step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
         return False

@@ -74,7 +74,7 @@ class Collector:
         finally:
             tier.leaving.discard(step)
         records = self._state.records()
-        tier.evicted = {gone for gone in (*tier.evicted, step) if gone in records}
+        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         self._state.changed.beat()
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Awaitable, Callable
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ram import RamStore, shared_memory_root
+from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
-from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, NotFound, TieredCkptError
-from tieredckpt.format.manifest import StoreMarker
+from tieredckpt.engine.tier import MARKER_MAX, Tier
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StoreMarker, decode_marker
 
-__all__ = ["connect", "identify", "make_tiers", "open_slower"]
+__all__ = ["connect", "identify", "make_tiers", "open_slower", "reopen"]
+
+_log = logging.getLogger("tieredckpt")
 
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
@@ -78,6 +83,7 @@ async def connect(state: State, tier: Tier) -> None:
 
     Raises:
         Conflict: it belongs to another store, or another writer holds it.
+        NotFound: it is a RAM tier with what another store left, and not to be written to.
         TierUnavailable, Corrupt: it cannot be read.
     """
     marker = await tier.open()
@@ -89,7 +95,12 @@ async def connect(state: State, tier: Tier) -> None:
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
                 f"{state.marker.store}); point the tier to a folder of its own"
             )
+        elif state.read_only:
+            raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
         else:
+            _log.warning(
+                "tier %r: what another store (%s) left at %s is removed", tier.name, marker.store, tier.store.location
+            )
             await tier.wipe()
             marker = None
     if not state.read_only and tier.ram is None and tier.lease is None:
@@ -102,6 +113,34 @@ async def connect(state: State, tier: Tier) -> None:
         await tier.mark(state.marker)
     await survey(tier)
     tier.marker = marker or state.marker
+
+
+async def reopen(state: State, tier: Tier) -> bool:
+    """Open a slower tier once more beside its store that fails, as after its file system was mounted anew.
+
+    True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
+    place where a file system is to be mounted, and is left alone. Raises as opening does.
+    """
+    if isinstance(tier.config, PosixTier) and not await asyncio.to_thread(tier.config.path.is_dir):
+        return False
+    return await whole(_reopen(state, tier))
+
+
+async def _reopen(state: State, tier: Tier) -> bool:
+    blobs = await tier.connect()
+    try:
+        found = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
+    except (NotFound, Corrupt, TierUnavailable):
+        found = None
+    if found is None or found != state.marker:
+        await blobs.close()
+        return False
+    old, tier.blobs = tier.blobs, blobs
+    if tier.lease is not None:
+        tier.lease.store = blobs
+    if old is not None:
+        await old.close()
+    return True
 
 
 async def _adopt(state: State, marker: StoreMarker) -> None:

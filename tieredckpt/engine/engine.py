@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -214,6 +214,7 @@ class Engine:
         Raises:
             NotFound: a step number that no tier holds.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
+            Corrupt: every step there is has a damaged commit.
         """
         state = self.state
         records = state.records()
@@ -224,6 +225,13 @@ class Engine:
                 raise TierUnavailable(
                     f"no tier that answers holds a step, and {', '.join(repr(tier.name) for tier in silent)} cannot be "
                     f"read ({silent[0].error}); to start afresh all the same, take it out of the configuration"
+                )
+            damaged = {step: tier.name for tier in state.tiers for step in tier.damaged}
+            if damaged:
+                raise Corrupt(
+                    f"no step can be read: the commit of {max(damaged)} on tier {damaged[max(damaged)]!r}"
+                    + (f" and of {len(damaged) - 1} other steps are" if len(damaged) > 1 else " is")
+                    + " damaged; to start afresh all the same, move what is there out of the tier"
                 )
             return None
         found = state.newest() if step is None else None
@@ -304,10 +312,10 @@ class Engine:
 
     # -- by hand ------------------------------------------------------------------------------------------
 
-    async def promote(self, step: StepId, name: str) -> int:
+    async def promote(self, number: int, name: str) -> int:
         """Copy a step to a tier now, whatever its policy says; the bytes written."""
         self._check_writable("promote")
-        tier = self.state.tier(name)
+        step, tier = self.state.find(number), self.state.tier(name)
         if tier.ram is not None:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
         tier.dismissed.discard(step)
@@ -315,10 +323,10 @@ class Engine:
         await self.collector.settle(tier)
         return written
 
-    async def evict(self, step: StepId, name: str) -> None:
+    async def evict(self, number: int, name: str) -> None:
         """See `Collector.evict`."""
         self._check_writable("evict")
-        tier = self.state.tier(name)
+        step, tier = self.state.find(number, damaged=True), self.state.tier(name)
         tier.dismissed.add(step)
         try:
             await self.collector.evict(step, tier)
@@ -335,21 +343,30 @@ class Engine:
             if not tier.healthy:
                 continue
             sparse = await self.collector.sparse_packs(tier)
+            rewritten = 0
             if sparse:
                 users = await self.collector.users_of(tier, sparse)
                 await self.collector.forget_packs(tier, sparse)
                 for step in users:
                     if step in tier.held:  # and was not evicted meanwhile
-                        await copy_step(self.state, self.collector, step, tier, again=True)
-            reclaimed.append(await self.collector.collect(tier))
+                        rewritten += await copy_step(self.state, self.collector, step, tier, again=True)
+            collected = await self.collector.collect(tier)
+            reclaimed.append(replace(collected, nbytes=collected.nbytes - rewritten))
         return reclaimed
 
     async def verify(
-        self, step: StepId, name: str | None, *, repair: bool, progress: Callable[[int], None] | None = None
+        self,
+        number: int | None,
+        serial: int | None,
+        name: str | None,
+        *,
+        repair: bool,
+        progress: Callable[[int], None] | None,
     ) -> list[Verified]:
         """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
         if repair:
             self._check_writable("repair")
+        step = self.state.find(number, serial, damaged=number is not None)
         tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
         holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
         if not holding:

@@ -67,7 +67,8 @@ class Lease:
     """The right to write to one tier, from `acquire` to `release`."""
 
     def __init__(self, store: BlobStore, tier: str, ttl: float) -> None:
-        self._store = store
+        self.store = store
+        """Of the tier; another one when that was opened anew."""
         self._tier = tier
         self._ttl = ttl
         self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
@@ -87,7 +88,7 @@ class Lease:
     async def renew(self) -> None:
         """Say that this writer is alive. Raises `Conflict` when another took over while it was not heard of."""
         try:
-            await self._store.stat(self._key)
+            await self.store.stat(self._key)
         except NotFound:
             self._taken_at = time.time()  # taken for dead and removed: whoever came since is first now
         await self._write()
@@ -95,27 +96,27 @@ class Lease:
 
     async def release(self) -> None:
         """Give the lease back."""
-        await self._store.delete(self._key)
+        await self.store.delete(self._key)
 
     async def _write(self) -> None:
         holder = await asyncio.to_thread(_this_process, self._taken_at)
-        await self._store.put(self._key, [msgspec.json.encode(holder)])
+        await self.store.put(self._key, [msgspec.json.encode(holder)])
 
     async def _others(self) -> list[tuple[_Holder, str]]:
         """The live holders beside this one, with their keys; what the dead left behind is removed."""
         found = []
-        async for info in self._store.list(layout.LEASES):
+        async for info in self.store.list(layout.LEASES):
             if info.key == self._key:
                 continue
             try:
-                data = await self._store.get(info.key, limit=_SIZE_MAX)
+                data = await self.store.get(info.key, limit=_SIZE_MAX)
                 holder = msgspec.json.decode(data, type=_Holder)
             except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # released just now, or torn by a crash: neither holds anything
             if await asyncio.to_thread(_is_alive, holder, self._ttl):
                 found.append((holder, info.key))
             else:
-                await self._store.delete(info.key)
+                await self.store.delete(info.key)
         return found
 
     async def _give_way(self) -> None:
@@ -127,7 +128,7 @@ class Lease:
     def _conflict(self, found: tuple[_Holder, str]) -> Conflict:
         holder, _ = found
         return Conflict(
-            f"tier {self._tier!r} at {self._store.location} is being written to by {holder}; close that store first, "
+            f"tier {self._tier!r} at {self.store.location} is being written to by {holder}; close that store first, "
             f"or open this one with read_only=True (a holder on another machine that has died is believed for "
             f"{self._ttl:g} s after its last sign of life)"
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.connect import reopen
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.source import SilentSource
 from tieredckpt.engine.state import State
@@ -20,6 +22,9 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["Promoter"]
 
 _log = logging.getLogger("tieredckpt")
+
+_LOOK_AGAIN = 30.0
+"""Seconds after which policies are asked again though nothing happened: an answer may depend on the time."""
 
 _SOURCE_RETRY = 2.0
 """Seconds until a step that only a silent tier has the bytes of is tried again."""
@@ -40,6 +45,10 @@ class Promoter:
         """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
         """When those are tried again that a silent tier may have."""
+        self._rests = 0
+        """How often nothing was found due."""
+        self._waiters = 0
+        """How many wait for that."""
 
     def next_due(self) -> StepId | None:
         """The step to promote next: the newest that is due, for it is the one a restart would take."""
@@ -50,10 +59,15 @@ class Promoter:
         waiting = (step for step in state.records() if step not in self.stuck and is_due(state, step, self.tier, view))
         return max(waiting, default=None)
 
-    @property
-    def idle(self) -> bool:
-        """Whether the tier has all that it should have."""
-        return self.busy is None and self.next_due() is None
+    async def rest(self) -> None:
+        """Return when it has looked anew and found nothing due, or when its tier fails."""
+        before = self._rests
+        self._waiters += 1
+        try:
+            self._state.changed.beat()
+            await self._state.changed.until(lambda: self._rests != before or self.tier.error is not None)
+        finally:
+            self._waiters -= 1
 
     async def run(self) -> None:
         """Work until cancelled. Errors of the tier are reported and retried, never raised."""
@@ -69,8 +83,11 @@ class Promoter:
                     await self._promote(step)
                     continue
                 self._succeeded()
-                soonest = min(self._retry_at.values(), default=None)
-                await self._state.changed.wait(None if soonest is None else soonest - time.monotonic())
+                self._rests += 1
+                if self._waiters:
+                    self._state.changed.beat()
+                soonest = min(self._retry_at.values(), default=math.inf) - time.monotonic()
+                await self._state.changed.wait(min(soonest, _LOOK_AGAIN))
             except TieredCkptError as error:
                 self._state.report(self.tier, error)
             except Exception as error:
@@ -81,21 +98,27 @@ class Promoter:
         """See that a tier that failed works, is still the one that it was, and still ours; else open it anew."""
         tier = self.tier
         if await self._is_itself():
-            if tier.lease is not None:
-                await tier.lease.renew()
             return
-        tier.marker = None
+        if tier.marker is None and tier.blobs is not None and tier.ram is None:
+            await reopen(self._state, tier)
+        tier.marker = None  # what it holds is not known
         await self._connect(tier)
 
     async def _is_itself(self) -> bool:
-        if self.tier.marker is None:
+        tier = self.tier
+        if tier.marker is None:
             return False
         try:
-            return await self.tier.probe()
+            if not await tier.probe():
+                return False
+            if tier.lease is not None:
+                await tier.lease.renew()  # which shows besides that it can be written to
         except TierUnavailable:
-            if self.tier.ram is None:
+            # Nobody mounts shared memory again: where that went away it is made anew.
+            if tier.ram is None and not await reopen(self._state, tier):
                 raise
-            return False  # nobody mounts it again: shared memory that went away is made anew
+            return False
+        return True
 
     async def _promote(self, step: StepId) -> None:
         self.busy = step

@@ -5,21 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from tieredckpt.config import KvstoreTier
+from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import NotFound
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId
 
 __all__ = ["array_spec"]
 
 
-def array_spec(tier: Tier, step: StepId, key: str) -> dict[str, Any]:
-    """A TensorStore spec of one array of a step on one tier: zarr3 over OCDBT over the tier's own kvstore."""
+async def array_spec(state: State, step: int, key: str, name: str | None) -> dict[str, Any]:
+    """A TensorStore spec of one array of a step: zarr3 over OCDBT over the own kvstore of a tier that holds it.
+
+    Raises `NotFound` for a step, tier or key that is not there.
+    """
+    found = state.find(step)
+    tier = state.tier(name) if name is not None else state.holders(found)[0]
+    index = await tier.load_index(found)
+    if key not in index.arrays:
+        raise NotFound(f"{found} has no array {key!r}; `tieredckpt show {step}` lists them")
     return {
         "driver": "zarr3",
         "kvstore": {
             "driver": "ocdbt",
             "base": _folder(tier, ""),
-            "manifest": _folder(tier, layout.step_folder(step.step, step.serial)),
+            "manifest": _folder(tier, layout.step_folder(found.step, found.serial)),
         },
         "path": key,
     }

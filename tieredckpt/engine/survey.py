@@ -41,6 +41,7 @@ async def survey(tier: Tier) -> None:
     await _all(partial(_find_step, tier, step) for step in sorted(manifests))
     if tier.slab_index is not None:
         await _claim_extents(tier)
+        await _remove_strays(tier)
     elif tier.ram is None:
         await _find_packs(tier)
 
@@ -63,10 +64,21 @@ async def _find_step(tier: Tier, step: StepId) -> None:
         if record.id != step:
             raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
     except (Corrupt, NotFound) as error:
+        if isinstance(error, NotFound) and await _left(tier, step):
+            return
         tier.damaged[step] = error
         _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
     else:
         tier.held[step] = Held(record, btree_key)
+
+
+async def _left(tier: Tier, step: StepId) -> bool:
+    """Whether the step's writer evicted it since it was listed: a reader beside it is no judge of that."""
+    try:
+        await tier.store.stat(layout.manifest_key(step.step, step.serial))
+    except NotFound:
+        return True
+    return False
 
 
 async def _claim_extents(tier: Tier) -> None:
@@ -83,6 +95,15 @@ async def _claim_extents(tier: Tier) -> None:
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
         await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
         tier.drop(step)
+
+
+async def _remove_strays(tier: Tier) -> None:
+    """Delete what no committed step refers to: nobody else writes to RAM, so it was left by one that died."""
+    known = {held.btree_key for held in tier.held.values()}
+    known |= {layout.manifest_key(step.step, step.serial) for step in tier.held}
+    async for info in tier.store.list(layout.STEPS):
+        if info.key not in known:
+            await tier.store.delete(info.key)
 
 
 def _adopt(tier: Tier, index: StepIndex) -> bool:

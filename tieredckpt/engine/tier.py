@@ -33,11 +33,13 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
-__all__ = ["Held", "Tier", "unique_extents"]
+__all__ = ["MARKER_MAX", "Held", "Tier", "unique_extents"]
 
 _log = logging.getLogger("tieredckpt")
 
-_SMALL = 64 << 10
+MARKER_MAX = 64 << 10
+"""Bytes of the largest marker that is read."""
+
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 32
 _INDEXES_KEPT = 8
@@ -84,11 +86,9 @@ class Tier:
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted: held no more, for whoever looks for another copy."""
     dismissed: set[StepId] = field(default_factory=set)
-    """Steps that were evicted by hand: they come back by hand only."""
+    """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
-    evicted: set[StepId] = field(default_factory=set)
-    """Steps of other tiers that left this one: they do not come back by themselves."""
     doubtful: set[StepId] = field(default_factory=set)
     """Steps whose last commit failed in a way that may have succeeded all the same."""
     lease: Lease | None = None
@@ -167,7 +167,7 @@ class Tier:
         if self.blobs is None:
             await whole(self._connect())
         try:
-            data = await self.store.get(layout.MARKER, limit=_SMALL)
+            data = await self.store.get(layout.MARKER, limit=MARKER_MAX)
         except NotFound:
             return None
         return decode_marker(data, self.store.location)
@@ -263,7 +263,7 @@ class Tier:
         self.held[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
-        self.evicted.discard(step)
+        self.dismissed.discard(step)
         self.index_bytes[step] = len(index.btree) + len(index.manifest)
         self.remember(step, StepIndex(record, dict(arrays)))
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
@@ -308,7 +308,9 @@ class Tier:
     async def probe(self) -> bool:
         """Whether the tier answers and still is what it was, by its marker. Raises as a blob store does."""
         try:
-            return decode_marker(await self.store.get(layout.MARKER, limit=_SMALL), self.store.location) == self.marker
+            return (
+                decode_marker(await self.store.get(layout.MARKER, limit=MARKER_MAX), self.store.location) == self.marker
+            )
         except NotFound:
             return False
 

@@ -48,12 +48,11 @@ async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
     Raises:
         TieredCkptError: a tier that still lacks a step failed; the others have theirs.
     """
-    await state.changed.until(
-        lambda: all(promoter.idle or promoter.tier.error is not None for promoter in promoters.values())
-    )
     for promoter in promoters.values():
-        if promoter.tier.error is not None and not promoter.idle:
-            raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {promoter.next_due()}: ")
+        await promoter.rest()
+    for promoter in promoters.values():
+        if promoter.tier.error is not None and (due := promoter.next_due()) is not None:
+            raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {due}: ")
         for step, error in promoter.stuck.items():
             if step in state.records():
                 raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")

@@ -185,9 +185,7 @@ class Snapshot:
     def in_slab(self, pack: str) -> dict[tuple[int, int], Chunk]:
         """Where every copied cell lies, as extents of ``pack``."""
         return {
-            (done.cell.array, done.cell.ordinal): Chunk(
-                done.digest, Extent(pack, done.offset, done.cell.nbytes)
-            )
+            (done.cell.array, done.cell.ordinal): Chunk(done.digest, Extent(pack, done.offset, done.cell.nbytes))
             for done in self.copied
         }
 

@@ -303,6 +303,24 @@ async def test_removed_it_is_gone_and_opened_again_it_is_empty(folder: Path) -> 
         assert [info async for info in store.list("")] == []
 
 
+async def test_nobody_gets_a_folder_that_is_being_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink, refused = Path.unlink, []
+
+    def try_first(path: Path, **arguments: bool) -> None:
+        with pytest.raises(Conflict):
+            RamStore.open(folder, MIB)
+        refused.append(path.name)
+        unlink(path, **arguments)
+
+    async with opened(folder) as store:
+        for name in ("a", "m", "z"):
+            await store.put(name, [b"x"])
+        monkeypatch.setattr(Path, "unlink", try_first)
+        store.remove()
+        monkeypatch.undo()
+    assert sorted(refused) == ["a", "lock", "m", "slab.json", "z"]
+
+
 async def test_who_waits_for_the_lock_of_a_folder_that_is_removed_gets_a_new_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,13 @@ def test_an_unreadable_commit_is_damage_until_it_is_mended(run: Run, trained: Pa
     assert run("verify", trained, "--all").exit_code == 0
 
 
+def test_a_commit_that_is_torn_under_a_reader_is_damage(trained: Path) -> None:
+    with CheckpointStore.open(trained, read_only=True).sync() as store:
+        next((trained.parent / "disk" / "steps").glob("*3-*/btree")).write_bytes(b"torn")
+        (found,) = store.verify(3, "disk")
+    assert (found.damaged, found.repaired, found.intact) == (("tieredckpt/step.json",), False, False)
+
+
 def test_a_step_that_only_a_torn_commit_tells_of_fails_all(run: Run, trained: Path, shared_memory: Path) -> None:
     for path in shared_memory.rglob("manifest.ocdbt"):
         path.unlink()
@@ -90,7 +97,7 @@ def test_a_step_that_only_a_torn_commit_tells_of_fails_all(run: Run, trained: Pa
 
 def test_a_tier_that_stops_answering_is_not_called_intact(trained: Path, faults: FaultyTiers) -> None:
     with CheckpointStore.open(trained, read_only=True).sync() as store:
-        faults["disk"].kill(TierUnavailable("unplugged"))
+        faults["disk"].fail("get_into", TierUnavailable("unplugged"), times=None)
         (found,) = store.verify(3, "disk")
     assert not found.intact
     assert not found.repaired

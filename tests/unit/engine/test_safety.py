@@ -93,6 +93,7 @@ class PromoteNonsense(Promotion):
 
 
 TIERS = ("ram", "disk", "far")
+DURABLE = TIERS[1:]
 RETENTIONS = ["test_nothing", "test_nonsense", "test_raises"]
 EVICTIONS = ["test_newest_first", "test_order_nonsense", "test_order_raises"]
 
@@ -129,10 +130,8 @@ class Keeper:
                 self.held.setdefault(tier, set()).add(serial)
             case StepEvicted(serial=serial, tier=tier):
                 self.held[tier].discard(serial)
-                slower = [
-                    self.held.get(name, set()) for name in ("ram", "disk", "far")[("ram", "disk", "far").index(tier) :]
-                ]
-                if not any(max(serials, default=0) >= serial for serials in slower):
+                as_safe = [self.held.get(name, set()) for name in (TIERS if tier == "ram" else DURABLE)]
+                if not any(max(serials, default=0) >= serial for serials in as_safe):
                     self.broken.append(f"serial {serial} left {tier} before a newer one was as safe: {self.held}")
 
 

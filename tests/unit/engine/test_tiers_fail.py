@@ -12,7 +12,7 @@ from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
 
@@ -121,14 +121,15 @@ async def test_a_folder_that_was_moved_away_and_back_is_caught_up(
 async def test_a_folder_that_was_emptied_is_filled_again(
     two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
 ) -> None:
-    """Its chunks are written anew: nothing refers to packs that went with the folder."""
+    """Its chunks are written anew: nothing refers to packs that went."""
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
         await (await store.save(1, tree(1))).reached("disk")
-        shutil.rmtree(disk)
-        with pytest.raises(TieredCkptError):
+        faults["disk"].fail("put", TierUnavailable("no answer"))
+        for path in disk.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with pytest.raises(TierUnavailable):
             await (await store.save(2, tree(1))).reached("disk")
-        disk.mkdir(exist_ok=True)
         await heard.first(TierRecovered)
         await store.flush()
         assert [found.damaged for found in await store.verify(2)] == [(), ()]
@@ -137,6 +138,28 @@ async def test_a_folder_that_was_emptied_is_filled_again(
         assert restored is not None
         assert (restored.step, set(restored.sources)) == (2, {"disk"})
         assert_same(restored.tree, tree(1))
+
+
+async def test_a_folder_that_was_mounted_anew_is_found_by_its_marker(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    """An empty folder in its place may be where it is to be mounted: nothing is written there."""
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        away = disk.with_name("away")
+        disk.rename(away)
+        disk.mkdir()
+        for step in (2, 3):
+            with pytest.raises(TierUnavailable):
+                await (await store.save(step, tree(step))).reached("disk")
+        assert list(disk.iterdir()) == []
+        disk.rmdir()
+        shutil.copytree(away, disk)
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert [found.damaged for step in (1, 2, 3) for found in await store.verify(step)] == [()] * 6
+        assert len(list((disk / "leases").iterdir())) == 1
 
 
 async def test_a_full_tier_is_reported_and_caught_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:

@@ -163,7 +163,7 @@ async def test_wait_does_not_wait_for_a_snapshot_that_is_damaged_and_cannot_be_p
         await s.fill(1, 2)
         await flip_chunk(s.store, "ram", 2, "x")
         s.gate.release()
-        with pytest.raises(Corrupt, match="array 'x' of step 2 .* is lost"):
+        with pytest.raises(Corrupt, match=r"array 'x' of step 2 .* is lost"):
             await s.store.flush()
         for step in (3, 4, 5):
             async with asyncio.timeout(AT_ONCE):

@@ -1,0 +1,380 @@
+"""Damage on any tier is found, read around and mended; what is lost everywhere is named, and never made up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
+
+from tieredckpt import CheckpointStore
+from tieredckpt.engine.packs import stored_size
+from tieredckpt.errors import Corrupt
+from tieredckpt.events import ChunkRepaired, StepRestored
+
+TIERS = ("ram", "disk", "far")
+KEYS = ("a", "b", "c")
+PER_ARRAY = 3
+
+
+def state(seed: int) -> dict[str, Any]:
+    """Three arrays of three chunks, an inline one, and a number."""
+    rng = np.random.default_rng(seed)
+    return {key: rng.integers(0, 255, PER_ARRAY * CHUNK, dtype=np.uint8) for key in KEYS} | {
+        "inline": rng.standard_normal(7),
+        "step": seed,
+    }
+
+
+TOTAL = len(KEYS) * PER_ARRAY * CHUNK + 7 * 8
+
+
+@pytest.fixture
+def place(shared_memory: Path) -> Path:
+    return shared_memory
+
+
+@asynccontextmanager
+async def opened(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
+    """A store over some of the tiers, all of them by default."""
+    tiers = {"ram": ram(place, on_close="keep")}
+    tiers |= {name: folder(place / "of-test" / name, retain="all") for name in ("disk", "far")}
+    async with CheckpointStore.open(config({name: tiers[name] for name in names or TIERS})) as store:
+        yield store
+
+
+@asynccontextmanager
+async def saved(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
+    """A store with step 1 on every tier."""
+    async with opened(place, *names) as store:
+        await store.save(1, state(1))
+        await store.flush()
+        yield store
+
+
+async def restored(store: CheckpointStore, how: str = "copy") -> dict[str, int]:
+    """Restore step 1 bit for bit; the bytes from each tier."""
+    target = {key: np.zeros_like(value) for key, value in state(1).items() if key != "step"} | {"step": 0}
+    arguments = {"copy": {}, "into": {"into": target}, "like": {"like": state(2)}}[how]
+    found = await store.restore(1, resume=False, **arguments)
+    assert found is not None
+    assert_same(found.tree, state(1))
+    if how == "into":
+        assert_same({**target, "step": 1}, state(1))
+    return dict(found.sources)
+
+
+async def assert_clean(store: CheckpointStore, *tiers: str) -> None:
+    """Step 1 is on these tiers and on no others, and nothing of it is damaged there."""
+    await store.flush()
+    results = await store.verify(1)
+    assert {found.tier: found.problem for found in results} == dict.fromkeys(tiers or TIERS, "")
+    assert not any(info.damaged for info in await store.steps())
+
+
+# -- chunks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["copy", "into", "like"])
+async def test_a_chunk_that_changed_in_ram_comes_from_the_next_tier_and_is_mended(place: Path, how: str) -> None:
+    async with saved(place) as store:
+        heard = Heard(store)
+        await flip_chunk(store, "ram", 1, "b", 1)
+        assert await restored(store, how) == {"ram": TOTAL - CHUNK, "disk": CHUNK}
+        assert heard.of(StepRestored)[0].sources == {"ram": TOTAL - CHUNK, "disk": CHUNK}
+        await store.flush()
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "ram", "disk")]
+        await assert_clean(store)
+        assert await restored(store, how) == {"ram": TOTAL}
+        assert slab_of(store).used == await bytes_of_listed_steps(store)
+
+
+@pytest.mark.parametrize("how", ["copy", "into", "like"])
+async def test_a_chunk_that_changed_on_disk_comes_from_the_next_tier_and_is_mended(place: Path, how: str) -> None:
+    async with saved(place) as store:
+        heard = Heard(store)
+        await store.evict(1, "ram")
+        await flip_chunk(store, "disk", 1, "b", 1)
+        assert await restored(store, how) == {"disk": TOTAL - CHUNK, "far": CHUNK}
+        await store.flush()
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "disk", "far")]
+        await assert_clean(store, "disk", "far")
+        assert await restored(store, how) == {"disk": TOTAL}
+    async with opened(place) as store:
+        await assert_clean(store, "disk", "far")
+
+
+@pytest.mark.parametrize("how", ["copy", "into"])
+async def test_a_step_of_which_every_tier_lost_something_else_is_put_together(place: Path, how: str) -> None:
+    async with saved(place) as store:
+        await flip_chunk(store, "ram", 1, "a", 0)
+        await flip_chunk(store, "disk", 1, "b", 1)
+        for tier in ("ram", "disk"):
+            await flip_chunk(store, tier, 1, "c", 2)
+        assert await restored(store, how) == {"ram": TOTAL - 2 * CHUNK, "disk": CHUNK, "far": CHUNK}
+        await store.flush()
+        # What was not read was not seen to be damaged: that takes a verification.
+        found = {found.tier: (found.damaged, found.repaired) for found in await store.verify(1, repair=True)}
+        assert found == {"ram": ((), False), "disk": (("b",), True), "far": ((), False)}
+        await assert_clean(store)
+        assert await restored(store, how) == {"ram": TOTAL}
+        await store.evict(1, "ram")
+        assert await restored(store, how) == {"disk": TOTAL}
+
+
+@pytest.mark.parametrize("how", ["copy", "into", "like"])
+async def test_an_array_that_is_damaged_everywhere_is_named_and_nothing_is_made_up(place: Path, how: str) -> None:
+    async with saved(place) as store:
+        for tier in TIERS:
+            await flip_chunk(store, tier, 1, "b", 1)
+        for _ in range(2):
+            with pytest.raises(Corrupt, match=r"array 'b' of step 1 \(serial 1\) is lost: no tier has its chunk 1"):
+                await restored(store, how)
+            await store.flush()
+        whole = await store.restore(1, keys=["a", "c", "inline"])
+        assert whole is not None
+        assert_same(whole.tree, {key: state(1)[key] for key in ("a", "c", "inline")})
+        results = await store.verify(1, repair=True)
+        assert {found.tier: (found.damaged, found.repaired) for found in results} == dict.fromkeys(
+            TIERS, (("b",), False)
+        )
+        with pytest.raises(Corrupt, match="array 'b'"):
+            await store.restore(1, keys=["b"])
+
+
+async def test_an_older_step_is_whole_when_the_newest_is_lost(place: Path) -> None:
+    async with saved(place) as store:
+        await store.save(2, state(2))
+        await store.flush()
+        for tier in TIERS:
+            await flip_chunk(store, tier, 2, "a")
+        with pytest.raises(Corrupt, match="array 'a' of step 2"):
+            await store.restore()
+        await restored(store)
+
+
+async def test_a_chunk_that_two_steps_share_is_mended_for_both(place: Path) -> None:
+    async with saved(place) as store:
+        await store.save(2, state(1) | {"step": 2})
+        await store.flush()
+        await flip_chunk(store, "disk", 2, "a")
+        await store.verify(2, "disk", repair=True)
+        await store.flush()
+        results = await store.verify(1, "disk", repair=True)
+        assert all(found.intact for found in results)
+        await assert_clean(store)
+        assert not any(found.problem for found in await store.verify(2))
+
+
+async def test_a_snapshot_that_changed_before_it_was_promoted_is_lost_and_said_to_be(place: Path) -> None:
+    async with saved(place, "ram", "disk") as store:
+        before = await extents(store, "ram", 1, "a")
+        flip(before[0][0], before[0][1].offset)
+        checkpoint = await store.save(2, state(1) | {"step": 2})  # its chunks are there already, it seems
+        await checkpoint.reached("disk")
+        found = await store.restore(2)
+        assert found is not None
+        assert_same(found.tree, state(1) | {"step": 2})
+
+
+@settings(max_examples=25)
+@given(bad=st.sets(st.tuples(st.sampled_from(TIERS), st.sampled_from(KEYS), st.integers(0, PER_ARRAY - 1))))
+def test_whatever_is_damaged_a_restore_is_right_or_says_what_is_lost(bad: set[tuple[str, str, int]]) -> None:
+    lost = {(key, ordinal) for _, key, ordinal in bad if {(tier, key, ordinal) for tier in TIERS} <= bad}
+
+    async def check(place: Path) -> None:
+        async with saved(place) as store:
+            for tier, key, ordinal in bad:
+                await flip_chunk(store, tier, 1, key, ordinal)
+            if lost:
+                with pytest.raises(Corrupt, match="|".join(f"array '{key}' of step 1" for key, _ in lost)):
+                    await restored(store)
+                return
+            sources = await restored(store)
+            for tier in TIERS:
+                came = sources.get(tier, 0)
+                nearest = [
+                    (key, ordinal)
+                    for key in KEYS
+                    for ordinal in range(PER_ARRAY)
+                    if next(name for name in TIERS if (name, key, ordinal) not in bad) == tier
+                ]
+                assert came == len(nearest) * CHUNK + (7 * 8 if tier == "ram" else 0)
+            await store.flush()
+            for found in await store.verify(1, repair=True):
+                assert found.intact
+            await assert_clean(store)
+
+    place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+    try:
+        asyncio.run(check(place))
+    finally:
+        shutil.rmtree(place)
+
+
+# -- packs ------------------------------------------------------------------------------------------------
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def without_its_footer(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def with_a_changed_footer(path: Path) -> None:
+    flip(path, -60)
+
+
+def of_other_bytes(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+PACKS = [missing, empty, half, without_its_footer, with_a_changed_footer, of_other_bytes, a_folder]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in the same process", "in a new one"])
+@pytest.mark.parametrize("damage", PACKS, ids=lambda damage: damage.__name__)
+async def test_a_damaged_pack_costs_nothing_while_another_tier_has_its_chunks(
+    place: Path, damage: Callable[[Path], None], again: bool
+) -> None:
+    async with saved(place) as store:
+        await store.evict(1, "ram")
+        (path, *_) = {path for key in KEYS for path, _ in await extents(store, "disk", 1, key)}
+        if not again:
+            damage(path)
+            sources = await restored(store)
+            assert sum(sources.values()) == TOTAL
+            await assert_clean(store, "disk", "far")
+            assert await restored(store) == {"disk": TOTAL}
+    if again:
+        damage(path)
+    async with opened(place) as store:
+        sources = await restored(store)
+        assert sum(sources.values()) == TOTAL
+        if damage in (missing, empty, of_other_bytes, a_folder) and again:
+            assert sources == {"disk": 7 * 8, "far": TOTAL - 7 * 8}
+        await assert_clean(store, "disk", "far")
+        await store.save(2, state(2))
+        await store.flush()
+        assert await restored(store) == {"disk": TOTAL}
+
+
+@pytest.mark.parametrize("damage", [missing, half, of_other_bytes], ids=lambda damage: damage.__name__)
+async def test_a_damaged_pack_without_another_copy_is_corrupt(place: Path, damage: Callable[[Path], None]) -> None:
+    async with saved(place, "disk") as store:
+        (path, *_) = {path for key in KEYS for path, _ in await extents(store, "disk", 1, key)}
+        damage(path)
+        with pytest.raises(Corrupt, match=r"array '[abc]' of step 1 \(serial 1\) is lost"):
+            await restored(store)
+        inline = await store.restore(1, keys=["inline"])
+        assert inline is not None
+        assert_same(inline.tree, {"inline": state(1)["inline"]})
+        # The same chunks again: they are written anew, for what is damaged is no longer relied on.
+        await store.verify(1, repair=True)
+        await store.save(2, state(1) | {"step": 2})
+        found = await store.restore(2)
+        assert found is not None
+        assert_same(found.tree, state(1) | {"step": 2})
+
+
+# -- commits ----------------------------------------------------------------------------------------------
+
+
+def flipped(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
+
+
+COMMITS = [missing, empty, half, flipped, of_other_bytes]
+
+
+@pytest.mark.parametrize("name", ["btree", "manifest.ocdbt"])
+@pytest.mark.parametrize("damage", COMMITS, ids=lambda damage: damage.__name__)
+async def test_a_damaged_commit_in_ram_is_dropped_and_the_next_tier_serves(
+    place: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    async with saved(place) as store:
+        path = next(Path(tier_of(store, "ram").store.location).glob(f"steps/*/{name}"))
+        await crash(store)
+    damage(path)
+    async with opened(place) as store:
+        assert slab_of(store).used == await bytes_of_listed_steps(store) == 0
+        assert await restored(store) == {"disk": TOTAL}
+        await assert_clean(store, "disk", "far")
+        await store.save(2, state(2))
+        assert slab_of(store).used == len(KEYS) * PER_ARRAY * stored_size(CHUNK)
+
+
+@pytest.mark.parametrize("name", ["btree", "manifest.ocdbt"])
+@pytest.mark.parametrize("damage", COMMITS, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("with_ram", [True, False], ids=["with RAM", "without RAM"])
+async def test_a_damaged_commit_on_disk_is_written_anew(
+    place: Path, damage: Callable[[Path], None], name: str, with_ram: bool
+) -> None:
+    async with saved(place) as store:
+        path = next(Path(tier_of(store, "disk").store.location).glob(f"steps/*/{name}"))
+        await crash(store)
+    damage(path)
+    if not with_ram:
+        shutil.rmtree(place / "of-test" / "ram")
+    async with opened(place) as store:
+        sources = await restored(store)
+        assert sum(sources.values()) == TOTAL
+        assert "disk" not in sources
+        await assert_clean(store, *(TIERS if with_ram else ("disk", "far")))
+    async with opened(place, "disk", "far") as store:
+        assert await restored(store) == {"disk": TOTAL}
+        await assert_clean(store, "disk", "far")
+
+
+@pytest.mark.parametrize("name", ["btree", "manifest.ocdbt"])
+async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_mended(place: Path, name: str) -> None:
+    async with saved(place) as store:
+        await store.evict(1, "ram")
+        path = next(Path(tier_of(store, "disk").store.location).glob(f"steps/*/{name}"))
+        await crash(store)
+    async with opened(place) as store:
+        flipped(path)
+        await store.engine_loop.call(forget_indexes(store))
+        assert await restored(store) == {"far": TOTAL}
+        await assert_clean(store, "disk", "far")
+
+
+async def forget_indexes(store: CheckpointStore) -> None:
+    for tier in store._engine.state.tiers:
+        tier._indexes.clear()
+
+
+async def test_a_store_of_which_every_commit_is_damaged_says_so(place: Path) -> None:
+    async with saved(place, "disk", "far") as store:
+        paths = [next(Path(tier_of(store, name).store.location).glob("steps/*/btree")) for name in ("disk", "far")]
+    for path in paths:
+        flipped(path)
+    async with opened(place, "disk", "far") as store:
+        with pytest.raises(Corrupt, match=r"no step can be read: the commit of step 1 \(serial 1\) on tier 'far' is dam"):
+            await store.restore()
