@@ -82,9 +82,9 @@ async def _left(tier: Tier, step: StepId) -> bool:
 
 
 async def _claim_extents(tier: Tier) -> None:
-    """Count what every step of the slab uses; those that cannot be read, or do not fit, leave it."""
+    """Count what every step of the slab uses, the newest first; those that cannot be read, or do not fit, leave it."""
     assert tier.ram is not None
-    for step in sorted(tier.held):
+    for step in sorted(tier.held, reverse=True):
         try:
             index = await tier.load_index(step)
             if not _adopt(tier, index):

@@ -221,12 +221,12 @@ def test_a_view_may_be_looked_at_until_the_process_ends(shared_memory: Path, tmp
         tiers = {"ram": {"kind": "ram", "path": sys.argv[1], "capacity": "1 MiB"},
                  "disk": {"kind": "posix", "path": sys.argv[2]}}
         with CheckpointStore.open({"store": {"chunk_size": 65536}, "tiers": tiers}).sync() as store:
-            store.save(1, {"x": np.ones(200_000, np.uint8)})
+            store.save(1, {"x": np.ones(1 << 18, np.uint8)})
             seen.append(store.restore(copy=False).tree["x"])
     """
     command = [sys.executable, "-c", textwrap.dedent(script), shared_memory / "ram", tmp_path / "disk"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "200000\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "262144\n"), done.stderr
 
 
 class ViewsMachine(RuleBasedStateMachine):

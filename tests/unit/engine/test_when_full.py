@@ -175,22 +175,23 @@ async def test_wait_does_not_wait_for_a_snapshot_that_is_damaged_and_cannot_be_p
 
 
 async def test_skip_says_so_and_the_next_save_works(scene: Any) -> None:
-    async with scene("skip", 1) as s:
-        await s.fill(1)
+    async with scene("skip", 2) as s:
+        await s.fill(1, 2)
         async with asyncio.timeout(AT_ONCE):
-            checkpoint = await s.save(2)
-        assert "step 2 was not saved: the slab of tier 'ram' (180 KiB) is full" in checkpoint.skipped
-        assert s.heard.of(SaveSkipped) == [SaveSkipped(2, checkpoint.skipped)]
+            checkpoint = await s.save(3)
+        assert "step 3 was not saved: the slab of tier 'ram' (300 KiB) is full" in checkpoint.skipped
+        assert s.heard.of(SaveSkipped) == [SaveSkipped(3, checkpoint.skipped)]
         for tier in ("ram", "disk"):
-            with pytest.raises(NotFound, match="step 2 was not saved"):
+            with pytest.raises(NotFound, match="step 3 was not saved"):
                 await checkpoint.reached(tier)
         with pytest.raises(NotFound):
-            await s.store.where(2)
-        assert slab_of(s.store).used == STATE, "nothing of it stays behind"
+            await s.store.where(3)
+        assert slab_of(s.store).used == 2 * STATE, "nothing of it stays behind"
+        assert await s.in_ram() == [1, 2], "and nothing had to go for it"
         s.gate.release()
         await s.store.flush()
-        assert not (await s.save(2)).skipped
-        await s.check(1, 2)
+        assert not (await s.save(3)).skipped
+        await s.check(1, 2, 3)
 
 
 async def test_skip_evicts_what_is_promoted_before_it_skips(scene: Any) -> None:
@@ -245,3 +246,17 @@ async def test_replace_prefers_what_is_promoted(scene: Any) -> None:
         assert [event.step for event in s.heard.of(StepEvicted)] == [1]
         gate.release()
         await s.check(1, 2, 3)
+
+
+# -- in any case ------------------------------------------------------------------------------------------
+
+
+async def test_chunks_that_occur_twice_in_a_step_leave_with_it(scene: Any) -> None:
+    async with scene("wait", 2) as s:
+        s.gate.release()
+        for step in range(1, 10):
+            half = state(step)["x"][: CHUNKS * CHUNK // 2]
+            assert not (await s.store.save(step, {"x": np.tile(half, 2)})).skipped
+            await s.store.flush()
+        assert 1 < len(await s.in_ram()) < 9
+        assert slab_of(s.store).used == await bytes_of_listed_steps(s.store)
