@@ -10,7 +10,7 @@ from typing import Any
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.engine.tier import Tier, unique_extents
-from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex, StepId
+from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex
 from tieredckpt.format.ocdbt import Extent
 
 
@@ -53,7 +53,7 @@ async def bytes_of_listed_steps(store: CheckpointStore) -> int:
 async def extents(store: CheckpointStore, tier: str, step: int, key: str) -> list[tuple[Path, Extent]]:
     """The file and the extent of each chunk of an array."""
     found = (await index_of(store, tier, step))[key]
-    root = Path(tier_of(store, tier).store.location)
+    root = Path(tier_of(store, tier).store.location.removeprefix("file://"))
     wheres = [chunk.where for chunk in found.chunks]
     return [(root / where.path, where) for where in wheres if isinstance(where, Extent)]
 
@@ -81,8 +81,3 @@ def arrays_in(tree: Any) -> Iterator[Any]:
             yield from arrays_in(value)
     elif hasattr(tree, "flags"):
         yield tree
-
-
-def step_of(store: CheckpointStore, step: int) -> StepId:
-    """The identity of a step by its number."""
-    return store._engine.state.find(step)

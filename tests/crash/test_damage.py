@@ -336,12 +336,14 @@ async def test_a_step_that_claims_memory_of_a_newer_one_is_dropped_from_ram(plac
         (folder_of_1,) = root.glob("steps/*")
         shutil.copytree(folder_of_1, place / "kept")
         await store.evict(1, "ram")
-        await store.save(2, {key: value for key, value in state(2).items() if key != "c"})
+        slab_of(store).allocate(2 * PER_ARRAY * stored_size(CHUNK))  # so that step 2 lies where array c was
+        await store.save(2, {"a": state(2)["a"]})
+        await store.flush()
         await crash(store)
     shutil.move(place / "kept", folder_of_1)
     async with opened(place) as store:
         assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("disk", "far")), (2, TIERS)]
-        assert slab_of(store).used == await bytes_of_listed_steps(store) == 2 * PER_ARRAY * stored_size(CHUNK)
+        assert slab_of(store).used == await bytes_of_listed_steps(store) == PER_ARRAY * stored_size(CHUNK)
         assert not folder_of_1.exists()
         assert await restored(store) == {"disk": TOTAL}
 
@@ -362,6 +364,9 @@ async def test_a_damaged_commit_on_disk_is_written_anew(
         sources = await restored(store)
         assert sum(sources.values()) == TOTAL
         assert "disk" not in sources
+        if damage is missing and name == "manifest.ocdbt" and not with_ram:
+            await assert_clean(store, "far")  # a step without a commit was never there, or was let go
+            return
         await assert_clean(store, *(TIERS if with_ram else ("disk", "far")))
     async with opened(place, "disk", "far") as store:
         assert await restored(store) == {"disk": TOTAL}

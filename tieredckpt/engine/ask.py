@@ -16,12 +16,15 @@ _log = logging.getLogger("tieredckpt")
 
 
 def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
-    """Whether a step is to be promoted to a tier on its own: it is on the live line, not there, and wanted.
+    """Whether a step is to be promoted to a tier on its own: it is on the live line, nearer, not there, and wanted.
 
     What left the tier does not come back; a step older than what the tier holds is wanted only if the tier would
     retain it, for another process may have let it go.
     """
-    if tier.index == 0 or step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
+    if step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
+        return False
+    mended = step in tier.damaged  # from wherever it is
+    if not mended and not any(step in nearer.held for nearer in state.tiers[: tier.index]):
         return False
     view = view or state.view()
     mine = next((seen for seen in view.steps if seen.serial == step.serial), None)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from tieredckpt.blobs.base import Sweep
 from tieredckpt.blobs.ram import RamStore
-from tieredckpt.blobs.settle import in_thread
+from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.ask import leaving, waits_for_promotion
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier, unique_extents
-from tieredckpt.errors import Conflict, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
 from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -65,7 +65,7 @@ class Collector:
         tier.leaving.add(step)
         try:
             if tier.ram is not None:
-                await self._evict_from_ram(step, tier, tier.ram)
+                await whole(self._evict_from_ram(step, tier, tier.ram))  # half done, it would lose the extents
             else:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
                     for key in await tier.packs_of(step):
@@ -73,6 +73,10 @@ class Collector:
                 await tier.retract(step)
         finally:
             tier.leaving.discard(step)
+            if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
+                self._gone(step, tier)
+
+    def _gone(self, step: StepId, tier: Tier) -> None:
         records = self._state.records()
         tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
@@ -166,6 +170,8 @@ class Collector:
         if tier.ram is not None or not tier.answers:
             return Collected(tier.name)
         async with tier.guards_packs:
+            if orphans:
+                await self._find_strays(tier)
             live = await self._live_packs(tier)
             oldest_kept = time.time() - self._state.config.grace
             dead = [
@@ -177,6 +183,13 @@ class Collector:
             files = await self._sweep(tier, oldest_kept) if orphans else 0
         self._state.changed.beat()
         return Collected(tier.name, len(dead), nbytes, files)
+
+    async def _find_strays(self, tier: Tier) -> None:
+        """Get to know packs whose put failed after it had happened, and those of other writers."""
+        async for info in tier.store.list(layout.PACKS):
+            if info.key not in tier.packs and layout.parse_pack_key(info.key) is not None:
+                tier.packs[info.key] = info.size
+                tier.orphans[info.key] = info.modified or time.time()
 
     async def _live_packs(self, tier: Tier) -> set[str]:
         live: set[str] = set()
@@ -209,12 +222,17 @@ class Collector:
 
     async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
         """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
-        known = {held.btree_key for held in tier.held.values()}
+        known = {held.btree_key for step, held in tier.held.items() if step not in tier.doubtful}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.held, *tier.damaged)}
+        unsure = {*tier.damaged, *tier.doubtful}
+        for step in tier.doubtful & tier.held.keys():  # of its two commits, one is there by now
+            with suppress(Corrupt, NotFound):
+                known.add((await tier.read_index(step))[2])
+                unsure.discard(step)
         strays = {
             info.key: info.modified
             async for info in tier.store.list(layout.STEPS)
-            if info.key not in known and not _belongs(info.key, (*tier.damaged, *tier.doubtful))
+            if info.key not in known and not _belongs(info.key, unsure)
         }
         seen = self._strays.get(tier.name, {})
         # Where the store tells no time of change, a stray is as old as we have known it.
@@ -253,6 +271,11 @@ class Collector:
         async with tier.guards_packs:
             for digest in [digest for digest, extent in tier.chunks.items() if extent.path in packs]:
                 tier.forget(digest)
+            for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
+                with suppress(NotFound):  # evicted meanwhile
+                    for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
+                        if extent.path in packs:
+                            tier.forget(digest)
 
     async def settle(self, tier: Tier) -> None:
         """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""

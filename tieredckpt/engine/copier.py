@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing, suppress
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.packs import Batch, Payload, seal, stored_size, write_packs
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
 from tieredckpt.events import StepPromoted
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
@@ -28,7 +29,15 @@ Need = tuple[str, int]
 """One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
 
 
-async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool = False) -> int:
+async def copy_step(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    again: bool = False,
+    leaving: AbstractSet[str] = frozenset(),
+) -> int:
     """Bring a step to a durable tier, and return the bytes of the packs that it took.
 
     Args:
@@ -37,6 +46,7 @@ async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier
         step: held by some tier.
         tier: the target.
         again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
+        leaving: packs of the tier to which the step committed anew is to refer no more.
 
     Raises:
         NotFound: no tier holds the step.
@@ -50,6 +60,8 @@ async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier)[1].values())
         await _make_room(state, collector, step, tier, need)
         async with tier.guards_packs:
+            if again:
+                await _keep_own_extents(step, tier, leaving)
             needs, sizes = _missing(source, tier)
             written = 0
             if needs:
@@ -60,6 +72,17 @@ async def copy_step(state: State, collector: Collector, step: StepId, tier: Tier
     state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin))
     state.changed.beat()
     return written
+
+
+async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
+    """Let the step go on referring to the bytes that it refers to now, but for those that were forgotten.
+
+    Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
+    """
+    with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
+        for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
+            if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
+                tier.chunks[digest] = extent
 
 
 def _missing(source: StepSource, tier: Tier) -> tuple[dict[bytes, Need], dict[bytes, int]]:
@@ -123,7 +146,7 @@ async def _batches(
                 memory = await batch.lent.enter_async_context(state.scratch.lend(stored_size(sizes[digest])))
                 await source.read(key, ordinal, memory, bad=source.tier if from_slab else None)
                 payload = Payload(digest, sizes[digest], memory)
-                await asyncio.get_running_loop().run_in_executor(state.pool, seal, payload)
+                await in_thread(seal, payload, pool=state.pool)
             batch.payloads.append(payload)
         if batch.payloads:
             full, batch = batch, Batch()
@@ -139,7 +162,7 @@ async def _from_slab(state: State, source: StepSource, key: str, ordinal: int, n
     assert isinstance(chunk.where, Extent)
     offset = chunk.where.offset
     payload = Payload(chunk.digest, nbytes, source.tier.ram.slab.array[offset : offset + stored_size(nbytes)])
-    if await asyncio.get_running_loop().run_in_executor(state.pool, seal, payload):
+    if await in_thread(seal, payload, pool=state.pool):
         return payload
     source.note(source.tier, key, chunk, Corrupt(f"{source.step}: a chunk of {key!r} changed in RAM"))
     return None

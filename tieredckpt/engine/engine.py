@@ -101,6 +101,7 @@ class Engine:
             self._tasks.append(asyncio.create_task(promoter.run(), name=f"tieredckpt promote to {tier.name}"))
             # Each on its own: one that hangs must not let the leases of the others run out.
             self._tasks.append(asyncio.create_task(self._renew_lease(tier), name=f"tieredckpt lease of {tier.name}"))
+        self._tasks.append(asyncio.create_task(self._keep_tidy(), name="tieredckpt collect"))
         self._prefault()
 
     async def _open_tiers(self) -> None:
@@ -134,6 +135,15 @@ class Engine:
                 await tier.lease.renew()
             except TieredCkptError as error:
                 self.state.report(tier, error)
+
+    async def _keep_tidy(self) -> None:
+        """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
+        while True:
+            await asyncio.sleep(self._config.grace)
+            try:
+                await self.collect()
+            except TieredCkptError as error:
+                _log.warning("collection: %s", error)
 
     async def close(self, *, flush: bool, keep_ram: bool) -> None:
         """Finish what is due on the tiers that work, and let everything go.
@@ -349,7 +359,7 @@ class Engine:
                 await self.collector.forget_packs(tier, sparse)
                 for step in users:
                     if step in tier.held:  # and was not evicted meanwhile
-                        rewritten += await copy_step(self.state, self.collector, step, tier, again=True)
+                        rewritten += await copy_step(self.state, self.collector, step, tier, again=True, leaving=sparse)
             collected = await self.collector.collect(tier)
             reclaimed.append(replace(collected, nbytes=collected.nbytes - rewritten))
         return reclaimed

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import Slab
 from tieredckpt.engine.ask import waits_for_promotion
 from tieredckpt.engine.collector import Collector
@@ -78,7 +79,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         return False
     try:
         if not slab.reserved:
-            await asyncio.get_running_loop().run_in_executor(state.pool, _reserve_for_two, slab, need)
+            await in_thread(_reserve_for_two, slab, need, pool=state.pool)
         if not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         while snapshot.pending:

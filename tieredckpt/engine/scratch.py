@@ -6,11 +6,12 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.errors import NoSpace
@@ -54,6 +55,9 @@ class Scratch:
         """
         assert aligned(nbytes) <= self.capacity
         async with self._turn:
+            if self.slab.reserved - self.slab.used < aligned(nbytes) and self.slab.reserved < self.capacity:
+                with suppress(NoSpace):  # then what is out has to come back
+                    await in_thread(self.slab.reserve, self.slab.reserved + nbytes)  # new memory takes its time
             while (offset := self.slab.allocate(nbytes)) is None:
                 if not self.slab.used:
                     raise NoSpace(f"the system has no memory for a buffer of {format_size(nbytes)}; free some")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -198,7 +198,7 @@ async def read_chunk(
     else:
         size = min(aligned(nbytes), where.length)
         await tier.store.get_into(where.path, where.offset, memoryview(memory[:size]))
-    found = await asyncio.get_running_loop().run_in_executor(state.pool, digest_array, memory[:nbytes])
+    found = await in_thread(digest_array, memory[:nbytes], pool=state.pool)
     if found != digest:
         place = where.path if isinstance(where, Extent) else "the index"
         raise Corrupt(f"tier {tier.name!r}: a chunk in {place} has digest {found.hex()}, not {digest.hex()}")

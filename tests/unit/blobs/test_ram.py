@@ -276,7 +276,7 @@ async def test_a_folder_that_is_stale_is_emptied(folder: Path, become: Callable[
         key = store.slab_key
     become(folder, key)
     if become is not with_a_link_for_a_slab:  # which leads a reader to the slab all the same
-        with pytest.raises(NotFound, match="there is no RAM tier|has lost its slab"):
+        with pytest.raises(NotFound, match=r"there is no RAM tier|has lost its slab"):
             RamStore.attach(folder)
     async with opened(folder) as store:
         assert [info async for info in store.list("steps/")] == []

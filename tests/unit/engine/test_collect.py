@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from insight import flip_chunk
+from insight import flip_chunk, index_of, tier_of
 from scenes import CHUNK, Heard, assert_same, config, crash, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
@@ -26,6 +26,7 @@ from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import decode_step
+from tieredckpt.format.ocdbt import Extent
 from tieredckpt.testing.tiers import FaultyTiers
 
 GRACE = 3600.0
@@ -217,6 +218,29 @@ async def test_what_was_freed_is_told_less_what_was_written_anew(place: Place, d
         assert found["disk"].nbytes == before - pack_bytes(place.disk)
 
 
+@pytest.mark.parametrize("why", ["repair", "collection"])
+async def test_what_is_committed_anew_keeps_to_good_bytes_where_a_damaged_copy_is_known_too(
+    place: Place, disk: dict[str, Any], why: str
+) -> None:
+    """A pack with a chunk that was mended lives on for its other chunks, and its footer still lists that one."""
+    async with opened(place, disk) as store:
+        await (await store.save(1, state())).reached("disk")
+        damaged = (await index_of(store, "disk", 1))["w3"].chunks[0]
+        await flip_chunk(store, "disk", 1, "w3")
+        await store.verify(1, "disk", repair=True)
+        await (await store.save(2, changed(2, keeps=4))).reached("disk")
+        # A new process may meet the packs in any order: let it be this one.
+        assert isinstance(damaged.where, Extent)
+        tier_of(store, "disk").chunks[damaged.digest] = damaged.where
+        if why == "repair":
+            await flip_chunk(store, "disk", 2, "w7")
+            await store.verify(2, "disk", repair=True)
+        else:
+            await store.evict(1, "disk")
+            await store.collect()
+        assert [found.problem for found in await store.verify(2, "disk")] == [""]
+
+
 async def test_temporary_files_of_dead_writers_are_swept_and_those_of_live_ones_are_not(place: Place) -> None:
     tier = folder(place.disk)
     async with opened(place, tier) as store:
@@ -321,7 +345,7 @@ ACTS = {
 }
 
 
-@pytest.mark.parametrize("ends", ["crash", "crash without RAM", "comes back"])
+@pytest.mark.parametrize("ends", ["crash", "crash without RAM", "comes back", "comes back, an answer was lost"])
 @pytest.mark.parametrize("name", ACTS)
 async def test_a_device_that_dies_at_any_point_costs_no_step_and_leaves_no_litter(
     place: Place, faults: FaultyTiers, name: str, ends: str
@@ -336,13 +360,16 @@ async def test_a_device_that_dies_at_any_point_costs_no_step_and_leaves_no_litte
         heard = Heard(store)
         trees = await act.prepare(store)
         # The leases stay out of it: a crashed process gives up its own.
-        faults["disk"].fail("*", TierUnavailable("it died"), key="[!l]*", nth=n, times=None)
+        lost = ends == "comes back, an answer was lost"
+        faults["disk"].fail("*", TierUnavailable("it died"), key="[!l]*", nth=n, after=lost, times=None)
+        if lost:
+            faults["disk"].fail("*", TierUnavailable("it died"), key="[!l]*", nth=n + 1, times=None)
         calls = len(faults["disk"].calls)
         with suppress(TieredCkptError, AssertionError):
             await act.run(store)
         made = [call for call in faults["disk"].calls[calls:] if not call.key.startswith(layout.LEASES)]
         got_by = len(made) < n
-        if ends == "comes back":
+        if ends.startswith("comes back"):
             faults["disk"].clear()
             if not all(tier.healthy for tier in await store.tier_infos()):
                 await heard.first(TierRecovered)
@@ -352,6 +379,8 @@ async def test_a_device_that_dies_at_any_point_costs_no_step_and_leaves_no_litte
                 shutil.rmtree(place.root / "of-test" / "ram")
             store = await opened(place, folder(place.disk, retain="all"), **far)
         try:
+            if not ends.startswith("comes back"):  # a step is there whole or not at all
+                assert not any(info.damaged for info in await store.steps()), n
             await assert_sound(store, place, trees, act, n)
         finally:
             await store.close()

@@ -137,6 +137,8 @@ async def test_a_writer_that_another_took_over_from_stops_writing(
         before = sorted(path.name for path in (disk / "steps").iterdir())
         with pytest.raises(Conflict, match="node17"):
             await (await store.save(2, tree(2))).reached("disk")
+        await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) == 4)
+        assert heard.of(TierRecovered) == []
         assert sorted(path.name for path in (disk / "steps").iterdir()) == before
         other.unlink()
         await heard.first(TierRecovered)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scenes import Heard, assert_same, config, crash, folder, ram, tree
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine import state
 from tieredckpt.errors import Conflict, NotFound
 from tieredckpt.events import TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
@@ -66,6 +67,41 @@ async def test_abandoned_steps_leave_first_and_never_come_back_by_themselves(
         assert [info.step for info in await store.steps()] == [10, 11, 12]
         with pytest.raises(NotFound, match="no tier holds step 30"):
             await store.restore(step=30)
+
+
+async def test_where_room_is_short_abandoned_steps_leave_before_older_ones(shared_memory: Path, tmp_path: Path) -> None:
+    room = 4 * 17 * CHUNK  # for four steps: a chunk takes a page more than its bytes
+    settings = config(
+        {"ram": ram(shared_memory), "disk": folder(tmp_path, capacity=room, retain={"kind": "last_n", "n": 1})}
+    )
+    async with CheckpointStore.open(settings) as store:
+        for step in (10, 20, 30):
+            await (await store.save(step, tree(step))).reached("disk")
+        await store.restore(step=10)
+        for step in (11, 12):
+            await (await store.save(step, tree(step))).reached("disk")
+        on_disk = [info.step for info in await store.steps() if "disk" in info.tiers]
+        assert on_disk == [10, 30, 11, 12]
+
+
+async def test_serials_keep_clear_of_those_that_a_silent_tier_turns_out_to_have(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_SERIALS_SKIPPED_WHEN_BLIND", 1)
+    near, far = folder(tmp_path / "near"), folder(tmp_path / "far", retain="all")
+    async with CheckpointStore.open(config({"near": near, "far": far})) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    async with CheckpointStore.open(config({"far": far})) as store:
+        for step in range(2, 7):
+            await store.save(step, {"x": step})
+    faults.refuse("far")
+    async with CheckpointStore.open(config({"near": near, "far": far})) as store:
+        heard = Heard(store)
+        faults.allow("far")
+        await heard.first(TierRecovered)
+        await (await store.save(2, tree(2))).reached("far")
+        assert [info.serial for info in await store.steps()] == [1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_abandoned_steps_stay_where_the_policy_keeps_them(shared_memory: Path, tmp_path: Path) -> None:

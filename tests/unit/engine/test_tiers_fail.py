@@ -103,6 +103,23 @@ async def test_a_put_whose_answer_is_lost_does_no_harm(two_tiers: StoreConfig, f
         assert [found.damaged for found in await store.verify(1)] == [(), ()]
 
 
+async def test_a_commit_whose_answer_is_lost_is_taken_back(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    """What nobody was told of must not be found later, when its packs may be gone."""
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        faults["disk"].fail("put", TierUnavailable("done, but nobody heard"), key="steps/*/manifest.ocdbt", after=True)
+        held = faults["disk"].hold("put", key="steps/*/btree*", nth=2)
+        await store.save(1, tree(1))
+        await held.reached()
+        assert list(disk.rglob("manifest.ocdbt")) == []
+        held.release()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert len(list(disk.rglob("manifest.ocdbt"))) == 1
+
+
 async def test_a_folder_that_was_moved_away_and_back_is_caught_up(
     two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
 ) -> None:
@@ -306,10 +323,10 @@ async def test_a_silent_source_is_not_the_targets_failure(three_tiers: StoreConf
         faults["disk"].kill()
         faults["far"].revive()
         await heard.first(TierFailed, lambda event: event.tier == "disk")
+        await heard.first(TierRecovered, lambda event: event.tier == "far")
         with pytest.raises(TierUnavailable, match="'disk'"):
             await store.flush()
         faults["disk"].revive()
-        await heard.first(TierRecovered, lambda event: event.tier == "disk")
         await heard.first(StepPromoted, lambda event: event.tier == "far")
 
 

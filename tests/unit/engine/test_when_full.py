@@ -36,6 +36,7 @@ class Scene:
     def __init__(self, store: CheckpointStore, faults: FaultyTiers) -> None:
         self.store = store
         self.heard = Heard(store)
+        self.faults = faults
         self.disk = faults["disk"]
         self.gate = self.disk.hold("put", key="packs/*", times=None)
 
@@ -48,7 +49,14 @@ class Scene:
             assert not (await self.save(step)).skipped
             await self.gate.reached()
 
+    def kill(self) -> None:
+        """Let the next tier fail, and what is opened in its place too."""
+        self.faults.refuse("disk")
+        self.disk.kill()
+        self.gate.release()
+
     async def revive(self) -> None:
+        self.faults.allow("disk")
         self.disk.revive()
         await self.heard.first(TierRecovered)
 
@@ -82,6 +90,7 @@ def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> Any:
                 yield scene
             finally:
                 scene.gate.release()
+                faults.allow("disk")
                 scene.disk.revive()
 
     return opened
@@ -125,8 +134,7 @@ async def test_wait_does_not_outlast_a_tier_that_dies(scene: Any, states: int) -
         await s.fill(*steps)
         saving = asyncio.create_task(s.save(99))
         assert await still_waits(saving)
-        s.disk.kill()
-        s.gate.release()
+        s.kill()
         async with asyncio.timeout(SOON):
             skipped = (await saving).skipped
         await s.heard.first(TierFailed)
@@ -139,8 +147,7 @@ async def test_wait_does_not_outlast_a_tier_that_dies(scene: Any, states: int) -
 
 async def test_wait_does_not_begin_to_wait_for_a_tier_that_is_dead(scene: Any) -> None:
     async with scene("wait", 2) as s:
-        s.disk.kill()
-        s.gate.release()
+        s.kill()
         for step in range(1, 8):
             async with asyncio.timeout(AT_ONCE):
                 assert not (await s.save(step)).skipped
@@ -175,23 +182,23 @@ async def test_wait_does_not_wait_for_a_snapshot_that_is_damaged_and_cannot_be_p
 
 
 async def test_skip_says_so_and_the_next_save_works(scene: Any) -> None:
-    async with scene("skip", 2) as s:
-        await s.fill(1, 2)
+    async with scene("skip", 3) as s:
+        await s.fill(1, 2, 3)
         async with asyncio.timeout(AT_ONCE):
-            checkpoint = await s.save(3)
-        assert "step 3 was not saved: the slab of tier 'ram' (300 KiB) is full" in checkpoint.skipped
-        assert s.heard.of(SaveSkipped) == [SaveSkipped(3, checkpoint.skipped)]
+            checkpoint = await s.save(4)
+        assert "step 4 was not saved: the slab of tier 'ram' (420 KiB) is full" in checkpoint.skipped
+        assert s.heard.of(SaveSkipped) == [SaveSkipped(4, checkpoint.skipped)]
         for tier in ("ram", "disk"):
-            with pytest.raises(NotFound, match="step 3 was not saved"):
+            with pytest.raises(NotFound, match="step 4 was not saved"):
                 await checkpoint.reached(tier)
         with pytest.raises(NotFound):
-            await s.store.where(3)
-        assert slab_of(s.store).used == 2 * STATE, "nothing of it stays behind"
-        assert await s.in_ram() == [1, 2], "and nothing had to go for it"
+            await s.store.where(4)
+        assert slab_of(s.store).used == 3 * STATE, "nothing of it stays behind"
+        assert await s.in_ram() == [1, 2, 3], "and nothing had to go for it"
         s.gate.release()
         await s.store.flush()
-        assert not (await s.save(3)).skipped
-        await s.check(1, 2, 3)
+        assert not (await s.save(4)).skipped
+        await s.check(1, 2, 3, 4)
 
 
 async def test_skip_evicts_what_is_promoted_before_it_skips(scene: Any) -> None:
@@ -220,8 +227,7 @@ async def test_replace_drops_the_oldest_snapshot_that_is_not_being_promoted(scen
 
 async def test_replace_never_drops_the_last_copy(scene: Any) -> None:
     async with scene("replace", 1) as s:
-        s.disk.kill()
-        s.gate.release()
+        s.kill()
         assert not (await s.save(1)).skipped
         await s.heard.first(TierFailed)
         for step in (2, 3):
