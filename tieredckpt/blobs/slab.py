@@ -60,6 +60,7 @@ class Slab:
         self._guards_extents = threading.Lock()
         self._reserved = reserved
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
+        self._used = 0
         self._guards_prefault = threading.Lock()
         self._prefaulted = 0
         self._closed = False
@@ -71,9 +72,8 @@ class Slab:
 
     @property
     def used(self) -> int:
-        """Bytes in extents that are handed out."""
-        with self._guards_extents:
-            return self._reserved - sum(length for _, length in self._free)
+        """Bytes in extents that are handed out. Takes no lock: growing holds that for as long as memory takes."""
+        return self._used
 
     @property
     def room(self) -> int:
@@ -92,6 +92,7 @@ class Slab:
                 for i, (offset, length) in enumerate(self._free):
                     if length >= need:
                         self._free[i : i + 1] = [(offset + need, length - need)] if length > need else []
+                        self._used += need
                         return offset
                 if not self._extend(need):
                     return None
@@ -147,12 +148,14 @@ class Slab:
                 return False
             rest = [(start, offset - start), (offset + need, start + length - offset - need)]
             self._free[i : i + 1] = [extent for extent in rest if extent[1]]
+            self._used += need
             return True
 
     def release(self, offset: int, nbytes: int) -> None:
         """Take an extent back; its bytes may be overwritten from now on."""
         with self._guards_extents:
             self._give_back(offset, aligned(nbytes))
+            self._used -= aligned(nbytes)
 
     def _give_back(self, offset: int, length: int) -> None:
         i = bisect.bisect_left(self._free, (offset, 0))

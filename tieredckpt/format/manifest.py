@@ -209,18 +209,14 @@ def _join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where:
 
 def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
     """The record alone, without decoding the chunks. Raises `Corrupt`."""
-    data = _join_parts(
-        layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path
-    )
+    data = _join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
     return _decode_record(data, btree_path)
 
 
 def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     """Everything about a step, from its two files. Raises `Corrupt` for anything that does not fit together."""
     values = dict(ocdbt.decode(manifest, btree, btree_path))
-    record = _decode_record(
-        _join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path
-    )
+    record = _decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
     table = _join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
     arrays: dict[str, ArrayIndex] = {}
     packs: set[str] = set()
@@ -255,9 +251,7 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
         dtype = zarr.dtype_from_name(node.dtype)
         found = arrays.get(node.key)
         if found is None or found.grid.shape != node.shape or found.dtype != _stored_as(dtype):
-            raise Corrupt(
-                f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree"
-            )
+            raise Corrupt(f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree")
         arrays[node.key] = ArrayIndex(found.grid, dtype, found.chunks)
     return StepIndex(record, arrays)
 

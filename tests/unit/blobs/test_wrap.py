@@ -283,6 +283,7 @@ class TestMetered:
             "stat": (2, 0, 0),
             "list": (2, 0, 0),
             "delete": (1, 1, 0),
+            "sweep": (0, 0, 0),
         }
 
     async def test_a_snapshot_does_not_change(self, faulty: Faulty) -> None:

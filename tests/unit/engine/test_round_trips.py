@@ -49,6 +49,8 @@ def other_values(tree: Any) -> Any:
         return type(tree)(other_values(child) for child in tree)
     if isinstance(tree, np.ndarray):
         return np.zeros(tree.shape, tree.dtype)
+    if isinstance(tree, np.generic):
+        return np.zeros((), tree.dtype)[()]  # of a time, with its unit
     return None if tree is None else type(tree)()
 
 
