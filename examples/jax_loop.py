@@ -48,7 +48,7 @@ def main() -> None:
         )
         return {"params": params, "mean": mean, "square": square, "count": count, "key": key}, loss
 
-    with CheckpointStore.open(sys.argv[1] if len(sys.argv) > 1 else "ckpt.toml").sync() as store:
+    with CheckpointStore.open(sys.argv[1] if len(sys.argv) > 1 else "jax-checkpoints").sync() as store:
         state, first = initial(), 1
         restored = store.restore(like=state)
         if restored:

@@ -5,7 +5,7 @@ import numpy as np
 from tieredckpt import CheckpointStore
 
 state = {"weights": np.zeros(1_000_000), "step": 0}
-with CheckpointStore.open("checkpoints").sync() as store:
+with CheckpointStore.open("quickstart-checkpoints").sync() as store:
     restored = store.restore()
     state = restored.tree if restored else state
     for step in range(state["step"] + 1, state["step"] + 4):

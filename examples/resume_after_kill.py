@@ -18,7 +18,7 @@ STEPS, KILLED_AT = 20, 12
 def train() -> None:
     """Train to the end, and save every step."""
     state = {"weights": np.zeros(500_000), "momentum": np.zeros(500_000)}
-    with CheckpointStore.open("checkpoints").sync() as store:
+    with CheckpointStore.open("resume-checkpoints").sync() as store:
         restored = store.restore(into=state)
         if restored:
             print(f"restored step {restored.step} from {', '.join(restored.sources)}", flush=True)

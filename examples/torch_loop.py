@@ -24,7 +24,7 @@ def main() -> None:
     def state() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
 
-    with CheckpointStore.open(sys.argv[1] if len(sys.argv) > 1 else "ckpt.toml").sync() as store:
+    with CheckpointStore.open(sys.argv[1] if len(sys.argv) > 1 else "torch-checkpoints").sync() as store:
         first = 1
         restored = store.restore()
         if restored:

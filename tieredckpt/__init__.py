@@ -27,7 +27,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.inventory import ArrayInfo, StepDetails, StepInfo, TierInfo
 from tieredckpt.store import CheckpointStore
-from tieredckpt.sync import SyncCheckpoint, SyncStore
+from tieredckpt.sync import SyncCheckpoint, SyncRestored, SyncStore
 
 __all__ = [
     "ArrayInfo",
@@ -45,6 +45,7 @@ __all__ = [
     "StepInfo",
     "StoreConfig",
     "SyncCheckpoint",
+    "SyncRestored",
     "SyncStore",
     "TierInfo",
     "TierUnavailable",

@@ -7,19 +7,24 @@ runs on the store's own thread in either case.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.checkpoint import Checkpoint, Restored
+from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.errors import Closed
 from tieredckpt.events import Event
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo
 
 if TYPE_CHECKING:
+    from tieredckpt.config import StoreConfig
     from tieredckpt.engine.collector import Collected
     from tieredckpt.engine.verifier import Verified
+    from tieredckpt.engine.writer import Saved
     from tieredckpt.store import CheckpointStore
 
-__all__ = ["SyncCheckpoint", "SyncStore"]
+__all__ = ["SyncCheckpoint", "SyncRestored", "SyncStore"]
 
 T = TypeVar("T")
 
@@ -38,12 +43,33 @@ class SyncCheckpoint:
         return self.checkpoint.step
 
     @property
+    def saved(self) -> Saved | None:
+        return self.checkpoint.saved
+
+    @property
     def skipped(self) -> str:
         return self.checkpoint.skipped
 
     def reached(self, tier: str) -> None:
         """See `Checkpoint.reached`."""
         self.checkpoint.engine_loop.call_blocking(self.checkpoint.reached(tier))
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRestored:
+    """A step brought back; see `Restored`."""
+
+    step: int
+    serial: int
+    tree: Any
+    metrics: Mapping[str, float]
+    sources: Mapping[str, int]
+    _restored: Restored = field(repr=False, compare=False)
+    _loop: EngineLoop = field(repr=False, compare=False)
+
+    def verified(self) -> None:
+        """See `Restored.verified`."""
+        self._loop.call_blocking(self._restored.verified())
 
 
 class SyncStore:
@@ -53,7 +79,12 @@ class SyncStore:
         self.store = store
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.store.engine_loop.call_blocking(coroutine)
+        try:
+            loop = self.store.engine_loop
+        except Closed:
+            coroutine.close()
+            raise
+        return loop.call_blocking(coroutine)
 
     def __enter__(self) -> Self:
         self.store.open_blocking()
@@ -71,6 +102,10 @@ class SyncStore:
     @property
     def tiers(self) -> tuple[str, ...]:
         return self.store.tiers
+
+    @property
+    def config(self) -> StoreConfig:
+        return self.store.config
 
     def due(self, step: int) -> bool:
         return self.store.due(step)
@@ -100,8 +135,13 @@ class SyncStore:
         into: Any = None,
         copy: bool = True,
         resume: bool | None = None,
-    ) -> Restored | None:
-        return self._run(self.store.restore(step, keys=keys, like=like, into=into, copy=copy, resume=resume))
+    ) -> SyncRestored | None:
+        found = self._run(self.store.restore(step, keys=keys, like=like, into=into, copy=copy, resume=resume))
+        if found is None:
+            return None
+        return SyncRestored(
+            found.step, found.serial, found.tree, found.metrics, found.sources, found, self.store.engine_loop
+        )
 
     def steps(self) -> tuple[StepInfo, ...]:
         return self._run(self.store.steps())

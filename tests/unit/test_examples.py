@@ -20,9 +20,9 @@ def _configured(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "ckpt.toml", tmp_path)
 
 
-def run(name: str, folder: Path, **environment: str) -> list[str]:
+def run(name: str, folder: Path, *arguments: str, **environment: str) -> list[str]:
     """The lines that an example prints, run in ``folder``; whatever it says on stderr fails."""
-    command = [sys.executable, str(EXAMPLES / name)]
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -66,10 +66,17 @@ def test_a_killed_trainer_goes_on_from_ram(tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_framework_resumes(tmp_path: Path, framework: str) -> None:
     pytest.importorskip(framework)
-    assert run(f"{framework}_loop.py", tmp_path) == ["trained to step 25, saved [10, 20]"]
-    first, second = run(f"{framework}_loop.py", tmp_path)
+    assert run(f"{framework}_loop.py", tmp_path, "ckpt.toml") == ["trained to step 25, saved [10, 20]"]
+    first, second = run(f"{framework}_loop.py", tmp_path, "ckpt.toml")
     assert first.startswith("restored step 20, loss ")
     assert second == "trained to step 45, saved [10, 20, 30, 40]"
+
+
+def test_examples_do_not_disturb_each_other(tmp_path: Path) -> None:
+    run("quickstart.py", tmp_path)
+    run("resume_after_kill.py", tmp_path)
+    for framework in ("torch", "jax"):
+        assert run(f"{framework}_loop.py", tmp_path)
 
 
 @pytest.mark.parametrize(("name", "framework"), [("torch_loop.py", "PyTorch"), ("jax_loop.py", "JAX")])

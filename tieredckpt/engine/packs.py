@@ -78,7 +78,8 @@ async def write_packs(tier: Tier, batches: AsyncIterator[Batch]) -> int:
         nonlocal written
         try:
             async with batch.lent:
-                written += await write_pack(tier, batch)
+                nbytes = await write_pack(tier, batch)
+                written += nbytes  # after the await, for another pack is counted meanwhile
         finally:
             slots.release()
 

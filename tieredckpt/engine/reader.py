@@ -26,6 +26,10 @@ __all__ = ["check", "fill", "verify_and_copy"]
 
 Bytes = npt.NDArray[np.uint8]
 
+_DEVICE_READS = 2
+"""Direct reads in flight; with 3, 4 and 6 of 16 MiB the reference device gave a tenth to a quarter less."""
+_REMOTE_READS = 8
+"""Reads in flight where latency, and not the device, is what one waits for."""
 _RUN_SIZE = 16 << 20
 """Small neighbouring extents are read together up to this size."""
 _RUN_GAP = 64 << 10
@@ -193,6 +197,8 @@ def _runs(pieces: list[Piece]) -> list[Run]:
 async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
     """Read runs of extents through scratch memory, several at a time, as much as that holds."""
     failed: list[Piece] = []
+    at_once = _DEVICE_READS if source.tier.store.traits.direct_io else _REMOTE_READS
+    reading = asyncio.Semaphore(at_once)
 
     def unpack(run: Run, memory: Bytes) -> list[Piece]:
         bad = []
@@ -207,7 +213,8 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         size = run.end - run.offset
         async with state.scratch.lend(size) as memory:
             try:
-                await source.tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
+                async with reading:
+                    await source.tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
             except (Corrupt, NotFound, TierUnavailable) as error:
                 bad, why = run.pieces, error
             else:
@@ -227,11 +234,9 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         while waiting:
             await read(waiting.popleft())
 
-    await together([reader() for _ in range(min(_READS_IN_FLIGHT, len(waiting)))])
+    # Besides what is being read, as much is being verified.
+    await together([reader() for _ in range(min(2 * at_once, len(waiting)))])
     return failed
-
-
-_READS_IN_FLIGHT = 4
 
 
 async def _alone(state: State, tier: Tier, piece: Piece) -> bool:

@@ -122,3 +122,14 @@ async def test_a_new_process_knows_what_every_tier_holds(three_tiers: StoreConfi
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, one)
+
+
+async def test_a_promotion_tells_the_bytes_of_all_its_packs(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredckpt.engine.copier._PACK_SIZE", 4 * CHUNK)
+    disk = tmp_path / "disk"
+    tiers = config({"ram": ram(shared_memory), "disk": folder(disk)})
+    async with CheckpointStore.open(tiers) as store:
+        assert (await written(store, 1, state()))["disk"] == pack_bytes(disk)
+    assert len(list(disk.glob("packs/*/*.pack"))) > 4  # several were in flight at once
