@@ -41,7 +41,7 @@ class Checkpoint:
 
     @property
     def skipped(self) -> str:
-        """Why the save was not made, because RAM was full and ``when_full`` says so; else empty."""
+        """Why the save was not made, because RAM was full and what ``when_full`` says did not help; else empty."""
         saved = self.saved
         return saved.skipped if saved is not None else ""
 

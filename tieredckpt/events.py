@@ -47,7 +47,7 @@ class StepSaved(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped(Event):
-    """A save was not made, because the slab was full and ``when_full`` says ``skip``."""
+    """A save was not made, because the slab was full and what ``when_full`` says did not help."""
 
     step: int
     reason: str

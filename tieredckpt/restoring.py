@@ -47,7 +47,7 @@ async def restore(
         read, check = await engine.read(chosen, lambda index: targets or empty_targets(index, names)), None
     tree = await in_thread(_build, wanted, fitted, read)
     if resume and not engine.state.read_only:
-        engine.resume_from(chosen, read.record)
+        await engine.resume_from(chosen, read.record)
     return Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
 
 

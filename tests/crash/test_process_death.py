@@ -255,6 +255,86 @@ async def test_what_another_store_left_in_the_folder_is_removed_with_a_warning(
         assert_same(restored.tree, state(8))
 
 
+async def test_what_another_store_left_is_not_removed_while_nothing_newer_is_held(
+    tiers: dict[str, Any], tmp_path: Path
+) -> None:
+    mine = {"disk": folder(tmp_path / "my own")}
+    async with opened(mine) as store:
+        await store.save(1, state(7))
+    train_and_die(tiers, 3)
+    with pytest.raises(Conflict, match="newer than anything"):
+        async with opened({"ram": tiers["ram"]} | mine):
+            pass
+    async with opened(tiers) as store:
+        await assert_restores(store, 3, "ram")
+
+
+def test_a_forked_worker_neither_keeps_the_folder_nor_frees_it(tiers: dict[str, Any]) -> None:
+    script = """
+import json, os, sys
+from tieredckpt import CheckpointStore, Conflict
+config = json.loads(sys.argv[1])
+with CheckpointStore.open(config).sync() as store:
+    store.save(1, {"n": 1})
+    read, write = os.pipe()
+    if os.fork() == 0:  # a worker that outlives the store, as a data loader's may
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    try:
+        CheckpointStore.open(config).sync().__enter__()
+    except Conflict:
+        print("still locked")
+with CheckpointStore.open(config).sync() as store:
+    print("opened again", store.restore().step)
+os.close(write)
+os.wait()
+"""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        script,
+        json.dumps(settings(tiers), default=str),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["still locked", "opened again 1"], done.stderr
+
+
+async def test_a_worker_that_outlives_a_killed_trainer_is_in_nobodys_way(tiers: dict[str, Any]) -> None:
+    script = """
+import json, os, signal, sys
+from tieredckpt import CheckpointStore
+store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
+store.save(1, {"n": 1})
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.wait4(0, os.WNOHANG)
+signal.pause()
+"""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        script,
+        json.dumps(settings(tiers), default=str),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "forked\n"
+        trainer.kill()
+        trainer.wait()
+        async with opened(tiers) as store:
+            restored = await store.restore()
+            assert restored is not None
+            assert restored.step == 1
+
+
 async def test_who_only_looks_removes_nothing_of_another_store(tiers: dict[str, Any], tmp_path: Path) -> None:
     train_and_die(tiers, 3)
     async with opened({"disk": folder(tmp_path / "another")}) as store:

@@ -25,6 +25,7 @@ import msgspec
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
 from tieredckpt.blobs.folders import Folders
+from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.slab import Slab, aligned
@@ -102,7 +103,7 @@ class RamStore:
         try:
             with contextlib.ExitStack() as undo:
                 lock = _take(folder)
-                undo.callback(os.close, lock)
+                undo.callback(let_go, lock)
                 Folders(folder, 0o700, follow_symlinks=True, fsync=False).sweep(0)  # no writer but us is left
                 slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
                 undo.callback(slab.close)
@@ -175,7 +176,7 @@ class RamStore:
     def share(self, key: str) -> int:
         """A descriptor that holds a shared lock on the object, so that what it refers to is not reused.
 
-        Closing it ends the lock, and so does the death of the process. Raises `NotFound`.
+        `let_go` ends the lock, and so does the death of the process. Raises `NotFound`.
         """
         path = self._folder / key
         try:
@@ -186,7 +187,7 @@ class RamStore:
         if not os.fstat(fd).st_nlink:  # retired before the lock was there to be seen
             os.close(fd)
             raise NotFound(f"{path} is gone")
-        return fd
+        return hold(fd)
 
     def retire(self, key: str) -> Callable[[], bool]:
         """Remove the object at once; the returned function tells whether its last reader has gone."""
@@ -217,7 +218,7 @@ class RamStore:
         while self._retired:
             self._retired.pop().close()
         if self._lock >= 0:
-            os.close(self._lock)
+            let_go(self._lock)
             self._lock = -1
 
     def remove(self) -> None:
@@ -250,7 +251,7 @@ def _take(folder: Path) -> int:
             lock = _lock_folder(folder)
             if os.fstat(lock).st_nlink:
                 return lock
-            os.close(lock)
+            let_go(lock)
 
 
 def _own_folder(path: Path) -> None:
@@ -280,7 +281,7 @@ def _lock_folder(folder: Path) -> int:
         raise Conflict(f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return fd
+    return hold(fd)
 
 
 def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str, str]:

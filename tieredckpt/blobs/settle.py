@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-__all__ = ["in_thread", "note", "outlast", "settle", "together", "whole"]
+from tieredckpt.errors import TierUnavailable
+
+__all__ = ["in_thread", "left_behind_after", "note", "outlast", "settle", "together", "whole"]
 
 T = TypeVar("T")
 
@@ -25,6 +28,33 @@ async def settle(running: asyncio.Future[T], give_up: Callable[[], object]) -> T
 async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor | None = None) -> T:
     """``function(*arguments)`` on a thread of ``pool``; a cancellation is raised when the thread has ended."""
     return await settle(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
+
+
+async def left_behind_after(seconds: float, tier: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` on a daemon thread of its own, which is left behind if it hangs in the device.
+
+    Raises `TierUnavailable` when it has not ended in time. A cancellation leaves it behind at once, so it must
+    not touch the caller's memory.
+    """
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # so that it can be set when nobody waits for it any more
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    threading.Thread(target=work, name=f"tieredckpt {what}", daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(outcome), seconds)
+    except asyncio.TimeoutError:
+        raise TierUnavailable(
+            f"tier {tier!r}: {what} had not ended after {seconds:.1f} s; is its file system mounted and answering? "
+            "If it is only slow, raise `deadline`"
+        ) from None
 
 
 async def whole(work: Coroutine[Any, Any, T]) -> T:

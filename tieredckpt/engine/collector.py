@@ -14,6 +14,7 @@ from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.ask import leaving, waits_for_promotion
 from tieredckpt.engine.safety import why_not
+from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
@@ -44,7 +45,7 @@ class Collector:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._unread: list[tuple[Tier, Callable[[], bool], list[bytes]]] = []
+        self._unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = []
         """Steps retracted from RAM whose extents another process may still be reading."""
         self._strays: dict[str, dict[str, float]] = {}
         """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
@@ -83,10 +84,12 @@ class Collector:
         self._state.changed.beat()
 
     async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
+        slab_index = tier.slab_index
+        assert slab_index is not None
         digests = list(unique_extents((await tier.load_index(step)).arrays)) if step in tier.held else []
         unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial))
         btree_key = tier.drop(step)
-        self._unread.append((tier, unread, digests))
+        self._unread.append((slab_index, unread, digests))
         self._reclaim_unread()
         if btree_key is not None:
             await tier.store.delete(btree_key)
@@ -100,12 +103,11 @@ class Collector:
 
     def _reclaim_unread(self) -> None:
         waiting = []
-        for tier, unread, digests in self._unread:
+        for slab_index, unread, digests in self._unread:
             if unread():
-                if tier.slab_index is not None:
-                    tier.slab_index.drop(digests)
+                slab_index.drop(digests)  # not the tier's of today: RAM may have been made anew since
             else:
-                waiting.append((tier, unread, digests))
+                waiting.append((slab_index, unread, digests))
         self._unread = waiting
 
     async def apply_retention(self, tier: Tier) -> None:
@@ -170,6 +172,8 @@ class Collector:
         if tier.ram is not None or not tier.answers:
             return Collected(tier.name)
         async with tier.guards_packs:
+            if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
+                return Collected(tier.name)
             if orphans:
                 await self._find_strays(tier)
             live = await self._live_packs(tier)

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ram import RamStore, shared_memory_root
-from tieredckpt.blobs.settle import whole
+from tieredckpt.blobs.settle import left_behind_after, whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.lease import Lease
@@ -48,7 +49,7 @@ def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Cal
         return await asyncio.to_thread(RamStore.open, folder, capacity)
 
     async def connect_slower() -> BlobStore:
-        if read_only and isinstance(tier, PosixTier) and not await asyncio.to_thread(tier.path.is_dir):
+        if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
             raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
         store: BlobStore = await open_slower(tier)
         store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
@@ -64,7 +65,7 @@ def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Cal
 async def open_slower(tier: TierConfig) -> BlobStore:
     """The bare blob store of a tier other than RAM, without the wrappers that retry, limit and time."""
     if isinstance(tier, PosixTier):
-        return await asyncio.to_thread(
+        make = partial(
             PosixStore,
             tier.path,
             survives=_SURVIVES[tier.survives],
@@ -72,10 +73,15 @@ async def open_slower(tier: TierConfig) -> BlobStore:
             direct=tier.direct,
             threads=tier.threads,
         )
+        return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
     from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
 
     assert isinstance(tier, KvstoreTier)
     return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives])
+
+
+async def _is_there(tier: PosixTier) -> bool:
+    return await left_behind_after(tier.deadline, tier.name, f"looking for {tier.path}", tier.path.is_dir)
 
 
 async def connect(state: State, tier: Tier) -> None:
@@ -88,7 +94,7 @@ async def connect(state: State, tier: Tier) -> None:
     """
     marker = await tier.open()
     if state.marker is not None and marker is not None and marker.store != state.marker.store:
-        if tier.ram is None and state.made_up and not state.records():
+        if tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
             await _adopt(state, marker)
         elif tier.ram is None:
             raise Conflict(
@@ -98,6 +104,7 @@ async def connect(state: State, tier: Tier) -> None:
         elif state.read_only:
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
         else:
+            await _refuse_to_lose(state, tier, marker)
             _log.warning(
                 "tier %r: what another store (%s) left at %s is removed", tier.name, marker.store, tier.store.location
             )
@@ -111,8 +118,24 @@ async def connect(state: State, tier: Tier) -> None:
         await tier.lease.renew()
     if marker is None and state.marker is not None and not state.read_only:
         await tier.mark(state.marker)
-    await survey(tier)
-    tier.marker = marker or state.marker
+    async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
+        await survey(tier)
+        tier.marker = marker or state.marker
+
+
+async def _refuse_to_lose(state: State, tier: Tier, marker: StoreMarker) -> None:
+    """Raise `Conflict` if what another store left in RAM is newer than all that the other tiers hold.
+
+    It may be the only copy of what was saved while those could not be reached.
+    """
+    newest = max((held.record.saved_at for other in state.tiers for held in other.held.values()), default=0.0)
+    async for info in tier.store.list(layout.STEPS):
+        if info.key.endswith("/manifest.ocdbt") and info.modified > newest:
+            raise Conflict(
+                f"tier {tier.name!r} at {tier.store.location} holds steps of another store ({marker.store}) that are "
+                f"newer than anything on the other tiers; delete that folder if nobody needs them, or give this store "
+                f"a name or RAM path of its own"
+            )
 
 
 async def reopen(state: State, tier: Tier) -> bool:
@@ -121,7 +144,7 @@ async def reopen(state: State, tier: Tier) -> bool:
     True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
     place where a file system is to be mounted, and is left alone. Raises as opening does.
     """
-    if isinstance(tier.config, PosixTier) and not await asyncio.to_thread(tier.config.path.is_dir):
+    if isinstance(tier.config, PosixTier) and not await _is_there(tier.config):
         return False
     return await whole(_reopen(state, tier))
 
@@ -144,7 +167,7 @@ async def _reopen(state: State, tier: Tier) -> bool:
 
 
 async def _adopt(state: State, marker: StoreMarker) -> None:
-    """Take a tier's identity that was silent at start, in place of one that was made up and that no step has."""
+    """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.marker, state.made_up = marker, False
     for tier in state.tiers:
         if tier.marker is not None and tier.marker != marker:
@@ -182,5 +205,9 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
         except TieredCkptError as error:
             failures.append((tier, error))
 
-    await asyncio.gather(*(join(tier) for tier in state.tiers if tier not in failed))
+    durable_ones = [tier for tier in state.tiers if tier not in failed and tier.ram is None]
+    await asyncio.gather(*(join(tier) for tier in durable_ones))
+    for tier in state.tiers:
+        if tier.ram is not None and tier not in failed:
+            await join(tier)  # last: what is left in RAM by another store is judged by what the others hold
     return failures

@@ -135,6 +135,9 @@ class Engine:
                 await tier.lease.renew()
             except TieredCkptError as error:
                 self.state.report(tier, error)
+            except Exception as error:
+                _log.exception("tier %r: unexpected failure to renew the lease", tier.name)
+                self.state.report(tier, error)
 
     async def _keep_tidy(self) -> None:
         """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
@@ -144,6 +147,8 @@ class Engine:
                 await self.collect()
             except TieredCkptError as error:
                 _log.warning("collection: %s", error)
+            except Exception:
+                _log.exception("collection: unexpected failure")
 
     async def close(self, *, flush: bool, keep_ram: bool) -> None:
         """Finish what is due on the tiers that work, and let everything go.
@@ -299,9 +304,10 @@ class Engine:
             keys = ", ".join(map(repr, sorted({found.key for found in damage})))
             raise Corrupt(f"views of {step} in RAM are damaged: {keys}; restore it with copy=True")
 
-    def resume_from(self, step: StepId, record: StepRecord) -> None:
-        """Make a step the end of the live line."""
-        self.state.rewind(step, record)
+    async def resume_from(self, step: StepId, record: StepRecord) -> None:
+        """Make a step the end of the live line, after the saves that were begun before."""
+        async with self._writer.guards_saves:
+            self.state.rewind(step, record)
         self.state.changed.beat()
 
     def _heal_behind(
@@ -346,23 +352,35 @@ class Engine:
         await self.collector.collect(tier, orphans=False)
 
     async def collect(self) -> list[Collected]:
-        """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead."""
+        """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead.
+
+        Raises the first error, after the other tiers were collected.
+        """
         self._check_writable("collect")
-        reclaimed = []
+        reclaimed: list[Collected] = []
+        errors: list[Exception] = []
         for tier in self.state.tiers:
             if not tier.healthy:
                 continue
-            sparse = await self.collector.sparse_packs(tier)
-            rewritten = 0
-            if sparse:
-                users = await self.collector.users_of(tier, sparse)
-                await self.collector.forget_packs(tier, sparse)
-                for step in users:
-                    if step in tier.held:  # and was not evicted meanwhile
-                        rewritten += await copy_step(self.state, self.collector, step, tier, again=True, leaving=sparse)
-            collected = await self.collector.collect(tier)
-            reclaimed.append(replace(collected, nbytes=collected.nbytes - rewritten))
+            try:
+                reclaimed.append(await self._collect(tier))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return reclaimed
+
+    async def _collect(self, tier: Tier) -> Collected:
+        sparse = await self.collector.sparse_packs(tier)
+        rewritten = 0
+        if sparse:
+            users = await self.collector.users_of(tier, sparse)
+            await self.collector.forget_packs(tier, sparse)
+            for step in users:
+                if step in tier.held:  # and was not evicted meanwhile
+                    rewritten += await copy_step(self.state, self.collector, step, tier, again=True, leaving=sparse)
+        collected = await self.collector.collect(tier)
+        return replace(collected, nbytes=collected.nbytes - rewritten)
 
     async def verify(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.state import State
@@ -53,7 +53,7 @@ async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
         yield
     finally:
         if fd >= 0:
-            os.close(fd)
+            let_go(fd)
         tier.pins[step] -= 1
         if not tier.pins[step]:
             del tier.pins[step]
@@ -88,6 +88,8 @@ class StepSource:
         """
         unreadable: list[tuple[Tier, TieredCkptError]] = []
         for tier in [only] if only is not None else state.holders(step):
+            if step in tier.leaving:  # nobody asks for pins any more
+                continue
             async with AsyncExitStack() as stack:
                 try:
                     await stack.enter_async_context(pinned(tier, step))

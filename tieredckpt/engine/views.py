@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
@@ -71,7 +71,7 @@ def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> View
                 placed.append(Placed(size, chunk.where.offset, length))
                 size += length
     fd = ram.share(layout.manifest_key(step.step, step.serial))
-    memory = window(ram.slab.fileno(), size, placed, lambda: os.close(fd))
+    memory = window(ram.slab.fileno(), size, placed, lambda: let_go(fd))
     return {key: _seen(array, memory[starts[key] :]) for key, array in arrays.items()}
 
 

@@ -58,7 +58,8 @@ class Writer:
     def __init__(self, state: State, collector: Collector) -> None:
         self._state = state
         self._collector = collector
-        self._guards_saves = asyncio.Lock()
+        self.guards_saves = asyncio.Lock()
+        """Held by the save under way: the line that it records must still be the live one when it is committed."""
         self._digests: dict[str, list[bytes]] = {}
         """Of the last save, by key of the array."""
         self._unchanged: dict[str, list[bytes | None]] = {}
@@ -78,7 +79,7 @@ class Writer:
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         begin = time.monotonic()
-        async with self._guards_saves:
+        async with self.guards_saves:
             state = self._state
             self._check_new(step, overwrite=overwrite)
             identity = StepId(state.last_serial + 1, step)
@@ -95,7 +96,6 @@ class Writer:
                 except Refused as refused:
                     refusals[refused.tier.name] = refused.error
                     state.report(refused.tier, refused.error)
-            state.last_serial = identity.serial
             state.line = record.line
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
@@ -119,6 +119,8 @@ class Writer:
                 record = await self._in_pool(self._record, identity, flat, snapshot, metrics)
                 arrays: dict[str, ArrayIndex] = await self._in_pool(snapshot.index, located)
                 with attributed(tier):
+                    # Taken for good: a commit that fails may be there all the same.
+                    self._state.last_serial = identity.serial
                     await tier.commit(record, arrays)
             except BaseException:
                 if tier.slab_index is not None:

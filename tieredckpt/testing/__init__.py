@@ -9,6 +9,6 @@ from __future__ import annotations
 import pytest
 
 # Before they are imported: a failed assertion then shows its values, as in a test file.
-pytest.register_assert_rewrite("tieredckpt.testing.backdoor", "tieredckpt.testing.blobs")
+pytest.register_assert_rewrite("tieredckpt.testing.backdoor", "tieredckpt.testing.blobs", "tieredckpt.testing.policies")
 
 __all__: list[str] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,10 @@ from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import state
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, NotFound
 from tieredckpt.events import TierRecovered
+from tieredckpt.format.manifest import ArrayIndex, StepRecord
 from tieredckpt.testing.tiers import FaultyTiers
 
 
@@ -194,3 +199,51 @@ async def test_serials_jump_over_what_a_silent_tier_may_hold(
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, tree(1002))
+
+
+async def test_a_rollback_comes_after_the_saves_that_were_begun_before(
+    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    commit = Tier.commit
+
+    async def held(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex]) -> None:
+        if record.step == 3 and tier.ram is not None:
+            entered.set()
+            await asyncio.to_thread(gate.wait)
+        await commit(tier, record, arrays)
+
+    monkeypatch.setattr(Tier, "commit", held)
+    async with CheckpointStore.open(two_tiers) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        saving = asyncio.create_task(store.save(3, tree(3)))
+        await asyncio.to_thread(entered.wait)
+        rollback = asyncio.create_task(store.restore(1))
+        await asyncio.wait([rollback], timeout=0.3)  # one that does not wait for the save is done by then
+        gate.set()
+        await asyncio.gather(saving, rollback)
+        await store.save(10, tree(10))
+        assert {info.step for info in await store.steps() if info.abandoned} == {2, 3}
+
+
+async def test_a_serial_is_used_once_though_its_commit_failed(
+    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Tier.commit
+
+    async def broken(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex]) -> None:
+        if record.step == 2:
+            raise RuntimeError("the machine is on fire")
+        await commit(tier, record, arrays)
+
+    monkeypatch.setattr(Tier, "commit", broken)
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree(1))
+        with pytest.raises(RuntimeError):
+            await store.save(2, tree(2))
+        await store.save(3, tree(3))
+        assert [(info.step, info.serial, info.abandoned) for info in await store.steps()] == [
+            (1, 1, False),
+            (3, 3, False),
+        ]
