@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.promoter import Promoter
 from tieredckpt.engine.reader import fill
+from tieredckpt.engine.repack import collect_on
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
@@ -363,24 +364,12 @@ class Engine:
             if not tier.healthy:
                 continue
             try:
-                reclaimed.append(await self._collect(tier))
+                reclaimed.append(await collect_on(self.state, self.collector, tier))
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         return reclaimed
-
-    async def _collect(self, tier: Tier) -> Collected:
-        sparse = await self.collector.sparse_packs(tier)
-        rewritten = 0
-        if sparse:
-            users = await self.collector.users_of(tier, sparse)
-            await self.collector.forget_packs(tier, sparse)
-            for step in users:
-                if step in tier.held:  # and was not evicted meanwhile
-                    rewritten += await copy_step(self.state, self.collector, step, tier, again=True, leaving=sparse)
-        collected = await self.collector.collect(tier)
-        return replace(collected, nbytes=collected.nbytes - rewritten)
 
     async def verify(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,11 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 from insight import flip_chunk, index_of, tier_of
-from scenes import CHUNK, Heard, assert_same, config, crash, files_under, folder, pack_bytes, ram
+from scenes import CHUNK, SOON, Heard, assert_same, config, crash, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.folders import new_temporary
 from tieredckpt.engine import collector
+from tieredckpt.engine.collector import Collected
+from tieredckpt.engine.connect import connect
+from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
@@ -275,6 +279,104 @@ async def test_a_collection_waits_for_the_promotion_whose_packs_no_commit_names_
         await collecting
         await store.evict(2, "ram")
         await assert_restores(store, 2, changed(2))
+
+
+async def test_a_tier_that_reconnects_waits_for_the_collection_that_is_under_way(
+    place: Place, disk: dict[str, Any], faults: FaultyTiers
+) -> None:
+    async with opened(place, disk) as store:
+        for step, tree in {1: state(), 2: changed(2)}.items():
+            await (await store.save(step, tree)).reached("disk")
+    async with opened(place, disk) as store:
+        tier, engine = tier_of(store, "disk"), store._engine
+        known = set(tier.held)
+        reading = faults["disk"].hold("get", key="steps/*")
+        surveying = faults["disk"].hold("list", key="steps*")
+        collecting = asyncio.create_task(store.engine_loop.call(engine.collector.collect(tier, orphans=False)))
+        await reading.reached()
+        connecting = asyncio.create_task(store.engine_loop.call(connect(engine.state, tier)))
+        begun = asyncio.create_task(surveying.reached())
+        await asyncio.wait([begun], timeout=0.3)
+        assert not begun.done()
+        assert set(tier.held) == known
+        reading.release()
+        assert (await collecting).packs == 0
+        surveying.release()
+        await connecting
+        await begun
+        assert set(tier.held) == known
+        await assert_restores(store, 2, changed(2))
+
+
+async def test_a_collection_deletes_nothing_where_a_reconnect_failed_half_way(
+    place: Place, disk: dict[str, Any], faults: FaultyTiers
+) -> None:
+    async with opened(place, disk) as store:
+        await (await store.save(1, state())).reached("disk")
+        place.let_the_grace_pass()
+        before = set(files_under(place.disk))
+        tier, engine = tier_of(store, "disk"), store._engine
+        tier.marker = None  # as of a tier that comes back
+        surveying = faults["disk"].hold("list", key="steps*")
+        faults["disk"].fail("get", TierUnavailable("gone again"), key="steps/*")
+        connecting = asyncio.create_task(store.engine_loop.call(connect(engine.state, tier)))
+        await surveying.reached()
+        collecting = asyncio.create_task(store.engine_loop.call(engine.collector.collect(tier)))
+        await store.steps()  # the engine has taken the call up
+        surveying.release()
+        with pytest.raises(TierUnavailable, match="gone again"):
+            await connecting
+        assert (await collecting).packs == 0
+        assert set(files_under(place.disk)) == before
+        await store.engine_loop.call(connect(engine.state, tier))
+
+
+async def test_a_tier_that_cannot_be_collected_keeps_no_other_from_it(place: Place, faults: FaultyTiers) -> None:
+    async with opened(place, folder(place.disk), far=folder(place.far)) as store:
+        await store.save(1, state())
+        await store.flush()
+        stray = place.far / new_temporary()
+        stray.write_bytes(b"half of a pack")
+        place.let_the_grace_pass()
+        faults["disk"].fail("list", TierUnavailable("no answer"))
+        with pytest.raises(TierUnavailable, match="no answer"):
+            await store.collect()
+        assert not stray.exists()
+
+
+async def test_tidying_goes_on_after_a_failure_that_nobody_foresaw(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = threading.Event()
+    bugs = [RuntimeError("a bug")]
+
+    async def collect(_: Engine) -> list[Collected]:
+        if bugs:
+            raise bugs.pop()
+        again.set()
+        return []
+
+    monkeypatch.setattr(Engine, "collect", collect)
+    settings = config({"disk": folder(place.disk)}, grace=0.1, lease_ttl=0.05)
+    async with CheckpointStore.open(settings):
+        assert await asyncio.to_thread(again.wait, SOON)
+
+
+async def test_a_step_that_is_being_evicted_is_read_from_another_tier(place: Place, faults: FaultyTiers) -> None:
+    """A reader that came now would lose its packs."""
+    async with opened(place, folder(place.disk, retain="all"), far=folder(place.far)) as store:
+        await store.save(1, state())
+        await store.flush()
+        await store.evict(1, "ram")
+        held = faults["disk"].hold("delete", key="steps/*")
+        evicting = asyncio.create_task(store.evict(1, "disk"))
+        await held.reached()
+        found = await store.restore(1, resume=False)
+        assert found is not None
+        assert set(found.sources) == {"far"}
+        held.release()
+        await evicting
+        assert await store.where(1) == ("far",)
 
 
 # -- a crash at every point -------------------------------------------------------------------------------

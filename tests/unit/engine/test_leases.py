@@ -16,6 +16,7 @@ from scenes import Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.lease import Lease
 from tieredckpt.errors import Conflict, Invalid
 from tieredckpt.events import TierFailed, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
@@ -144,6 +145,27 @@ async def test_a_writer_that_another_took_over_from_stops_writing(
         await heard.first(TierRecovered)
         await store.flush()
         assert await store.where(2) == ("ram", "disk")
+
+
+async def test_a_lease_is_renewed_after_a_failure_that_nobody_foresaw(
+    shared_memory: Path, disk: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bugs = [RuntimeError("a bug")] * 3
+    renew = Lease.renew
+
+    async def renew_badly(lease: Lease) -> None:
+        if bugs:
+            raise bugs.pop()
+        await renew(lease)
+
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)}, lease_ttl=0.3, grace=10)
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        monkeypatch.setattr(Lease, "renew", renew_badly)
+        assert isinstance((await heard.first(TierFailed)).error, RuntimeError)
+        await heard.first(TierRecovered)
+        bugs.append(RuntimeError("another"))  # is met only by a task that is still there
+        await heard.first(TierFailed, lambda event: "another" in str(event.error))
 
 
 async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(shared_memory: Path, disk: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
+from insight import tier_of
+from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine import connect
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
@@ -376,6 +380,55 @@ async def test_ram_that_goes_away_is_no_failure_of_training(
         await store.flush()
         assert await store.where(3) == ("ram", "disk")
         assert [found.damaged for found in await store.verify(3)] == [(), ()]
+
+
+async def test_what_was_read_in_ram_that_went_away_is_not_taken_from_the_new_one(
+    two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        seen = await store.restore(1, copy=False, resume=False)
+        assert seen is not None
+        await store.evict(1, "ram")  # whose extents are given back when the view has gone
+        shutil.rmtree(shared_memory / "of-test")
+        await store.save(3, tree(3))
+        await heard.first(TierRecovered, lambda event: event.tier == "ram")
+        await store.save(4, tree(1))
+        await store.collect()
+        await store.save(5, tree(5))
+        restored = await store.restore(4, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+        assert set(restored.sources) == {"ram"}
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_mount_that_hangs_at_open_holds_up_neither_open_nor_close(
+    shared_memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk, deadline=0.1)})
+    writer = await CheckpointStore.open(settings)
+    await (await writer.save(1, tree(1))).reached("disk")
+    await crash(writer)  # so that RAM stays
+    answers, answered, is_dir = threading.Event(), threading.Event(), Path.is_dir
+
+    def hang(*_: object, **__: object) -> Any:
+        answers.wait(SOON)
+        answered.set()
+        raise TierUnavailable("it came to an end")
+
+    monkeypatch.setattr(connect, "PosixStore", hang)
+    monkeypatch.setattr(Path, "is_dir", lambda path: hang() if path == disk else is_dir(path))
+    try:
+        async with CheckpointStore.open(settings, read_only=read_only) as store:
+            error = tier_of(store, "disk").error
+            assert "'disk'" in str(error)
+            assert "deadline" in str(error)
+        assert not answered.is_set()
+    finally:
+        answers.set()
 
 
 async def test_without_ram_a_save_goes_to_the_next_tier_that_works(tmp_path: Path, faults: FaultyTiers) -> None:
