@@ -177,6 +177,19 @@ async def test_a_chunk_that_two_steps_share_is_mended_for_both(place: Path) -> N
         assert not any(found.problem for found in await store.verify(2))
 
 
+async def test_a_chunk_that_was_mended_for_one_step_is_found_for_the_other(place: Path) -> None:
+    async with saved(place, "ram", "disk") as store:
+        await store.save(2, state(1) | {"step": 2})
+        await store.flush()
+        await flip_chunk(store, "disk", 2, "a")
+        await store.verify(2, "disk", repair=True)
+        await store.flush()
+    async with opened(place, "disk") as store:
+        found = await store.restore(1)
+        assert found is not None
+        assert_same(found.tree, state(1))
+
+
 async def test_a_snapshot_that_changed_before_it_was_promoted_is_lost_and_said_to_be(place: Path) -> None:
     async with saved(place, "ram", "disk") as store:
         before = await extents(store, "ram", 1, "a")

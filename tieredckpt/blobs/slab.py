@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.errors import NoSpace
+from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
 
 __all__ = ["Slab", "aligned"]
@@ -135,6 +135,12 @@ class Slab:
         self._give_back(self._reserved, nbytes)
         self._reserved += nbytes
         return True
+
+    def bytes_at(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The memory of an extent that an index names. Raises `Corrupt` where the slab has no such bytes."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.array.size:
+            raise Corrupt(f"an extent of {nbytes} bytes at {offset} lies outside the slab of {self.array.size}")
+        return self.array[offset : offset + nbytes]
 
     def claim(self, offset: int, nbytes: int) -> bool:
         """Mark an extent as handed out, as found in a committed step; False if any of it is not free."""

@@ -143,7 +143,7 @@ def _pieces(source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> tupl
 
 async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
     assert source.tier.ram is not None
-    slab = source.tier.ram.slab.array
+    slab = source.tier.ram.slab
     waiting = deque(pieces)
     failed: list[Piece] = []
 
@@ -154,8 +154,12 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
             except IndexError:
                 return
             assert isinstance(piece.chunk.where, Extent)
-            start = piece.chunk.where.offset
-            if not verify_and_copy(slab[start : start + piece.nbytes], piece.target, piece.chunk.digest):
+            try:
+                memory = slab.bytes_at(piece.chunk.where.offset, piece.nbytes)
+                intact = verify_and_copy(memory, piece.target, piece.chunk.digest)
+            except Corrupt:
+                intact = False
+            if not intact:
                 failed.append(piece)
             if source.progress is not None:
                 source.progress(piece.nbytes)

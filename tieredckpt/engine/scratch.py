@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -14,10 +15,13 @@ import numpy.typing as npt
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.engine.pulse import Pulse
-from tieredckpt.errors import NoSpace
+from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
 
 __all__ = ["Scratch"]
+
+_LARGEST = (1 << 30) + (1 << 20)
+"""The largest chunk that a configuration allows, with its checksum and some room."""
 
 
 class Scratch:
@@ -41,7 +45,16 @@ class Scratch:
 
     @asynccontextmanager
     async def lend(self, nbytes: int) -> AsyncIterator[npt.NDArray[np.uint8]]:
-        """A writable array of ``nbytes`` rounded up to pages, for the length of the block."""
+        """A writable array of ``nbytes`` rounded up to pages, for the length of the block.
+
+        More than there is in all is new memory, for a chunk of a store that was configured with larger ones.
+        Raises `Corrupt` for more than any chunk has, `NoSpace`.
+        """
+        if aligned(nbytes) > self.capacity:
+            if nbytes > _LARGEST:
+                raise Corrupt(f"a chunk of {format_size(nbytes)} cannot be right: {format_size(_LARGEST)} is the most")
+            yield np.frombuffer(mmap.mmap(-1, aligned(nbytes)), dtype=np.uint8)
+            return
         offset = await self.borrow(nbytes)
         try:
             yield self.memory(offset, nbytes)

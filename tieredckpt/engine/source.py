@@ -111,7 +111,8 @@ class StepSource:
         raise NotFound(f"no tier holds {step}")
 
     async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
-        """Every place that should have a chunk, nearest first: tiers with the step, then any that has the digest."""
+        """Every place that should have a chunk: where the indexes of the step say, then any that has the digest."""
+        tried: set[tuple[str, Extent]] = set()
         holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
         for tier in holders:
             try:
@@ -122,11 +123,14 @@ class StepSource:
                 continue
             chunk = index.arrays[key].chunks[ordinal] if key in index.arrays else None
             if chunk is not None and chunk.digest == digest:
+                if isinstance(chunk.where, Extent):
+                    tried.add((tier.name, chunk.where))
                 yield tier, chunk.where
         for tier in self.state.tiers:
-            extent = tier.chunks.get(digest)
-            if tier not in holders and extent is not None and tier.blobs is not None:
-                yield tier, extent
+            found = [extent for extent in (tier.chunks.get(digest), *tier.spares.get(digest, ())) if extent is not None]
+            for extent in found:
+                if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs:
+                    yield tier, extent  # of another step, or of this one after a repair
 
     async def _index_on(self, tier: Tier) -> StepIndex:
         found = self._indexes.get(tier.name)
@@ -141,7 +145,7 @@ class StepSource:
             key: of the array.
             ordinal: of the chunk in its grid.
             memory: page-aligned, at least the chunk's size rounded up to pages.
-            bad: a tier that was found not to have it.
+            bad: a tier that was found not to have it where its index of the step says.
 
         Raises:
             Corrupt: no tier has the chunk intact; the message names the array.
@@ -152,7 +156,7 @@ class StepSource:
         last: TieredCkptError | None = None
         silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.error is not None]
         async for tier, where in self.candidates(key, ordinal, chunk.digest):
-            if tier is bad:
+            if tier is bad and where == self._indexes[bad.name].arrays[key].chunks[ordinal].where:
                 continue
             try:
                 await read_chunk(self.state, tier, chunk.digest, where, nbytes, memory)

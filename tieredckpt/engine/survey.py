@@ -140,4 +140,6 @@ async def _find_chunks(tier: Tier, key: str, size: int) -> None:
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
         return
     for entry in entries:
-        tier.chunks[entry.digest] = Extent(key, entry.offset, entry.length)
+        extent = Extent(key, entry.offset, entry.length)
+        if tier.chunks.setdefault(entry.digest, extent) != extent:
+            tier.spares.setdefault(entry.digest, []).append(extent)

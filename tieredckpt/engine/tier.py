@@ -77,6 +77,8 @@ class Tier:
     """Steps whose commit is there and cannot be read."""
     chunks: dict[bytes, Extent] = field(default_factory=dict)
     """The dedupe index of a durable tier: every chunk in its packs."""
+    spares: dict[bytes, list[Extent]] = field(default_factory=dict)
+    """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
     packs: dict[str, int] = field(default_factory=dict)
     """Size of every pack, by key; those of the slab are not counted."""
     orphans: dict[str, float] = field(default_factory=dict)
@@ -196,7 +198,7 @@ class Tier:
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
-        for known in (self.held, self.damaged, self.packs, self.chunks, self.orphans, self.doubtful):
+        for known in (self.held, self.damaged, self.packs, self.chunks, self.spares, self.orphans, self.doubtful):
             known.clear()
         for remembered in (self.index_bytes, self._indexes, self._packs_of):
             remembered.clear()

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tieredckpt.blobs import slab as slab_module
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.errors import NoSpace
+from tieredckpt.errors import Corrupt, NoSpace
 
 PAGES = 64
 SIZES = st.one_of(
@@ -230,3 +230,9 @@ def test_views_outlive_the_slab() -> None:
         view[:] = 5
     assert (view == 5).all()
     slab.close()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-ALIGNMENT, 1), (0, 1 << 40), (1 << 40, 1), (0, -1)])
+def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbytes: int) -> None:
+    with pytest.raises(Corrupt, match="outside the slab"):
+        slab.bytes_at(offset, nbytes)

@@ -10,7 +10,7 @@ import pytest
 
 from tieredckpt.blobs import slab as slab_module
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.errors import NoSpace
+from tieredckpt.errors import Corrupt, NoSpace
 
 PAGE = 4096
 
@@ -120,3 +120,14 @@ async def test_a_system_without_memory_is_an_error_and_no_wait_without_end(
     monkeypatch.setattr(slab_module, "_have_memory", refuse)
     with pytest.raises(NoSpace, match="no memory for a buffer of 4 KiB"):
         await scratch.borrow(PAGE)
+
+
+async def test_a_chunk_larger_than_the_pool_has_memory_of_its_own(scratch: Scratch) -> None:
+    async with scratch.lend(8 * PAGE + 1) as memory:
+        assert memory.size == 9 * PAGE
+        assert memory.ctypes.data % PAGE == 0
+        memory[:] = 1
+        assert scratch.slab.used == 0
+    with pytest.raises(Corrupt, match="cannot be right"):
+        async with scratch.lend(1 << 40):
+            pass
