@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.packs import Batch, Payload, seal, stored_size, write_packs
+from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier, unique_extents
@@ -21,7 +21,6 @@ from tieredckpt.units import format_size
 
 __all__ = ["copy_step"]
 
-_PACK_SIZE = 256 << 20
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
 
@@ -132,7 +131,7 @@ async def _batches(
     """
     from_slab = source.tier.ram is not None
     traits = target.store.traits
-    limit = min(traits.object_size, _PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
+    limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     batch = Batch()
     try:
         for digest, (key, ordinal) in _in_storage_order(source, needs):
@@ -147,7 +146,7 @@ async def _batches(
                 await source.read(key, ordinal, memory, bad=source.tier if from_slab else None)
                 payload = Payload(digest, sizes[digest], memory)
                 await in_thread(seal, payload, pool=state.pool)
-            batch.payloads.append(payload)
+            batch.add(payload)
         if batch.payloads:
             full, batch = batch, Batch()
             yield full

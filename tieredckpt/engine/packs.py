@@ -21,7 +21,10 @@ from tieredckpt.format.manifest import CHECKSUM_SIZE
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["Batch", "Payload", "seal", "stored_size", "write_pack", "write_packs"]
+__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "stored_size", "write_pack", "write_packs"]
+
+PACK_SIZE = 256 << 20
+"""Bytes of a pack that is written from the slab."""
 
 _PACKS_IN_FLIGHT = 2
 """One pack is sealed while another is written."""
@@ -59,11 +62,12 @@ class Batch:
 
     payloads: list[Payload] = field(default_factory=list)
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
+    size: int = 0
+    """Bytes of the pack before its footer."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of the pack before its footer."""
-        return sum(stored_size(payload.nbytes) for payload in self.payloads)
+    def add(self, payload: Payload) -> None:
+        self.payloads.append(payload)
+        self.size += stored_size(payload.nbytes)
 
 
 async def write_packs(tier: Tier, batches: AsyncIterator[Batch]) -> int:

@@ -16,7 +16,7 @@ from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.digest import BLOCK, Digester, digest
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import Chunk
@@ -220,12 +220,13 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
                 async with reading:
                     await source.tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
             except (Corrupt, NotFound, TierUnavailable) as error:
+                if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
+                    waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
+                    return
                 bad, why = run.pieces, error
             else:
                 bad = await in_thread(unpack, run, memory, pool=state.pool)
                 why = Corrupt(f"tier {source.tier.name!r}: bytes of {run.path} are not what was saved")
-        if len(run.pieces) > 1 and bad and isinstance(why, Corrupt | NotFound) and bad is run.pieces:
-            bad = [piece for piece in bad if not await _alone(state, source.tier, piece)]
         for piece in bad:
             source.note(source.tier, piece.key, piece.chunk, why)
         failed.extend(bad)
@@ -241,21 +242,6 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
     # Besides what is being read, as much is being verified.
     await together([reader() for _ in range(min(2 * at_once, len(waiting)))])
     return failed
-
-
-async def _alone(state: State, tier: Tier, piece: Piece) -> bool:
-    """Read a chunk by itself, after the run around it failed as a whole."""
-    assert isinstance(piece.chunk.where, Extent)
-    async with state.scratch.lend(piece.nbytes) as memory:
-        try:
-            await tier.store.get_into(
-                piece.chunk.where.path, piece.chunk.where.offset, memoryview(memory[: piece.nbytes])
-            )
-        except TieredCkptError:
-            return False
-        return await in_thread(
-            verify_and_copy, memory[: piece.nbytes], piece.target, piece.chunk.digest, pool=state.pool
-        )
 
 
 async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:

@@ -11,7 +11,7 @@ from tieredckpt.blobs.settle import in_thread, together
 from tieredckpt.blobs.slab import Slab
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
-from tieredckpt.engine.packs import Batch, Payload, seal, stored_size, write_packs
+from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -24,8 +24,6 @@ __all__ = ["Located", "Refused", "attributed", "stream"]
 
 Located = dict[tuple[int, int], Chunk]
 """Where the chunk of each cell lies, by index of the leaf and ordinal of the cell."""
-
-_PACK_SIZE = 256 << 20
 
 
 class Refused(Exception):
@@ -161,14 +159,14 @@ async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab)
 
 async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Slab) -> AsyncGenerator[Batch, None]:
     traits = tier.store.traits
-    limit = min(traits.object_size, _PACK_SIZE) if traits.ranged_get else 0
+    limit = min(traits.object_size, PACK_SIZE) if traits.ranged_get else 0
     batch = Batch()
     for done in waiting:
         size = stored_size(done.cell.nbytes)
         if batch.payloads and batch.size + size > limit:
             yield await _sealed(state, batch)
             batch = Batch()
-        batch.payloads.append(Payload(done.digest, done.cell.nbytes, slab.array[done.offset : done.offset + size]))
+        batch.add(Payload(done.digest, done.cell.nbytes, slab.array[done.offset : done.offset + size]))
     if batch.payloads:
         yield await _sealed(state, batch)
 

@@ -127,7 +127,7 @@ async def test_a_new_process_knows_what_every_tier_holds(three_tiers: StoreConfi
 async def test_a_promotion_tells_the_bytes_of_all_its_packs(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredckpt.engine.copier._PACK_SIZE", 4 * CHUNK)
+    monkeypatch.setattr("tieredckpt.engine.copier.PACK_SIZE", 4 * CHUNK)
     disk = tmp_path / "disk"
     tiers = config({"ram": ram(shared_memory), "disk": folder(disk)})
     async with CheckpointStore.open(tiers) as store:
