@@ -1,0 +1,129 @@
+// A client of CHFS over a libchfs that is opened at run time; no CHFS is needed to build it.
+//
+// libchfs is one global client per process, may end the process while it connects, and hangs after fork: use
+// it in a process that may be lost, and spawn that process. See docs/decisions/0008-chfs.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace tieredckpt::chfs {
+
+// What a caller does about it tells them apart.
+enum class Code {
+  kOk,
+  kMissing,      // the object is not there; believed only with every server answering
+  kExists,       // an exclusive name is taken
+  kUnavailable,  // a server is gone, silent, or was lost from the ring; open a new client in a new process
+  kFull,         // no space, no quota
+  kShort,        // the object ends before the range that was asked for
+  kInvalid,      // a path that CHFS cannot hold, a folder where an object belongs, or the reverse
+  kFailed,       // anything else
+};
+
+struct [[nodiscard]] Status {
+  Code code = Code::kOk;
+  std::string message;  // names the path, what was done, and errno's text
+
+  bool ok() const { return code == Code::kOk; }
+};
+
+struct Options {
+  std::string library;                    // path of libchfs; empty: $TIEREDCKPT_LIBCHFS, else the loader's
+  std::string server;                     // one server's address; empty: $CHFS_SERVER
+  int rpc_timeout_ms = 30'000;            // at least three times the servers' own (chfsd -t)
+  std::size_t bytes_per_call = 64 << 20;  // the most that one call of libchfs is given (it recurses per chunk)
+};
+
+enum class Kind { kObject, kFolder, kLink };
+
+struct Info {
+  Kind kind = Kind::kObject;
+  std::uint64_t size = 0;       // bytes
+  std::int64_t mtime_ns = 0;    // since the epoch
+  std::uint32_t chunk_size = 0; // bytes of a CHFS chunk
+};
+
+struct Entry {
+  std::string name;  // one component
+  Kind kind = Kind::kObject;
+};
+
+class Client;
+
+// An open object; closes itself. Use it from any thread, several at a time.
+class File {
+ public:
+  File() = default;
+  File(File&& other) noexcept;
+  File& operator=(File&& other) noexcept;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File();
+
+  // All `size` bytes at `offset`, or an error. Bytes must be written without holes; order does not matter
+  // as long as every chunk but the last ends up full.
+  Status Write(const void* data, std::size_t size, std::uint64_t offset);
+
+  // All `size` bytes from `offset` on, or kShort.
+  Status Read(void* data, std::size_t size, std::uint64_t offset);
+
+  Status Close();
+  explicit operator bool() const { return descriptor_ >= 0; }
+
+ private:
+  friend class Client;
+  std::shared_ptr<Client> client_;
+  std::string path_;
+  int descriptor_ = -1;
+};
+
+// The process's connection. Paths are absolute, normal ("/a/b") and obey CheckPath of keys.hpp.
+// Every method may be called from any thread.
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  // Connects, or returns the connection that there is; another server or library than that one's is kInvalid.
+  // May end the process by exit(2) in spite of the look at the server that it takes first.
+  static Status Connect(const Options& options, std::shared_ptr<Client>* client);
+
+  ~Client();
+
+  const std::string& version() const;  // of libchfs
+  const std::string& library() const;  // the path that it was loaded from
+  int servers() const;                 // size of the ring when connected
+
+  // Asks every server whether it answers; kUnavailable if one does not, or the ring is not what it was.
+  Status CheckRing();
+
+  // A new, empty object, ancestors included. What was there under the path is emptied first; a folder there
+  // is kInvalid. At most 64 objects may be open in all; further calls wait.
+  Status Create(const std::string& path, std::uint32_t chunk_size, File* file);
+
+  Status Open(const std::string& path, File* file);
+  Status Stat(const std::string& path, Info* info);
+
+  // Removes an object or link, all of its chunks; kMissing if there is none.
+  Status Remove(const std::string& path);
+  Status RemoveFolder(const std::string& path);  // an empty one, else kExists
+
+  // The entries of a folder, sorted, each once, from every server; a missing folder has none.
+  Status List(const std::string& path, std::function<void(const Entry&)> each);
+
+  Status MakeFolder(const std::string& path);  // ancestors included; one that is there is fine
+
+  // Claims `path` with a payload of at most 4095 bytes (no NUL); kExists for all callers but one.
+  Status Link(const std::string& target, const std::string& path);
+  Status ReadLink(const std::string& path, std::string* target);
+
+ private:
+  struct State;
+  explicit Client(std::unique_ptr<State> state);
+  friend class File;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace tieredckpt::chfs
