@@ -12,6 +12,7 @@ import typer
 from tieredckpt import __version__
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.demo import demo
+from tieredckpt.cli.doctor import doctor
 from tieredckpt.cli.ls import ls
 from tieredckpt.cli.restore import restore
 from tieredckpt.cli.show import show
@@ -80,5 +81,5 @@ def _reporting(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _verb in (demo, ls, show, verify, restore, promote, evict, collect):
+for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor):
     app.command()(_reporting(_verb))

@@ -1,0 +1,197 @@
+"""Whether a blob store keeps its contract where it runs: a short trial of every verb that leaves nothing behind.
+
+The conformance suite (`tieredckpt.testing.blobs`) holds the code to the contract; this holds a user's own
+device, mount or servers to it. Like kopia's provider validation, it can be run against a store in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer
+from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
+from tieredckpt.units import format_size
+
+__all__ = ["CHECKUP", "Check", "Facts", "check_up"]
+
+CHECKUP = "checkup/"
+"""The folder of keys that a trial uses; the engine has none there."""
+
+_PATIENCE = 60.0
+"""Seconds that one part of the trial may take besides the time for its bytes."""
+
+_SLOWEST = 1e6
+"""Bytes a second under which a part counts as hanging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried: what, whether it held, and what was seen."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@runtime_checkable
+class Facts(Protocol):
+    """An ability of some stores."""
+
+    def facts(self) -> Mapping[str, str]:
+        """What a person who looks into a failure wants to know of an open store, by name."""
+
+
+class _Failed(Exception):
+    """The store answered, and the answer breaks its contract."""
+
+
+async def check_up(store: BlobStore, nbytes: int = 64 << 20) -> AsyncIterator[Check]:
+    """Try every verb of ``store`` with small objects and one of ``nbytes``; the first failure ends the trial.
+
+    Yields what was found as it is found. What was written is deleted in the end, also after a failure.
+    """
+    trial = await asyncio.to_thread(_Trial, store, nbytes)
+    try:
+        for name, part in trial.parts():
+            check = await _try(name, part, _PATIENCE + nbytes / _SLOWEST)
+            yield check
+            if not check.ok:
+                break
+    finally:
+        last = await _try("delete", trial.tidy, _PATIENCE)
+    yield last
+
+
+async def _try(name: str, part: Callable[[], Awaitable[str]], seconds: float) -> Check:
+    try:
+        async with asyncio.timeout(seconds):
+            return Check(name, True, await part())
+    except TimeoutError:
+        return Check(name, False, f"had not ended after {seconds:.0f} s")
+    except _Failed as failed:
+        return Check(name, False, str(failed))
+    except TieredCkptError as error:
+        return Check(name, False, f"{type(error).__name__}: {error}")
+
+
+class _Trial:
+    def __init__(self, store: BlobStore, nbytes: int) -> None:
+        self._store = store
+        self._folder = f"{CHECKUP}{secrets.token_hex(8)}/"
+        self._small = np.random.default_rng().bytes(1000)
+        self._large = _warm_memory(nbytes)
+        self._large[:] = np.random.default_rng().integers(0, 256, self._large.size, dtype=np.uint8)
+
+    def parts(self) -> list[tuple[str, Callable[[], Awaitable[str]]]]:
+        return [
+            ("small object", self._small_object),
+            ("missing object", self._missing),
+            ("exclusive name", self._exclusive),
+            ("replacing", self._replacing),
+            ("large write", self._write),
+            ("large read", self._read),
+            ("range", self._range),
+            ("list", self._list),
+        ]
+
+    async def tidy(self) -> str:
+        keys = [info.key async for info in self._store.list(self._folder)]
+        for key in keys:
+            await self._store.delete(key)
+        if left := [info.key async for info in self._store.list(self._folder)]:
+            raise _Failed(f"{len(left)} objects are still listed after they were deleted: {left[0]}")
+        return f"{len(keys)} objects"
+
+    async def _small_object(self) -> str:
+        begin = time.perf_counter()
+        await self._store.put(self._folder + "small", [self._small])
+        written = time.perf_counter()
+        if await self._store.get(self._folder + "small", limit=len(self._small)) != self._small:
+            raise _Failed("another content came back than was written")
+        return f"written in {_ms(written - begin)}, read in {_ms(time.perf_counter() - written)}"
+
+    async def _missing(self) -> str:
+        try:
+            await self._store.stat(self._folder + "missing")
+        except NotFound:
+            return "told from one that is there"
+        raise _Failed("an object that was never written is there")
+
+    async def _exclusive(self) -> str:
+        key, results = self._folder + "exclusive", []
+        for content in (b"first", b"second"):
+            try:
+                await self._store.put(key, [content], create_only=True)
+                results.append(content)
+            except Conflict:
+                pass
+        if results != [b"first"] or await self._store.get(key, limit=100) != b"first":
+            raise _Failed("an object was created over one that was there")
+        return "one winner" if self._store.traits.create_only else "checked before writing; two at once may both win"
+
+    async def _replacing(self) -> str:
+        for content in (self._small[:100], self._small):
+            await self._store.put(self._folder + "small", [content])
+            if await self._store.get(self._folder + "small", limit=len(self._small)) != content:
+                raise _Failed("after a second write, something else was read than that")
+        return "atomic" if self._store.traits.atomic_put else "not atomic: readers may see part of an object"
+
+    async def _write(self) -> str:
+        begin = time.perf_counter()
+        parts: list[Buffer] = [memoryview(self._large)]
+        await self._store.put(self._folder + "large", parts)
+        what = "durable" if self._store.traits.durable else "acknowledged, not durable"
+        return f"{_rate(self._large.size, time.perf_counter() - begin)}, {what}"
+
+    async def _read(self) -> str:
+        into = await asyncio.to_thread(_warm_memory, self._large.size)
+        begin = time.perf_counter()
+        await self._store.get_into(self._folder + "large", 0, memoryview(into))
+        seconds = time.perf_counter() - begin
+        if not await asyncio.to_thread(np.array_equal, into, self._large):
+            raise _Failed("other bytes came back than were written")
+        return _rate(self._large.size, seconds)
+
+    async def _range(self) -> str:
+        size = self._large.size
+        offset, length = size // 3, min(size // 3, 100_000)
+        into = bytearray(length)
+        await self._store.get_into(self._folder + "large", offset, memoryview(into))
+        if into != self._large[offset : offset + length].tobytes():
+            raise _Failed(f"other bytes came back than lie from {offset} on")
+        try:
+            await self._store.get_into(self._folder + "large", size - 1, memoryview(bytearray(2)))
+        except ShortRead:
+            return "bytes from the middle; none beyond the end"
+        raise _Failed("a range beyond the end was filled")
+
+    async def _list(self) -> str:
+        found = {info.key.removeprefix(self._folder): info.size async for info in self._store.list(self._folder)}
+        expected = {"small": len(self._small), "exclusive": 5, "large": self._large.size}
+        if found != expected:
+            raise _Failed(f"{found} is listed, {expected} was written")
+        return f"{len(found)} of {len(expected)} objects, with their sizes"
+
+
+def _warm_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that direct I/O takes and whose pages are there before a clock runs."""
+    room = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    room[:] = 0
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + nbytes]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{format_size(nbytes)} at {format_size(int(nbytes / max(seconds, 1e-9)))}/s"
