@@ -36,6 +36,7 @@ from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.policy import AnySchedule, Schedule, parse
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.tierconfig import (
+    ChfsTier,
     Interval,
     KvstoreTier,
     PosixTier,
@@ -47,7 +48,7 @@ from tieredckpt.tierconfig import (
 )
 from tieredckpt.units import Size, format_size
 
-__all__ = ["KvstoreTier", "PosixTier", "RamTier", "StoreConfig", "TierConfig", "load", "to_toml"]
+__all__ = ["ChfsTier", "KvstoreTier", "PosixTier", "RamTier", "StoreConfig", "TierConfig", "load", "to_toml"]
 
 
 class StoreConfig(Settings):

@@ -17,7 +17,18 @@ from tieredckpt.policy import AnyEviction, AnyPromotion, AnyRetention, Eviction,
 from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refusal
 from tieredckpt.units import Duration, Rate, Size, parse_size
 
-__all__ = ["Interval", "KvstoreTier", "PosixTier", "RamTier", "Threads", "TierConfig", "Tiers", "expand"]
+__all__ = [
+    "LOOKALIKE",
+    "ChfsTier",
+    "Interval",
+    "KvstoreTier",
+    "PosixTier",
+    "RamTier",
+    "Threads",
+    "TierConfig",
+    "Tiers",
+    "expand",
+]
 
 
 def _path(value: object, info: ValidationInfo) -> Path:
@@ -72,6 +83,33 @@ def _kvstore_spec(value: object) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise Invalid(f"should be a TensorStore kvstore spec made of JSON values: {error}") from error
 
+
+def _chfs_path(value: object) -> str:
+    """An absolute path in CHFS, as CHFS takes it: no component twice, aliased or with a colon."""
+    if not isinstance(value, str) or not re.fullmatch(r"(/[^/:\0]{1,200}){1,8}", value):
+        raise Invalid(f"should be a folder in CHFS such as '/tieredckpt', not {value!r}")
+    if any(part in (".", "..") for part in value.split("/")):
+        raise Invalid(f"should have no '.' or '..' in it, not {value!r}")
+    return value
+
+
+def _chfs_server(value: object, info: ValidationInfo) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise Invalid(f"should be the address of a CHFS server, or 'directory:PATH' for a look-alike, not {value!r}")
+    if not value.startswith(LOOKALIKE):
+        return value
+    return f"{LOOKALIKE}{_path(value.removeprefix(LOOKALIKE), info)}"
+
+
+def _chfs_chunk(value: object) -> int:
+    nbytes = parse_size(value)
+    if not 4096 <= nbytes <= 64 << 20 or nbytes % 4096:
+        raise Invalid("should be a multiple of 4 KiB, 64 MiB at most")
+    return nbytes
+
+
+LOOKALIKE = "directory:"
+"""What the address of a look-alike of CHFS begins with; its directory follows."""
 
 AbsolutePath = Annotated[
     Path,
@@ -149,6 +187,48 @@ class PosixTier(_Tier):
         return _normal(self.path)
 
 
+class ChfsTier(_Tier):
+    """CHFS: a parallel file system on the persistent memory or NVMe of the compute nodes, for the time of a job."""
+
+    kind: Literal["chfs"] = "chfs"
+    path: Annotated[str, BeforeValidator(_chfs_path)] = "/tieredckpt"
+    """The store's folder in CHFS."""
+    server: (
+        Annotated[
+            str,
+            BeforeValidator(_chfs_server),
+            PlainSerializer(
+                lambda server: server.replace("$", "$$") if server.startswith(LOOKALIKE) else server,
+                return_type=str,
+                when_used="json",
+            ),
+        ]
+        | None
+    ) = None
+    """Address of one server; None for ``CHFS_SERVER``; ``directory:PATH`` for a look-alike over that directory."""
+    library: AbsolutePath | None = None
+    """libchfs; None for ``TIEREDCKPT_LIBCHFS``, then for what the loader finds."""
+    chunk_size: Annotated[int, BeforeValidator(_chfs_chunk)] = 4 << 20
+    """Bytes of a CHFS chunk, the unit that is spread over the servers."""
+    threads: Threads = 8
+    """How many of its calls are under way at a time."""
+    servers: Annotated[int, Field(strict=True, ge=1, le=100_000)] | None = None
+    """How many servers there must be, from now on; None for as many as the store was written with."""
+    rpc_timeout: Interval = 30.0
+    """Seconds; at least three times that of the servers (``chfsd -t``)."""
+    survives: Literal["process", "node"] = "process"
+    """``node`` states that the servers run on other machines than the trainer."""
+    via: Literal["auto", "worker", "tensorstore"] = "auto"
+    """Whether a worker process hosts libchfs, or TensorStore's ``chfs`` driver in this process does."""
+    capacity: Capacity | None = None
+    """Bytes that the tier may use; None for all that CHFS has."""
+
+    @property
+    def location(self) -> str:
+        """What no other tier may use."""
+        return f"chfs:{self.server or ''}:{self.path}"
+
+
 class KvstoreTier(_Tier):
     """Any store that TensorStore has a driver for."""
 
@@ -166,11 +246,12 @@ class KvstoreTier(_Tier):
         return self.spec if isinstance(self.spec, str) else json.dumps(self.spec, sort_keys=True)
 
 
-TierConfig = RamTier | PosixTier | KvstoreTier
+TierConfig = RamTier | PosixTier | ChfsTier | KvstoreTier
 
-_KINDS: dict[str, type[RamTier | PosixTier | KvstoreTier]] = {
+_KINDS: dict[str, type[RamTier | PosixTier | ChfsTier | KvstoreTier]] = {
     "ram": RamTier,
     "posix": PosixTier,
+    "chfs": ChfsTier,
     "kvstore": KvstoreTier,
 }
 

@@ -80,6 +80,7 @@ class File {
   std::shared_ptr<Client> client_;
   std::string path_;
   int descriptor_ = -1;
+  std::size_t bytes_per_call_ = 0;
 };
 
 // The process's connection. Paths are absolute, normal ("/a/b") and obey CheckPath of keys.hpp.
@@ -103,7 +104,9 @@ class Client : public std::enable_shared_from_this<Client> {
   // is kInvalid. At most 64 objects may be open in all; further calls wait.
   Status Create(const std::string& path, std::uint32_t chunk_size, File* file);
 
-  Status Open(const std::string& path, File* file);
+  // An object that is there, for reading and writing; a folder or link is kInvalid. `info`, where not null, is
+  // filled as by Stat.
+  Status Open(const std::string& path, File* file, Info* info = nullptr);
   Status Stat(const std::string& path, Info* info);
 
   // Removes an object or link, all of its chunks; kMissing if there is none.

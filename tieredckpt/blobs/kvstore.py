@@ -267,6 +267,8 @@ def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int
             # Writing in place, as on a file system without rename, gives up what the lock and rename give.
             atomic = create_only = _member(spec, "file_io_locking", "mode") != "non_atomic"
             outlives, durable = Survives.NODE, spec.get("file_io_sync", True) is not False
+        case "chfs":
+            outlives = Survives.PROCESS  # no rename, no exclusive put between processes, never synced
         case "gcs" | "s3":
             outlives, durable, atomic, create_only = Survives.SITE, True, True, True
     return Traits(

@@ -17,6 +17,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs import shared
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
@@ -57,6 +58,8 @@ class Slab:
             os.close(fd)
             raise
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self.region = shared.register(self.array.ctypes.data, capacity, fd, writable=writable)
+        """What lets another process map the slab too."""
         self._guards_extents = threading.Lock()
         self._reserved = reserved
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
@@ -195,6 +198,7 @@ class Slab:
         with self._guards_prefault:  # which works on the mapping until it has seen that
             if self._fd < 0:
                 return
+            self.region.close()
             del self.array
             with contextlib.suppress(BufferError):
                 self._map.close()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tieredckpt import __version__
+from tieredckpt.cli.bench import bench_chfs
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.demo import demo
 from tieredckpt.cli.doctor import doctor
@@ -80,6 +81,10 @@ def _reporting(verb: Callable[..., None]) -> Callable[..., None]:
 
     return run
 
+
+bench = typer.Typer(help="Measure tiers on this machine, side by side with what they stand on.", no_args_is_help=True)
+bench.command("chfs")(_reporting(bench_chfs))
+app.add_typer(bench, name="bench")
 
 for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor):
     app.command()(_reporting(_verb))

@@ -12,7 +12,7 @@ import typer
 
 from tieredckpt.blobs.ram import shared_memory_root
 from tieredckpt.cli.console import waiting
-from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig, load
+from tieredckpt.config import PosixTier, RamTier, StoreConfig, TierConfig, load
 from tieredckpt.errors import NotFound
 from tieredckpt.format.layout import MARKER
 from tieredckpt.store import CheckpointStore
@@ -60,7 +60,7 @@ def _existing(source: str) -> StoreConfig:
         places = ", ".join(
             str(tier.path if isinstance(tier, PosixTier) else _ram_folder(config, tier))
             for tier in config.tiers
-            if not isinstance(tier, KvstoreTier)
+            if isinstance(tier, PosixTier | RamTier)
         )
         raise NotFound(
             f"{source}: there is no store yet (looked in {places}); give the .toml or the folder that the trainer opens"
@@ -69,7 +69,7 @@ def _existing(source: str) -> StoreConfig:
 
 
 def _holds_a_store(config: StoreConfig, tier: TierConfig) -> bool:
-    if isinstance(tier, KvstoreTier):
+    if not isinstance(tier, PosixTier | RamTier):
         return True  # only opening it can tell
     folder = tier.path if isinstance(tier, PosixTier) else _ram_folder(config, tier)
     return os.path.lexists(folder / MARKER)

@@ -13,7 +13,7 @@ from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ram import RamStore, shared_memory_root
 from tieredckpt.blobs.settle import left_behind_after, whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
-from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
@@ -74,6 +74,10 @@ async def open_slower(tier: TierConfig) -> BlobStore:
             threads=tier.threads,
         )
         return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
+    if isinstance(tier, ChfsTier):
+        from tieredckpt.blobs.chfs.choice import open_chfs
+
+        return await open_chfs(tier, survives=_SURVIVES[tier.survives])
     from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
 
     assert isinstance(tier, KvstoreTier)

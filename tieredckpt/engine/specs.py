@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tieredckpt.config import KvstoreTier
+from tieredckpt.blobs.chfs.choice import driver_spec
+from tieredckpt.config import ChfsTier, KvstoreTier
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NotFound
@@ -35,6 +36,8 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
 
 
 def _folder(tier: Tier, folder: str) -> dict[str, Any]:
+    if isinstance(tier.config, ChfsTier):
+        return {**driver_spec(tier.config), "path": f"{tier.config.path}/{folder}"}
     if not isinstance(tier.config, KvstoreTier):
         return {"driver": "file", "path": f"{tier.store.location}/{folder}"}
     import tensorstore as ts  # only a kvstore tier needs it

@@ -1,0 +1,91 @@
+#include "chfs/client.hpp"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "chfs/address.hpp"
+#include "chfs/state.hpp"
+
+namespace tieredckpt::chfs {
+namespace {
+
+constexpr int kLongestLookMs = 5000;
+
+// At init they override everything else that is said to libchfs.
+void SetEnvironment(const Options& options) {
+  setenv("CHFS_BUF_SIZE", "0", 1);      // a buffer drops the errors of its flush
+  setenv("CHFS_ASYNC_ACCESS", "0", 1);  // asynchronous reads may leave garbage behind a missing chunk
+  // Else libchfs may end the process when, 120 s later, no server tells it the ring.
+  setenv("CHFS_NODE_LIST_CACHE_TIMEOUT", "0", 1);
+  setenv("CHFS_RPC_TIMEOUT_MSEC", std::to_string(options.rpc_timeout_ms).c_str(), 1);
+}
+
+Status CheckOptions(const Options& options) {
+  if (options.rpc_timeout_ms <= 0) return {Code::kInvalid, "CHFS: the RPC timeout must be above 0 ms"};
+  if (options.bytes_per_call == 0) return {Code::kInvalid, "CHFS: the bytes per call must be above 0"};
+  return {};
+}
+
+}  // namespace
+
+Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) {
+  // Never destroyed: libchfs cannot be ended while threads may use it, and cannot begin anew.
+  static std::mutex mutex;
+  static auto& connection = *new std::shared_ptr<Client>;
+
+  const std::lock_guard<std::mutex> lock(mutex);  // racing calls of chfs_init end the process
+  if (Status status = CheckOptions(options); !status.ok()) return status;
+  if (connection != nullptr) {
+    const Options& first = connection->state_->options;
+    if (options.server == first.server && options.library == first.library) {
+      *client = connection;
+      return connection->state_->Usable();
+    }
+    return {Code::kInvalid, "CHFS: this process is connected to '" + first.server + "' through '" + first.library +
+                                "' and can have no other connection, as to '" + options.server + "' through '" +
+                                options.library + "'; use another process"};
+  }
+  const char* configured = getenv("CHFS_SERVER");
+  const std::string servers = !options.server.empty() ? options.server : configured != nullptr ? configured : "";
+  if (servers.empty()) {
+    return {Code::kUnavailable, "CHFS: no server is named; give the tier's `server`, or set CHFS_SERVER"};
+  }
+  std::string server;
+  if (Status status = FirstAnswering(SplitAddresses(servers), std::min(options.rpc_timeout_ms, kLongestLookMs), &server);
+      !status.ok()) {
+    return status;
+  }
+  Library library;
+  if (Status status = LoadLibrary(options.library, &library); !status.ok()) return status;
+  SetEnvironment(options);
+  int result = 0;
+  {
+    const SignalGuard signals;
+    result = library.init(server.c_str());
+  }
+  auto state = std::make_unique<State>();
+  state->library = library;
+  state->options = options;
+  state->servers = library.size();
+  state->process = getpid();
+  if (result != 0 || state->servers <= 0) {
+    return {Code::kUnavailable, "CHFS: libchfs could not connect to " + server + "; see that the server runs"};
+  }
+  connection.reset(new Client(std::move(state)));
+  *client = connection;
+  return {};
+}
+
+Client::Client(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Client::~Client() = default;
+
+const std::string& Client::version() const { return state_->library.version; }
+const std::string& Client::library() const { return state_->library.path; }
+int Client::servers() const { return state_->servers; }
+Status Client::CheckRing() { return state_->CheckRing(); }
+
+}  // namespace tieredckpt::chfs

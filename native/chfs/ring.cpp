@@ -1,0 +1,84 @@
+// The ring of servers: what CHFS says of an object is believed only while every server answers.
+#include <unistd.h>
+
+#include <utility>
+
+#include "chfs/state.hpp"
+
+namespace tieredckpt::chfs {
+namespace {
+
+int CountEntry(void* count, const char*, const struct stat*, off_t) {
+  ++*static_cast<std::size_t*>(count);
+  return 0;
+}
+
+}  // namespace
+
+Status Client::State::Usable() {
+  if (getpid() != process) {
+    return {Code::kUnavailable, "CHFS: this process was forked from the connected one, where every call would hang; "
+                                "connect in a spawned process"};
+  }
+  return Whole();
+}
+
+Status Client::State::Whole() {
+  if (!ring_changed_.load(std::memory_order_relaxed)) {
+    if (library.size() == servers) return {};
+    // For ever: a server that comes back does not come back into the ring of this process.
+    ring_changed_.store(true, std::memory_order_relaxed);
+  }
+  return {Code::kUnavailable, "CHFS: the ring of " + std::to_string(servers) + " servers is now one of " +
+                                  std::to_string(library.size()) +
+                                  ", which looks for objects in other places; see that all servers run, and connect "
+                                  "in a new process"};
+}
+
+Status Client::State::Probe(int server) {
+  // libchfs reports no failure here, but a living server has at least "." in its root.
+  std::size_t entries = 0;
+  Status status = Run("list", "/", [&] { return library.readdir_index("/", server, &entries, CountEntry); });
+  if (status.ok() && entries == 0) {
+    return {Code::kUnavailable, "CHFS: server " + std::to_string(server + 1) + " of " + std::to_string(servers) +
+                                    " does not answer; see that all servers run"};
+  }
+  return status;
+}
+
+Status Client::State::ProbeAll() {
+  for (int server = 0; server < servers; ++server) {
+    if (Status status = Probe(server); !status.ok()) return status;
+  }
+  return {};
+}
+
+Status Client::State::CheckRing() {
+  if (Status status = Usable(); !status.ok()) return status;
+  std::unique_lock<std::mutex> lock(check_mutex_);
+  // A check that is under way may have asked a server before it fell silent: only a later one counts.
+  const std::uint64_t needed = checks_begun_ + 1;
+  while (last_check_ < needed) {
+    if (checking_) {
+      check_done_.wait(lock);
+      continue;
+    }
+    checking_ = true;
+    const std::uint64_t number = ++checks_begun_;
+    lock.unlock();
+    Status result = ProbeAll();
+    lock.lock();
+    checking_ = false;
+    last_check_ = number;
+    last_result_ = std::move(result);
+    check_done_.notify_all();
+  }
+  return last_result_;
+}
+
+Status Client::State::Confirm(Status missing) {
+  Status status = CheckRing();
+  return status.ok() ? std::move(missing) : status;
+}
+
+}  // namespace tieredckpt::chfs

@@ -1,0 +1,63 @@
+// What libchfs's errno means to a caller.
+#include <cerrno>
+#include <cstring>
+
+#include "chfs/state.hpp"
+
+namespace tieredckpt::chfs {
+namespace {
+
+Code CodeOf(int error) {
+  switch (error) {
+    case ENOENT:
+      return Code::kMissing;
+    case EEXIST:
+    case ENOTEMPTY:
+      return Code::kExists;
+    case ENOTCONN:  // what libchfs makes of every failed or timed out RPC
+    case ECONNREFUSED:
+    case ECONNRESET:
+    case EHOSTUNREACH:
+    case ETIMEDOUT:
+      return Code::kUnavailable;
+    case ENOSPC:
+    case EDQUOT:
+      return Code::kFull;
+    case EINVAL:
+    case EISDIR:
+    case ENOTDIR:
+    case ENAMETOOLONG:
+      return Code::kInvalid;
+    default:
+      return Code::kFailed;
+  }
+}
+
+}  // namespace
+
+Status FromErrno(int error, const char* action, const std::string& path) {
+  std::string message = std::string("CHFS: cannot ") + action + " " + path + ": ";
+  message += error != 0 ? std::strerror(error) : "libchfs gives no reason";
+  if (error == EPERM) {
+    message += " (which CHFS says of any failure at its server, a full device included; its log tells)";
+  }
+  return {CodeOf(error), std::move(message)};
+}
+
+Kind KindOf(mode_t mode) {
+  switch (mode & S_IFMT) {
+    case S_IFDIR:
+      return Kind::kFolder;
+    case S_IFLNK:
+      return Kind::kLink;
+    default:
+      return Kind::kObject;
+  }
+}
+
+std::string ParentOf(const std::string& path) {
+  const auto slash = path.rfind('/');
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+}  // namespace tieredckpt::chfs

@@ -1,0 +1,195 @@
+// The Python face of the CHFS client: `tieredckpt._chfs`. Its types are in tieredckpt/_chfs.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "chfs/client.hpp"
+
+namespace nb = nanobind;
+using tieredckpt::chfs::Client;
+using tieredckpt::chfs::Code;
+using tieredckpt::chfs::Entry;
+using tieredckpt::chfs::File;
+using tieredckpt::chfs::Info;
+using tieredckpt::chfs::Kind;
+using tieredckpt::chfs::Options;
+using tieredckpt::chfs::Status;
+
+namespace {
+
+// `ChfsError`, owned by the module.
+PyObject* chfs_error = nullptr;
+
+const char* NameOf(Code code) {
+  switch (code) {
+    case Code::kOk: return "";
+    case Code::kMissing: return "missing";
+    case Code::kExists: return "exists";
+    case Code::kUnavailable: return "unavailable";
+    case Code::kFull: return "full";
+    case Code::kShort: return "short";
+    case Code::kInvalid: return "invalid";
+    case Code::kFailed: return "failed";
+  }
+  return "failed";
+}
+
+const char* NameOf(Kind kind) {
+  switch (kind) {
+    case Kind::kObject: return "object";
+    case Kind::kFolder: return "folder";
+    case Kind::kLink: return "link";
+  }
+  return "object";
+}
+
+// Names in CHFS need not be UTF-8; one that is not is no name of ours.
+nb::object TextOf(const std::string& bytes) {
+  return nb::steal(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
+// Calls `function` without the GIL: every call of libchfs may wait for a server.
+template <typename Function>
+void Call(Function function) {
+  Status status;
+  {
+    const nb::gil_scoped_release released;
+    status = function();
+  }
+  if (status.ok()) return;
+  const nb::tuple args = nb::make_tuple(NameOf(status.code), TextOf(status.message));
+  PyErr_SetObject(chfs_error, args.ptr());
+  throw nb::python_error();
+}
+
+// Bytes that a Python object lends for as long as this lives; its memory can neither move nor go away.
+class LentBytes {
+ public:
+  LentBytes(nb::handle object, int flags) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
+  }
+  LentBytes(const LentBytes&) = delete;
+  LentBytes& operator=(const LentBytes&) = delete;
+  ~LentBytes() { PyBuffer_Release(&view_); }
+
+  void* data() const { return view_.buf; }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+// The client outlives every object of Python that holds it.
+struct Connection {
+  std::shared_ptr<Client> client;
+};
+
+}  // namespace
+
+NB_MODULE(_chfs, module) {
+  module.doc() = "The client of CHFS; private, and only for a process that may be lost.";
+  chfs_error = PyErr_NewException("tieredckpt._chfs.ChfsError", nullptr, nullptr);
+  if (chfs_error == nullptr) throw nb::python_error();
+  module.attr("ChfsError") = nb::handle(chfs_error);
+
+  nb::class_<File>(module, "File")
+      .def(
+          "write",
+          [](File& file, nb::handle data, std::uint64_t offset) {
+            const LentBytes bytes(data, PyBUF_SIMPLE);
+            Call([&] { return file.Write(bytes.data(), bytes.size(), offset); });
+          },
+          nb::arg("data"), nb::arg("offset"))
+      .def(
+          "read_into",
+          [](File& file, nb::handle into, std::uint64_t offset) {
+            const LentBytes bytes(into, PyBUF_WRITABLE);
+            Call([&] { return file.Read(bytes.data(), bytes.size(), offset); });
+          },
+          nb::arg("into"), nb::arg("offset"))
+      .def("close", [](File& file) { Call([&] { return file.Close(); }); });
+
+  nb::class_<Connection>(module, "Client")
+      .def(
+          "__init__",
+          [](Connection* self, const std::string& library, const std::string& server, int rpc_timeout_ms) {
+            Options options;
+            options.library = library;
+            options.server = server;
+            options.rpc_timeout_ms = rpc_timeout_ms;
+            std::shared_ptr<Client> client;
+            Call([&] { return Client::Connect(options, &client); });
+            new (self) Connection{std::move(client)};
+          },
+          nb::arg("library") = "", nb::arg("server") = "", nb::arg("rpc_timeout_ms") = 30'000)
+      .def_prop_ro("version", [](const Connection& self) { return self.client->version(); })
+      .def_prop_ro("library", [](const Connection& self) { return self.client->library(); })
+      .def_prop_ro("servers", [](const Connection& self) { return self.client->servers(); })
+      .def("check_ring", [](Connection& self) { Call([&] { return self.client->CheckRing(); }); })
+      .def(
+          "create",
+          [](Connection& self, const std::string& path, std::uint32_t chunk_size) {
+            File file;
+            Call([&] { return self.client->Create(path, chunk_size, &file); });
+            return file;
+          },
+          nb::arg("path"), nb::arg("chunk_size"))
+      .def(
+          "open",
+          [](Connection& self, const std::string& path) {
+            File file;
+            Call([&] { return self.client->Open(path, &file); });
+            return file;
+          },
+          nb::arg("path"))
+      .def(
+          "stat",
+          [](Connection& self, const std::string& path) {
+            Info info;
+            Call([&] { return self.client->Stat(path, &info); });
+            return nb::make_tuple(NameOf(info.kind), info.size, info.mtime_ns, info.chunk_size);
+          },
+          nb::arg("path"))
+      .def(
+          "remove",
+          [](Connection& self, const std::string& path) { Call([&] { return self.client->Remove(path); }); },
+          nb::arg("path"))
+      .def(
+          "remove_folder",
+          [](Connection& self, const std::string& path) { Call([&] { return self.client->RemoveFolder(path); }); },
+          nb::arg("path"))
+      .def(
+          "list",
+          [](Connection& self, const std::string& path) {
+            std::vector<Entry> entries;
+            Call([&] {
+              return self.client->List(path, [&](const Entry& entry) { entries.push_back(entry); });
+            });
+            nb::list found;
+            for (const Entry& entry : entries) found.append(nb::make_tuple(TextOf(entry.name), NameOf(entry.kind)));
+            return found;
+          },
+          nb::arg("path"))
+      .def(
+          "make_folder",
+          [](Connection& self, const std::string& path) { Call([&] { return self.client->MakeFolder(path); }); },
+          nb::arg("path"))
+      .def(
+          "link",
+          [](Connection& self, const std::string& target, const std::string& path) {
+            Call([&] { return self.client->Link(target, path); });
+          },
+          nb::arg("target"), nb::arg("path"))
+      .def(
+          "read_link",
+          [](Connection& self, const std::string& path) {
+            std::string target;
+            Call([&] { return self.client->ReadLink(path, &target); });
+            return TextOf(target);
+          },
+          nb::arg("path"));
+}

@@ -1,0 +1,112 @@
+// What the driver does to CHFS, blocking and in TensorStore's terms: absl statuses, generations, flat Cords.
+#ifndef TENSORSTORE_KVSTORE_CHFS_OBJECTS_H_
+#define TENSORSTORE_KVSTORE_CHFS_OBJECTS_H_
+
+#include <stdint.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/strings/cord.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "chfs/client.hpp"
+#include "tensorstore/kvstore/byte_range.h"
+#include "tensorstore/kvstore/chfs/turns.h"
+#include "tensorstore/kvstore/generation.h"
+#include "tensorstore/kvstore/key_range.h"
+#include "tensorstore/util/result.h"
+
+namespace tensorstore {
+namespace internal_chfs_kvstore {
+
+inline constexpr uint32_t kDefaultChunkSize = 4 << 20;  // CHFS's own 64 KiB is an eighth as fast
+inline constexpr uint32_t kMinChunkSize = 4 << 10;
+inline constexpr uint32_t kMaxChunkSize = 1 << 30;
+
+// The path of a key, which must begin with '/'; the rest of it may be any bytes.
+Result<std::string> PathOfKey(std::string_view key);
+
+// The modification times that this process has lately seen its writes get.
+class RecentWrites {
+ public:
+  // Whether the write of `path` before this one had the same time; notes this one's.
+  bool Repeats(const std::string& path, int64_t mtime_ns);
+
+ private:
+  struct Write {
+    int64_t mtime_ns;
+    absl::Time noted;
+  };
+  absl::Mutex mutex_;
+  absl::flat_hash_map<std::string, Write> writes_ ABSL_GUARDED_BY(mutex_);
+  std::deque<std::pair<absl::Time, std::string>> by_age_ ABSL_GUARDED_BY(mutex_);
+};
+
+// The objects of the servers that this process is connected to.
+class Objects {
+ public:
+  // The one instance of the process, as libchfs is; another server or library than the first is an error.
+  static Result<Objects*> Connect(const std::string& server, const std::string& library);
+
+  // Held by whoever works on an object.
+  Turns& turns() { return turns_; }
+
+  struct Found {
+    std::string path;  // of the bytes: where the key is a link, the link's target
+    int64_t size;
+    StorageGeneration generation;
+  };
+
+  // Nothing where there is no object, or a folder. Opens it as well if asked to, which saves a look at it.
+  Result<std::optional<Found>> Find(std::string path, ::tieredckpt::chfs::File* file = nullptr);
+
+  Result<::tieredckpt::chfs::File> Open(const Found& found);
+
+  // One flat piece of what was found.
+  Result<absl::Cord> Read(::tieredckpt::chfs::File& file, const Found& found, ByteRange range);
+
+  // Replaces the object; while that lasts, other processes see it empty or in part.
+  Result<StorageGeneration> Write(const std::string& path, absl::Cord value, uint32_t chunk_size);
+
+  // Removes the object, if there is one.
+  absl::Status Delete(const std::string& path);
+
+  // Removes a folder, if it is empty.
+  absl::Status DeleteFolder(const std::string& path);
+
+  struct Visitor {
+    std::function<bool(std::string key)> object;   // false: stop here
+    std::function<void(std::string path)> folder;  // after what is in it; only one that is all in the range
+  };
+
+  // Visits what lies in a range of keys, in no particular order.
+  absl::Status Walk(const KeyRange& range, const Visitor& visitor);
+
+ private:
+  explicit Objects(std::shared_ptr<::tieredckpt::chfs::Client> client) : client_(std::move(client)) {}
+
+  Result<::tieredckpt::chfs::Info> Put(const std::string& path, std::string_view bytes, uint32_t chunk_size);
+  Result<bool> WalkFolder(const std::string& folder, const KeyRange& range, const Visitor& visitor);
+
+  const std::shared_ptr<::tieredckpt::chfs::Client> client_;
+  Turns turns_;
+  RecentWrites recent_writes_;
+
+  // Shared by those who make folders on their way to an object, exclusive for those who remove folders: CHFS
+  // removes a folder that has just got an entry, and the entry is listed no more.
+  absl::Mutex folders_mutex_;
+};
+
+}  // namespace internal_chfs_kvstore
+}  // namespace tensorstore
+
+#endif  // TENSORSTORE_KVSTORE_CHFS_OBJECTS_H_

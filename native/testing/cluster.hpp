@@ -1,0 +1,60 @@
+// The servers of one look-alike directory, and this client's ring of them.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <shared_mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "testing/server.hpp"
+#include "testing/switches.hpp"
+
+namespace tieredckpt::lookalike {
+
+// "/a//b/./c" as "a/b/c", the root as ""; nothing for a path of more than 50 components.
+std::optional<std::string> Canonical(const char* path);
+
+class Cluster {
+ public:
+  // Opens the directory, making it when it is not there. Null with a message when that fails, when no server
+  // lives, or when none answers within the timeout.
+  static std::unique_ptr<Cluster> Connect(const std::string& directory, int timeout_ms, std::string* message);
+
+  std::shared_ptr<const Switches> switches() { return file_.Read(); }
+  int size() const;
+
+  // The server at an index of the ring; -1 past its end.
+  int At(int index) const;
+
+  // Whether chunk 0 of a path belongs to a server, as the ring is now.
+  bool Owns(int server, const std::string& path) const;
+
+  const Server& server(int number) const { return servers_[static_cast<std::size_t>(number)]; }
+
+  // 0, or ENOTCONN after the whole timeout.
+  int Reach(int server);
+
+  // Runs a call on the server of a chunk. A server that does not answer is dropped from the ring, and the next
+  // one that the chunk then falls to is asked: what it has not got reads as missing.
+  int Metadata(const std::string& path, int index, const std::function<int(const Server&)>& call);
+
+  // The same for payload, which gives up on a server that does not answer, and drops none.
+  int Data(const std::string& path, int index, const std::function<int(const Server&)>& call);
+
+ private:
+  Cluster(const std::string& directory, int timeout_ms) : file_(directory + "/switches"), timeout_ms_(timeout_ms) {}
+  int Lookup(const std::string& path, int index) const;
+  void Evict(int server);
+
+  SwitchFile file_;
+  const int timeout_ms_;
+  std::vector<Server> servers_;
+  mutable std::shared_mutex guards_ring_;
+  std::vector<int> ring_;
+};
+
+}  // namespace tieredckpt::lookalike

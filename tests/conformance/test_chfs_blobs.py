@@ -1,0 +1,56 @@
+"""The CHFS store keeps the contract of `tieredckpt.blobs.base`, over the look-alike and over a running CHFS."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+from lookalike import LookalikeBackDoor, library, missing
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.chfs.store import ChfsStore
+from tieredckpt.testing.backdoor import BackDoor
+from tieredckpt.testing.blobs import BlobStoreTests
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    if why := missing():
+        pytest.skip(why)
+
+
+@pytest.fixture(autouse=True)
+def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
+    with blockbuster_ctx("tieredckpt") as guard:
+        yield guard
+
+
+class TestChfsStore(BlobStoreTests):
+    servers = 3
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        directory = tmp_path / "chfs"
+        directory.mkdir()
+        (directory / "switches").write_text(f"servers = {self.servers}\n")
+        return directory
+
+    @pytest.fixture
+    async def store(self, directory: Path) -> AsyncIterator[BlobStore]:
+        store = ChfsStore(
+            "/some/root", server=f"directory:{directory}", library=str(library()), chunk_size=MIB, arena=8 * MIB
+        )
+        await store.connect()
+        yield store
+        await store.close()
+
+    @pytest.fixture
+    def back_door(self, directory: Path, store: BlobStore) -> BackDoor:
+        return LookalikeBackDoor(directory, "/some/root", self.servers)
+

@@ -1,0 +1,237 @@
+"""What the loss of CHFS servers, of the worker, or of the trainer costs: no step, and nothing of the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
+from lookalike import missing
+from scenes import Heard, assert_same, config, crash, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine import tier
+from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
+from tieredckpt.events import TierFailed, TierRecovered
+
+
+@pytest.fixture(autouse=True)
+def _tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := missing():
+        pytest.skip(why)
+    monkeypatch.setattr(tier, "_FIRST_RETRY", 0.02)
+    monkeypatch.setattr(tier, "_LAST_RETRY", 0.2)
+
+
+@pytest.fixture
+def lookalike(tmp_path: Path) -> LookalikeServers:
+    return LookalikeServers(tmp_path / "chfs")
+
+
+@pytest.fixture(params=["lookalike", pytest.param("real", marks=pytest.mark.chfs_real)])
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
+    if request.param == "real" and (why := why_no_real_servers()):
+        pytest.skip(why)
+    servers: Servers = (RealServers if request.param == "real" else LookalikeServers)(tmp_path / "servers")
+    yield servers
+    servers.stop()
+
+
+def tiers(servers: Servers, shared_memory: Path, tmp_path: Path, **settings: Any) -> StoreConfig:
+    keep = {"kind": "last_n", "n": 9}
+    pmem = servers.tier | {"retain": keep} | settings
+    disk = folder(tmp_path / "disk", survives="site", retain=keep)
+    return config({"ram": ram(shared_memory), "pmem": pmem, "disk": disk})
+
+
+def worker() -> psutil.Process:
+    """The one worker process of this test."""
+    (found,) = (child for child in psutil.Process().children() if "chfs.worker" in " ".join(child.cmdline()))
+    return found
+
+
+async def assert_restores(store: CheckpointStore, step: int, source: str) -> None:
+    """The step is restored, and all of it from that tier; RAM is made to forget it for slower ones."""
+    if source != "ram" and "ram" in await store.where(step):
+        await store.evict(step, "ram")
+    restored = await store.restore(step)
+    assert restored is not None
+    assert_same(restored.tree, tree(step))
+    assert set(restored.sources) == {source}
+
+
+async def assert_intact(store: CheckpointStore, *steps: int) -> None:
+    """Every chunk of the steps on CHFS has its digest."""
+    for step in steps:
+        assert [verified.intact for verified in await store.verify(step, "pmem")] == [True]
+
+
+async def test_a_step_goes_through_chfs_and_back(servers: Servers, shared_memory: Path, tmp_path: Path) -> None:
+    async with CheckpointStore.open(tiers(servers, shared_memory, tmp_path)) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("pmem")
+        await store.flush()
+        await assert_intact(store, 1, 2)
+        await assert_restores(store, 2, "pmem")
+        await assert_restores(store, 1, "pmem")
+
+
+async def test_a_server_lost_while_saving_costs_the_training_nothing(
+    servers: Servers, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with CheckpointStore.open(tiers(servers, shared_memory, tmp_path)) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("pmem")
+        servers.kill(1)
+        for step in (2, 3):
+            saved = await store.save(step, tree(step))
+            await saved.reached("disk")  # past the tier that is down
+        failed = await heard.first(TierFailed)
+        assert failed.tier == "pmem"
+        with pytest.raises(TierUnavailable):
+            await saved.reached("pmem")
+        servers.restart(1)
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert {step: await store.where(step) for step in (1, 2, 3)}[3] == ("ram", "pmem", "disk")
+        await assert_restores(store, 3, "pmem")
+        await assert_intact(store, 1, 3)
+
+
+async def test_a_server_lost_while_restoring_sends_the_reader_to_the_next_tier(
+    servers: Servers, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with CheckpointStore.open(tiers(servers, shared_memory, tmp_path)) as store:
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        await assert_restores(store, 1, "pmem")
+        await store.evict(2, "ram")
+        servers.kill(1)
+        restored = await store.restore(2)
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+        assert "disk" in restored.sources
+        assert await store.where(2) == ("pmem", "disk"), "a server that is down has lost nothing"
+
+
+async def test_a_store_opened_while_a_server_is_gone_takes_nothing_for_lost(
+    servers: Servers, shared_memory: Path, tmp_path: Path
+) -> None:
+    settings = tiers(servers, shared_memory, tmp_path)
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    servers.kill(1)
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        await assert_restores(store, 1, "disk")
+        assert [info.healthy for info in await store.tier_infos() if info.name == "pmem"] == [False]
+        servers.restart(1)
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert "pmem" in await store.where(1)
+        await assert_intact(store, 1)
+
+
+async def test_steps_outlive_a_restart_of_all_servers(servers: Servers, shared_memory: Path, tmp_path: Path) -> None:
+    async with CheckpointStore.open(tiers(servers, shared_memory, tmp_path)) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        await store.flush()
+    servers.restart_all()
+    async with CheckpointStore.open(tiers(servers, shared_memory, tmp_path)) as store:
+        for step in (1, 2):
+            assert await store.where(step) == ("pmem", "disk")
+            await assert_restores(store, step, "pmem")
+
+
+async def test_a_worker_killed_in_a_write_is_replaced_and_the_step_arrives(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with CheckpointStore.open(tiers(lookalike, shared_memory, tmp_path)) as store:
+        heard = Heard(store)
+        await store.flush()
+        lookalike.switch(hang_pwrite="1+")
+        saved = await store.save(1, tree(1))
+        await saved.reached("disk")
+        first = worker()
+        os.kill(first.pid, signal.SIGKILL)
+        assert "SIGKILL" in str((await heard.first(TierFailed)).error)
+        lookalike.switch()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert worker().pid != first.pid
+        await assert_restores(store, 1, "pmem")
+
+
+async def test_a_trainer_that_dies_while_promoting_leaves_no_half_step(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path
+) -> None:
+    settings = tiers(lookalike, shared_memory, tmp_path)
+    store = CheckpointStore.open(settings)
+    await store.__aenter__()
+    await (await store.save(1, tree(1))).reached("pmem")
+    lookalike.switch(hang_pwrite="2+")
+    await (await store.save(2, tree(2))).reached("disk")
+    await crash(store)
+    lookalike.switch()
+    async with CheckpointStore.open(settings) as store:
+        await assert_restores(store, 2, "ram")
+        await store.flush()
+        assert await store.where(2) == ("ram", "pmem", "disk")
+        await assert_intact(store, 1, 2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+async def test_a_torn_commit_is_no_step(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path, share: float
+) -> None:
+    settings = tiers(lookalike, shared_memory, tmp_path)
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        await store.flush()
+    (manifest,) = lookalike.directory.glob("servers/*/of/test/steps/0000000002-*/manifest.ocdbt")
+    header = 64
+    os.truncate(manifest, header + int((manifest.stat().st_size - header) * share))
+    only_pmem = config({"pmem": settings.tiers[1]})
+    async with CheckpointStore.open(only_pmem, read_only=True) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 1
+        assert_same(restored.tree, tree(1))
+
+
+async def test_a_full_chfs_is_told_and_passed_by(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with CheckpointStore.open(tiers(lookalike, shared_memory, tmp_path)) as store:
+        heard = Heard(store)
+        await store.flush()
+        lookalike.switch(capacity="64KiB")
+        saved = await store.save(1, tree(1))
+        await saved.reached("disk")
+        assert isinstance((await heard.first(TierFailed)).error, NoSpace)
+        lookalike.switch()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert "pmem" in await store.where(1)
+
+
+async def test_a_step_only_on_chfs_is_no_safe_copy_against_the_loss_of_a_node(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with CheckpointStore.open(tiers(lookalike, shared_memory, tmp_path)) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        told = {info.name: info.survives for info in await store.tier_infos()}
+        assert told == {"ram": "process", "pmem": "process", "disk": "site"}
+        with pytest.raises(Conflict):
+            await store.evict(1, "disk")

@@ -1,0 +1,70 @@
+"""A look-alike of CHFS with three servers, its faults, and stores over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from lookalike import LookalikeBackDoor, library, missing
+
+from tieredckpt.blobs.chfs.store import ChfsStore
+
+MIB = 1 << 20
+SERVERS = 3
+
+
+class Lookalike:
+    """The directory of a look-alike."""
+
+    root = "/job/checkpoints"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.back_door = LookalikeBackDoor(directory, self.root, SERVERS)
+
+    def switch(self, *switches: str) -> None:
+        """Have these faults, and no others, from now on."""
+        draft = self.directory / "switches.draft"
+        draft.write_text("\n".join((f"servers = {SERVERS}", *switches)) + "\n")
+        os.replace(draft, self.directory / "switches")
+
+
+@pytest.fixture
+def chfs(tmp_path: Path) -> Lookalike:
+    if why := missing():
+        pytest.skip(why)
+    directory = tmp_path / "chfs"
+    directory.mkdir()
+    chfs = Lookalike(directory)
+    chfs.switch()
+    return chfs
+
+
+@pytest.fixture
+async def stores(chfs: Lookalike) -> AsyncIterator[Callable[..., ChfsStore]]:
+    """Makes stores over the look-alike, not connected yet, that end with the test."""
+    made: list[ChfsStore] = []
+
+    def make(**settings: object) -> ChfsStore:
+        defaults = {
+            "server": f"directory:{chfs.directory}",
+            "library": str(library()),
+            "chunk_size": MIB,
+            "arena": 8 * MIB,
+            "rpc_timeout": 0.3,
+            "grace": 0.2,
+        }
+        made.append(ChfsStore(chfs.root, **(defaults | settings)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    chfs.switch()  # what hangs goes on, so that closing does not wait for it
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+def store(stores: Callable[..., ChfsStore]) -> ChfsStore:
+    return stores()

@@ -1,0 +1,122 @@
+"""Missing is believed only when the ring is whole: a lost server makes the tier unavailable, never its objects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tieredckpt.blobs.chfs.store import ChfsStore
+from tieredckpt.errors import Conflict, NotFound, ShortRead, TierUnavailable
+from tieredckpt.testing.backdoor import listed, pattern
+
+MIB = 1 << 20
+KEYS = [f"folder/{number}" for number in range(6)]
+
+
+@pytest.fixture
+async def filled(store: ChfsStore) -> ChfsStore:
+    for number, key in enumerate(KEYS):
+        await store.put(key, [pattern(5 * MIB if number == 0 else 100, number)])
+    return store
+
+
+async def assert_nothing_is_called_missing(store: ChfsStore) -> None:
+    unavailable = 0
+    for number, key in enumerate(KEYS):
+        try:
+            data = await store.get(key, limit=5 * MIB)
+        except TierUnavailable:
+            unavailable += 1
+        else:
+            assert data == pattern(5 * MIB if number == 0 else 100, number)
+    assert unavailable
+    with pytest.raises(TierUnavailable):
+        await listed(store)
+    with pytest.raises(TierUnavailable):
+        await store.stat("not/there")
+
+
+@pytest.mark.parametrize("switch", ["dead = 1", "hang = 1", "dead = 0 2"])
+async def test_a_server_that_dies_makes_no_object_missing(chfs: Any, filled: ChfsStore, switch: str) -> None:
+    chfs.switch(switch)
+    await assert_nothing_is_called_missing(filled)
+    chfs.switch()
+    assert set(await listed(filled)) == set(KEYS)
+    assert await filled.get(KEYS[0], limit=5 * MIB) == pattern(5 * MIB, 0)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+async def test_whichever_server_is_gone_a_new_process_knows_how_many_there_were(
+    chfs: Any, filled: ChfsStore, stores: Callable[..., ChfsStore], dead: int
+) -> None:
+    chfs.switch(f"dead = {dead}")
+    with pytest.raises(TierUnavailable, match="has 2 servers, and 3 are expected"):
+        await stores().get(KEYS[0], limit=5 * MIB)
+
+
+async def test_a_configuration_may_accept_the_servers_that_are_left(
+    chfs: Any, filled: ChfsStore, stores: Callable[..., ChfsStore]
+) -> None:
+    chfs.switch("dead = 2")
+    store = stores(servers=2)
+    await store.put("new", [b"x"])
+    await stores().get("new", limit=1)  # remembered from then on
+    chfs.switch()
+    with pytest.raises(TierUnavailable, match="has 3 servers, and 2 or 3 are expected"):
+        await stores().get("new", limit=1)
+    await stores(servers=3).put("all/back", [b"x"])
+    assert await stores().get("all/back", limit=1) == b"x"
+
+
+async def test_looking_makes_nothing(chfs: Any, store: ChfsStore) -> None:
+    assert await listed(store) == {}
+    with pytest.raises(NotFound):
+        await store.get("key", limit=1)
+    await store.delete("key")
+    made = {path.name for server in (chfs.directory / "servers").iterdir() for path in server.rglob("*")}
+    assert made == set()
+
+
+async def test_the_record_is_not_listed_and_survives_use(chfs: Any, store: ChfsStore) -> None:
+    await store.put("key", [b"x"])
+    assert await listed(store) == {"key": 1}
+    names = {path.name for path in (chfs.directory / "servers").rglob("~ring/*")}
+    assert names == {f"3-{number}" for number in range(32)}
+
+
+async def test_a_short_object_is_short_only_while_all_servers_answer(chfs: Any, filled: ChfsStore) -> None:
+    into = memoryview(bytearray(6 * MIB))
+    with pytest.raises(ShortRead):
+        await filled.get_into(KEYS[0], 0, into)
+    chfs.switch("dead = 0")
+    with pytest.raises(TierUnavailable):
+        await filled.get_into(KEYS[0], 0, into)
+
+
+async def test_exclusive_puts_leave_nothing_beside_the_winner(chfs: Any, store: ChfsStore) -> None:
+    puts = (store.put("lock", [b"x" * number], create_only=True) for number in range(1, 6))
+    results = await asyncio.gather(*puts, return_exceptions=True)
+    assert sum(result is None for result in results) == 1
+    assert sum(isinstance(result, Conflict) for result in results) == 4
+    assert len(chfs.back_door.rest()) == 1
+    await store.put("lock", [b"replaced"])
+    assert await store.get("lock", limit=10) == b"replaced"
+    with pytest.raises(Conflict):
+        await store.put("lock", [b"x"], create_only=True)
+    await store.delete("lock")
+    assert chfs.back_door.rest() == set()
+    assert await listed(store) == {}
+
+
+async def test_a_sweep_removes_what_exclusive_puts_of_dead_writers_left(chfs: Any, store: ChfsStore) -> None:
+    await store.put("a/lock", [b"live"], create_only=True)
+    live = chfs.back_door.rest()
+    await chfs.back_door.put("a/lock~0123456789abcdef", b"dead")
+    await chfs.back_door.put("a/other~0123456789abcdef", b"dead")
+    assert await store.sweep(3600.0) == 0
+    assert await store.sweep(0.0) == 2
+    assert chfs.back_door.rest() == live
+    assert await store.get("a/lock", limit=10) == b"live"

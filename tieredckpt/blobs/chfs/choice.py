@@ -1,0 +1,99 @@
+"""Which way a tier goes to CHFS: the worker of this library, or TensorStore's ``chfs`` driver."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+import tieredckpt
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.errors import Invalid
+from tieredckpt.tierconfig import LOOKALIKE, ChfsTier
+
+__all__ = ["choose_path", "driver_spec", "open_chfs"]
+
+_LIBRARY = "libchfs_lookalike.so"
+
+
+def choose_path(tier: ChfsTier) -> tuple[Literal["worker", "tensorstore"], str]:
+    """The way of a tier, and why it is that. Raises `Invalid` when neither, or not the one asked for, is there."""
+    client = importlib.util.find_spec("tieredckpt._chfs") is not None
+    if tier.via == "worker" and not client:
+        raise Invalid(f"tier {tier.name!r}: via = 'worker' needs the CHFS client, and {_NO_CLIENT}")
+    if tier.via == "tensorstore" and not _has_driver():
+        raise Invalid(f"tier {tier.name!r}: via = 'tensorstore' needs a driver, and {_NO_DRIVER}")
+    if tier.via != "auto":
+        return tier.via, f"the tier says via = '{tier.via}'"
+    if client:
+        return "worker", "the CHFS client was built, and a worker process keeps libchfs out of this one"
+    if _has_driver():
+        return "tensorstore", f"TensorStore has a `chfs` driver, and {_NO_CLIENT}"
+    raise Invalid(f"tier {tier.name!r}: there is no way to CHFS: {_NO_CLIENT}, and {_NO_DRIVER}")
+
+
+_NO_CLIENT = "tieredckpt was installed without it; install it with a C++17 compiler, on Linux"
+_NO_DRIVER = (
+    "the TensorStore that is installed has no `chfs` driver; native/tensorstore tells how to build one that has"
+)
+
+
+async def open_chfs(tier: ChfsTier, *, survives: Survives) -> BlobStore:
+    """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`."""
+    way, _ = choose_path(tier)
+    if way == "tensorstore":
+        from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which the worker does without
+
+        return await KvStoreBlobs.open(driver_spec(tier), survives=survives)
+    from tieredckpt.blobs.chfs.store import ChfsStore
+
+    store = ChfsStore(
+        tier.path,
+        server=tier.server or "",
+        library=_library(tier),
+        chunk_size=tier.chunk_size,
+        threads=tier.threads,
+        servers=tier.servers,
+        rpc_timeout=tier.rpc_timeout,
+        survives=survives,
+    )
+    try:
+        await store.connect()
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+def _library(tier: ChfsTier) -> str:
+    """The look-alike for a tier that asks for it, and for no other; else what the tier names, if anything."""
+    if tier.library is not None:
+        return str(tier.library)
+    if tier.server is None or not tier.server.startswith(LOOKALIKE):
+        return ""
+    for folder in tieredckpt.__path__:
+        if (path := Path(folder, _LIBRARY)).exists():
+            return str(path)
+    raise Invalid(f"tier {tier.name!r}: {tier.server} needs the look-alike of CHFS, and {_NO_CLIENT}")
+
+
+def driver_spec(tier: ChfsTier) -> dict[str, Any]:
+    """The TensorStore kvstore spec of a tier, for the ``chfs`` driver of ``native/tensorstore``."""
+    spec: dict[str, Any] = {
+        "driver": "chfs",
+        "path": f"{tier.path}/",
+        "chunk_size": tier.chunk_size,
+        "chfs_concurrency": {"limit": tier.threads},
+    }
+    members = {"server": tier.server or "", "library": _library(tier)}
+    return spec | {name: value for name, value in members.items() if value}
+
+
+def _has_driver() -> bool:
+    import tensorstore as ts
+
+    try:
+        ts.KvStore.Spec({"driver": "chfs", "path": "/"})
+    except ValueError:
+        return False
+    return True

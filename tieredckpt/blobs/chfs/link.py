@@ -1,0 +1,240 @@
+"""The link to one worker process: commands, their answers, the memory that both share, and its death.
+
+A link belongs to one event loop. It is never repaired: one whose worker died, or lost servers, is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.chfs import frames
+from tieredckpt.blobs.chfs.process import Process
+from tieredckpt.blobs.settle import note, outlast
+from tieredckpt.blobs.shared import Region, locate
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
+
+__all__ = ["Link"]
+
+_END = 2.0
+"""Seconds that a worker without work may take to end by itself."""
+
+_ERRORS: dict[str, type[TieredCkptError]] = {
+    "exists": Conflict,
+    "full": NoSpace,
+    "invalid": Invalid,
+    "missing": NotFound,
+    "short": ShortRead,
+}
+
+
+class Link:
+    """One worker, started by `start`.
+
+    Args:
+        where: the store's place, for messages.
+        threads: how many calls of libchfs the worker makes at a time.
+        grace: seconds that a command may go on after it was cancelled, before the worker is killed.
+    """
+
+    def __init__(self, where: str, threads: int, grace: float) -> None:
+        self._where, self._grace = where, grace
+        self._loop = asyncio.get_running_loop()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._decoder = msgspec.msgpack.Decoder(frames.Reply)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._parts: dict[int, list[Any]] = {}
+        self._last = 0
+        self._outgoing: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._mapped: dict[int, tuple[Region, asyncio.Task[None]]] = {}
+        self._dead = asyncio.Event()
+        self._ending: asyncio.TimerHandle | None = None
+        self.broken = False
+        """Whether it must be replaced: the worker died, or servers are not what they were."""
+        self.servers = 0
+        self.version = self.library = ""
+        self._loop.add_reader(self._socket, self._receive)
+        self.process = Process(theirs, threads, self._ended)
+
+    @classmethod
+    async def start(cls, where: str, connect: frames.Connect, *, threads: int, grace: float, within: float) -> Link:
+        """A link whose worker has connected to CHFS in so many seconds. Raises `TierUnavailable`, `Invalid`."""
+        link = cls(where, threads, grace)
+        try:
+            async with asyncio.timeout(within):
+                link.version, link.library, link.servers = await link.ask(connect)
+        except TimeoutError:
+            await link.end("connecting took too long")
+            raise TierUnavailable(
+                f"{where}: the CHFS worker had not connected after {within:g} s, and was ended; see that all servers "
+                f"answer, or raise `rpc_timeout`"
+            ) from None
+        except BaseException:
+            await link.end("connecting failed")
+            raise
+        return link
+
+    async def ask(self, command: frames.Command, *, fds: Sequence[int] = ()) -> Any:
+        """What the worker answers; ``fds`` go with the command, and are closed here.
+
+        A cancellation is raised when the worker has ended the command or, after a time of grace, is dead: it
+        touches no memory that the command names from then on. Raises what the code of the answer stands for,
+        `TierUnavailable` when the worker is dead or dies.
+        """
+        self._last += 1
+        number, answer = self._last, self._loop.create_future()
+        if self._dead.is_set():
+            answer.set_exception(self._death())
+        else:
+            self._answers[number] = answer
+        self._send(msgspec.msgpack.encode(frames.Request(number, command)), fds)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            await outlast(asyncio.ensure_future(self._let_go(answer, type(command).__name__)))
+            raise
+
+    async def _let_go(self, answer: asyncio.Future[Any], command: str) -> None:
+        await asyncio.wait([answer], timeout=self._grace)
+        if not answer.done():
+            await self.end(f"{command} was cancelled and had not ended {self._grace:g} s later")
+        note(answer)
+
+    async def span(self, memory: Buffer, *, to_fill: bool = False) -> frames.Span | None:
+        """How the worker reaches ``memory`` in place; None where it cannot. Raises `TierUnavailable`."""
+        found = locate(memory)
+        if found is None or (to_fill and not found[0].writable):
+            return None
+        region, offset = found
+        if region.number not in self._mapped:
+            await self._unmap_closed()
+            self._mapped.setdefault(region.number, (region, asyncio.ensure_future(self._map(region))))
+        await asyncio.shield(self._mapped[region.number][1])
+        return region.number, offset, memoryview(memory).nbytes
+
+    async def _map(self, region: Region) -> None:
+        try:
+            fd = region.duplicate()
+            if fd is None:
+                raise TierUnavailable(f"{self._where}: the memory was closed while its bytes were on their way")
+            await self.ask(frames.MapRegion(region.number, region.size, region.writable), fds=[fd])
+        except BaseException:
+            del self._mapped[region.number]
+            raise
+
+    async def _unmap_closed(self) -> None:
+        closed = [number for number, (region, task) in self._mapped.items() if region.closed and task.done()]
+        for number in closed:
+            del self._mapped[number]
+        for number in closed:
+            await self.ask(frames.UnmapRegion(number))
+
+    async def close(self) -> None:
+        """Let the worker end by itself, and kill it if it does not soon."""
+        self._socket_ends()
+        try:
+            async with asyncio.timeout(_END):
+                await self._dead.wait()
+        except TimeoutError:
+            await self.end("it had not ended when its store was closed")
+
+    async def end(self, reason: str) -> None:
+        """Kill the worker; it is gone when this returns, also when it is cancelled meanwhile."""
+        self.broken = True
+        self.process.kill(reason)
+        await outlast(asyncio.ensure_future(self._dead.wait()))
+
+    # -- the socket ---------------------------------------------------------------------------------------
+
+    def _send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        self._outgoing.append((data, fds))
+        if len(self._outgoing) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what there is until the worker has to catch up."""
+        while self._outgoing:
+            data, fds = self._outgoing[0]
+            try:
+                socket.send_fds(self._socket, [data], fds)
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._flush)
+                return
+            except OSError:
+                pass  # its end is noticed where it is reaped
+            self._outgoing.popleft()
+            for fd in fds:
+                os.close(fd)
+        if self._socket.fileno() >= 0:
+            self._loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(frames.PACKET)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._socket_ends()
+            # It is ending, and how is worth knowing. Otherwise something closed the socket under it.
+            self._ending = self._loop.call_later(_END, self.process.kill, "it closed its socket")
+            return
+        reply = self._decoder.decode(data)
+        if reply.code == frames.MORE:
+            self._parts.setdefault(reply.number, []).extend(reply.value)
+            return
+        parts = self._parts.pop(reply.number, None)
+        answer = self._answers.pop(reply.number)
+        if answer.done():
+            return
+        if reply.code:
+            answer.set_exception(self._error(reply))
+        else:
+            answer.set_result(reply.value if parts is None else parts)
+
+    def _error(self, reply: frames.Reply) -> TieredCkptError:
+        if reply.code == "unavailable":
+            self.broken = True  # a client keeps the ring that it has seen
+        return _ERRORS.get(reply.code, TierUnavailable)(f"{self._where}: {reply.message}")
+
+    def _socket_ends(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        while self._outgoing:
+            for fd in self._outgoing.popleft()[1]:
+                os.close(fd)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def _ended(self) -> None:
+        with suppress(RuntimeError):  # the loop has been closed: nobody waits for this any more
+            self._loop.call_soon_threadsafe(self._died)
+
+    def _died(self) -> None:
+        self.broken = True
+        self._dead.set()
+        if self._ending is not None:
+            self._ending.cancel()
+        self._socket_ends()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._death())
+        self._answers.clear()
+
+    def _death(self) -> TierUnavailable:
+        return TierUnavailable(
+            f"{self._where}: the CHFS worker {self.process.what_happened()}; the next operation starts a new one"
+        )

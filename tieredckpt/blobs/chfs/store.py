@@ -1,0 +1,373 @@
+"""A blob store in CHFS, by a worker process that hosts libchfs. See docs/decisions/0008-chfs.md.
+
+An object is a CHFS file at its key's path below the root. One that was created exclusively is a symbolic link,
+which has one creator, to its data beside it, ``<key>~<random>``. Names with a ``~`` are no keys, and never listed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.chfs.transfer import Transfer
+from tieredckpt.blobs.settle import note, outlast, together, whole
+from tieredckpt.errors import (
+    Closed,
+    Conflict,
+    Corrupt,
+    Invalid,
+    NotFound,
+    ShortRead,
+)
+
+__all__ = ["ChfsStore"]
+
+_ARENA = 32 << 20
+_STATS_AT_A_TIME = 16
+_SPARE_THREADS = 4  # so that a small call need not wait for a transfer
+_CLOSING = 10.0  # seconds for what is under way
+_DATA = re.compile(r"([A-Za-z0-9._-]+)~[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is at a path; of a link, its data."""
+
+    path: str
+    kind: str
+    size: int
+    modified: float
+    chunk_size: int
+
+
+class ChfsStore:
+    """Blobs below ``root`` in CHFS; made by `open`, and used on that event loop.
+
+    Args:
+        root: absolute path in CHFS.
+        server: address of one server; empty for ``CHFS_SERVER``.
+        library: path of libchfs; empty for ``TIEREDCKPT_LIBCHFS``, then the loader's.
+        chunk_size: bytes of a CHFS chunk of large objects.
+        threads: how many pieces are on their way at a time.
+        servers: how many there must be, whatever the store remembers; it remembers these from then on.
+        rpc_timeout: seconds.
+        survives: what the servers outlive.
+        grace: seconds that a cancelled call may go on before its worker is killed.
+        arena: bytes of memory for what cannot be sent in place.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        server: str = "",
+        library: str = "",
+        chunk_size: int = 4 << 20,
+        threads: int = 8,
+        servers: int | None = None,
+        rpc_timeout: float = 30.0,
+        survives: Survives = Survives.PROCESS,
+        grace: float = 1.0,
+        arena: int = _ARENA,
+    ) -> None:
+        self._root = root.rstrip("/")
+        self._location = f"chfs:{self._root or '/'}"
+        self._connect = frames.Connect(library, server, round(rpc_timeout * 1000))
+        self._threads, self._servers = threads, servers
+        self._within, self._grace = rpc_timeout + 5.0, grace
+        self._transfer = Transfer(chunk_size, threads, arena, grace)
+        self._traits = Traits(
+            survives=survives,
+            durable=False,
+            atomic_put=False,
+            create_only=True,
+            ranged_get=True,
+            direct_io=False,
+            object_size=128 << 20,
+        )
+        self._link: Link | None = None
+        self._starting: asyncio.Task[Link] | None = None
+        self._remembered = False
+        self._guards_record = asyncio.Lock()
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def location(self) -> str:
+        return self._location
+
+    @property
+    def copied(self) -> int:
+        """Bytes that were copied on their way, since the worker could not reach them in place."""
+        return self._transfer.copied
+
+    @property
+    def link(self) -> Link | None:
+        """The link to the worker of now, for those who report on it."""
+        return self._link
+
+    def facts(self) -> Mapping[str, str]:
+        """What `tieredckpt.blobs.checkup.Facts` says."""
+        link = self._link
+        if link is None:
+            return {}
+        return {
+            "way": f"worker process {link.process.number}",
+            "libchfs": f"{link.version}, {link.library}",
+            "servers": str(link.servers),
+        }
+
+    async def connect(self) -> None:
+        """Start the worker, which every verb does too. Raises `TierUnavailable`, `Invalid`."""
+        async with self._verb():
+            pass
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        async with self._verb(key) as link:
+            found = await self._object(link, key)
+            await self._believe_size(link, found)
+            if found.size > limit:
+                raise Corrupt(f"{self._at(key)} has {found.size} bytes, and at most {limit} are acceptable")
+            data = bytearray(found.size)
+            await self._transfer.read(link, found.path, 0, memoryview(data))
+            return bytes(data)
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        if offset < 0 or into.readonly:
+            raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
+        async with self._verb(key) as link:
+            found = await self._object(link, key)
+            if offset + len(into) > found.size:
+                await link.ask(frames.CheckRing())  # what a dead server held is missing from the size
+                raise ShortRead(
+                    f"{self._at(key)} has {found.size} bytes, and {len(into)} from offset {offset} were wanted"
+                )
+            await self._transfer.read(link, found.path, offset, into)
+
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        async with self._verb(key) as link:
+            await self._remember(link)
+            path = self._path(key)
+            try:
+                found = await self._look(link, path)
+            except NotFound:
+                found = None
+            if not create_only:
+                await self._transfer.write(link, path if found is None else found.path, parts)
+                return
+            if found is not None:
+                raise Conflict(f"{self._at(key)} exists already")
+            data = f"{path}~{secrets.token_hex(8)}"
+            await self._transfer.write(link, data, parts)
+            try:
+                await link.ask(frames.Link(data.rpartition("/")[2], path))
+            except BaseException:
+                await whole(self._transfer.remove_rest(link, data))
+                raise
+
+    async def stat(self, key: str) -> BlobInfo:
+        async with self._verb(key) as link:
+            found = await self._object(link, key)
+            await self._believe_size(link, found)
+            return BlobInfo(key, found.size, found.modified)
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        check_prefix(prefix)
+        folders = [prefix]
+        while folders:
+            folder = folders.pop()
+            async with self._verb() as link:
+                names = [(name, kind) for name, kind in await self._entries(link, folder) if _is_name(name)]
+                infos = await self._infos(link, [folder + name for name, kind in names if kind != "folder"])
+                if not folders and all(kind != "folder" for _, kind in names):
+                    await link.ask(frames.CheckRing())  # a server that is gone is a list that is shorter
+            folders += [f"{folder}{name}/" for name, kind in names if kind == "folder"]
+            for info in infos:
+                yield info
+
+    async def delete(self, key: str) -> None:
+        async with self._verb(key) as link:
+            path = self._path(key)
+            with suppress(NotFound):
+                found = await self._look(link, path)
+                if found.kind == "folder":
+                    return
+                await link.ask(frames.Remove(path))
+                if found.path != path:
+                    await link.ask(frames.Remove(found.path))
+
+    async def sweep(self, age: float) -> int:
+        """Remove the data of exclusive puts that broke off, unchanged for ``age`` seconds; returns how many."""
+        swept, folders = 0, [""]
+        while folders:
+            folder = folders.pop()
+            async with self._verb() as link:
+                for name, kind in await self._entries(link, folder):
+                    if kind == "folder":
+                        folders.extend([f"{folder}{name}/"] if _is_name(name) else [])
+                    elif match := _DATA.fullmatch(name):
+                        swept += await self._sweep(link, self._path(folder + match[1]), self._path(folder + name), age)
+        return swept
+
+    async def close(self) -> None:
+        """Refuse further verbs, let those under way end, and end the worker. Idempotent."""
+        self._closed = True
+        await whole(self._close())
+
+    async def _close(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING):
+                await self._idle.wait()
+        if self._starting is not None:
+            self._starting.cancel()
+            await outlast(self._starting)
+        if self._link is not None:
+            link, self._link = self._link, None
+            await link.close()
+        await self._transfer.close()
+
+    # -- the worker ---------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _verb(self, key: str | None = None) -> AsyncIterator[Link]:
+        """The link for a verb, which `close` waits for."""
+        if self._closed:
+            raise Closed(f"the store at {self._location} was closed")
+        if key is not None:
+            check_key(key)
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield await self._linked()
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def _linked(self) -> Link:
+        if self._link is not None and not self._link.broken:
+            return self._link
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+            self._starting.add_done_callback(note)
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise Closed(f"the store at {self._location} was closed") from None
+            raise
+
+    async def _start(self) -> Link:
+        try:
+            if self._link is not None:
+                old, self._link = self._link, None
+                await old.end("a new one takes its place")
+            link = await Link.start(
+                self._location,
+                self._connect,
+                threads=self._threads + _SPARE_THREADS,
+                grace=self._grace,
+                within=self._within,
+            )
+            try:
+                self._remembered = await ring.check(link, self._root, self._location, self._servers)
+            except BaseException:
+                await link.end("the ring is not what it was")
+                raise
+            self._link = link
+            return link
+        finally:
+            self._starting = None
+
+    async def _remember(self, link: Link) -> None:
+        # At the first put, so that looking at a store that is not there does not make it.
+        async with self._guards_record:
+            if not self._remembered:
+                await ring.write(link, self._root)
+                self._remembered = True
+
+    # -- objects ------------------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _at(self, key: str) -> str:
+        return f"{self._location}/{key}"
+
+    async def _object(self, link: Link, key: str) -> _Found:
+        found = await self._look(link, self._path(key))
+        if found.kind != "object":
+            raise NotFound(f"{self._at(key)} is a folder")
+        return found
+
+    async def _look(self, link: Link, path: str) -> _Found:
+        """What is at ``path``, or at the end of the link there; `NotFound` for nothing."""
+        kind, size, mtime, chunk_size, target = await link.ask(frames.Stat(path))
+        if kind == "link":
+            folder, _, name = path.rpartition("/")
+            match = _DATA.fullmatch(target)
+            if match is None or match[1] != name:
+                raise Corrupt(f"{self._location}: {path} is a link to {target!r}, which is no data of its own")
+            path = f"{folder}/{target}"
+            kind, size, mtime, chunk_size, _ = await link.ask(frames.Stat(path))
+        return _Found(path, kind, size, mtime / 1e9, chunk_size)
+
+    async def _believe_size(self, link: Link, found: _Found) -> None:
+        """Ask whether all servers are there if the object may go on: CHFS ends it where a chunk is missing."""
+        if found.size % max(1, found.chunk_size) == 0:
+            await link.ask(frames.CheckRing())
+
+    async def _entries(self, link: Link, folder: str) -> Sequence[tuple[str, str]]:
+        path = self._path(folder).rstrip("/") or "/"
+        try:
+            return [(name, kind) for name, kind in await link.ask(frames.ListFolder(path))]
+        except Invalid:
+            return []  # an object, and no folder of any
+
+    async def _infos(self, link: Link, keys: Sequence[str]) -> Sequence[BlobInfo]:
+        async def info(key: str) -> None:
+            with suppress(NotFound):  # deleted meanwhile
+                async with turns:
+                    found = await self._object(link, key)
+                infos.append(BlobInfo(key, found.size, found.modified))
+
+        infos: list[BlobInfo] = []
+        turns = asyncio.Semaphore(_STATS_AT_A_TIME)
+        await together(map(info, keys))
+        return infos
+
+    async def _sweep(self, link: Link, key: str, data: str, age: float) -> bool:
+        """Remove the data at ``data`` if it is old and the link at ``key`` leads elsewhere."""
+        with suppress(NotFound):
+            found = await self._look(link, data)
+            if time.time() - found.modified < age:
+                return False
+            with suppress(NotFound):
+                if (await self._look(link, key)).path == data:
+                    return False
+            await link.ask(frames.Remove(data))
+            return True
+        return False
+
+
+def _is_name(name: str) -> bool:
+    """Whether an entry can be a component of a key; what is the store's own cannot."""
+    try:
+        check_key(name)
+    except Invalid:
+        return False
+    return True

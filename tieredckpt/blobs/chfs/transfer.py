@@ -1,0 +1,158 @@
+"""Moves the bytes of an object between memory and the worker, piece by piece, in place where both can reach it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.chfs import frames
+from tieredckpt.blobs.chfs.arena import Arena
+from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.chfs.pieces import chunk_size_for, cut, piece_size, ranges
+from tieredckpt.blobs.settle import in_thread, together, whole
+from tieredckpt.errors import TieredCkptError
+
+__all__ = ["Transfer"]
+
+_IN_PLACE_FROM = 64 << 10
+"""A shorter run of a piece is copied together with its neighbours, which costs less than a call of its own."""
+
+_OPEN_FILES = 32
+"""The client makes whoever asks for more than 64 wait, and with that one of the worker's threads."""
+
+
+class Transfer:
+    """Reads and writes objects.
+
+    Args:
+        chunk_size: bytes of a CHFS chunk of large objects.
+        threads: how many pieces are on their way at a time.
+        arena: bytes of memory for what the worker cannot reach.
+        grace: seconds that cleaning up after a put that broke off may take.
+    """
+
+    def __init__(self, chunk_size: int, threads: int, arena: int, grace: float) -> None:
+        self._chunk_size, self._threads, self._grace = chunk_size, threads, grace
+        self._piece = piece_size(chunk_size)
+        self._arena = Arena(max(arena, self._piece))
+        self._files = asyncio.Semaphore(_OPEN_FILES)
+        self._pieces = asyncio.Semaphore(threads)
+        self._numbers = count(1)
+        self.copied = 0
+        """Bytes that went through the arena."""
+
+    async def read(self, link: Link, path: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on."""
+
+        async def fill(file: int, pieces: Iterator[tuple[int, int]]) -> None:
+            for start, stop in pieces:
+                async with self._pieces:
+                    await self._fill(link, file, start, into[start - offset : stop - offset])
+
+        if len(into):
+            async with self._opened(link, lambda file: frames.Open(file, path)) as file:
+                pieces = ranges(offset, len(into), self._piece)
+                await together(fill(file, pieces) for _ in range(self._threads))
+
+    async def write(self, link: Link, path: str, parts: Sequence[Buffer]) -> None:
+        """Write the concatenation of ``parts`` as a new object; what a failure leaves of it is removed."""
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        chunk_size = chunk_size_for(nbytes, self._chunk_size)
+
+        async def send(file: int, pieces: Iterator[tuple[int, list[memoryview]]]) -> None:
+            for start, memory in pieces:
+                async with self._pieces:
+                    await self._send(link, file, start, memory)
+
+        try:
+            async with self._opened(link, lambda file: frames.Create(file, path, chunk_size)) as file:
+                pieces = cut(parts, self._piece)
+                await together(send(file, pieces) for _ in range(self._threads))
+        except BaseException:
+            await whole(self.remove_rest(link, path))
+            raise
+
+    async def remove_rest(self, link: Link, path: str) -> None:
+        """Remove what a put that broke off has written, as far as its worker can still do so."""
+        if not link.broken:
+            with suppress(TieredCkptError, TimeoutError):
+                async with asyncio.timeout(self._grace):
+                    await link.ask(frames.Remove(path))
+
+    async def close(self) -> None:
+        await in_thread(self._arena.close)
+
+    @asynccontextmanager
+    async def _opened(self, link: Link, opening: Callable[[int], frames.Command]) -> AsyncIterator[int]:
+        async with self._files:
+            file = next(self._numbers)
+            try:
+                await link.ask(opening(file))
+                yield file
+            except BaseException:
+                with suppress(TieredCkptError):
+                    await whole(link.ask(frames.Close(file)))
+                raise
+            await link.ask(frames.Close(file))
+
+    async def _fill(self, link: Link, file: int, offset: int, into: memoryview) -> None:
+        span = await link.span(into, to_fill=True)
+        if span is not None:
+            await link.ask(frames.Read(file, offset, [span]))
+            return
+        async with self._lent(link, len(into)) as (room, span):
+            await link.ask(frames.Read(file, offset, [span]))
+            await in_thread(np.copyto, np.frombuffer(into, dtype=np.uint8), room)
+
+    async def _send(self, link: Link, file: int, offset: int, memory: list[memoryview]) -> None:
+        """One piece: runs that the worker can reach as they are, the rest gathered between them."""
+        reachable: list[frames.Span | None] = [
+            await link.span(run) if len(run) >= _IN_PLACE_FROM or len(memory) == 1 else None for run in memory
+        ]
+        rest = [run for run, span in zip(memory, reachable, strict=True) if span is None]
+        nbytes = sum(map(len, rest))
+        if not nbytes:
+            await link.ask(frames.Write(file, offset, [span for span in reachable if span is not None]))
+            return
+        async with self._lent(link, nbytes) as (room, lent):
+            await in_thread(_gather, rest, room)
+            await link.ask(frames.Write(file, offset, _joined(memory, reachable, lent)))
+
+    @asynccontextmanager
+    async def _lent(self, link: Link, nbytes: int) -> AsyncIterator[tuple[npt.NDArray[np.uint8], frames.Span]]:
+        async with self._arena.lend(nbytes) as room:
+            span = await link.span(room.data)
+            assert span is not None, "the arena is shared memory"
+            self.copied += nbytes
+            yield room, span
+
+
+def _gather(runs: Sequence[memoryview], room: npt.NDArray[np.uint8]) -> None:
+    at = 0
+    for run in runs:
+        np.copyto(room[at : at + len(run)], np.frombuffer(run, dtype=np.uint8))
+        at += len(run)
+
+
+def _joined(
+    memory: Sequence[memoryview], reachable: Sequence[frames.Span | None], lent: frames.Span
+) -> list[frames.Span]:
+    """The spans of a piece in their order, with the runs that were gathered in ``lent`` between the others."""
+    region, at, _ = lent
+    spans: list[frames.Span] = []
+    growing = False  # whether the last span is one of the arena, which the next run goes on with
+    for run, span in zip(memory, reachable, strict=True):
+        if span is not None:
+            spans.append(span)
+        else:
+            start = spans.pop()[1] if growing else at
+            at += len(run)
+            spans.append((region, start, at - start))
+        growing = span is None
+    return spans
