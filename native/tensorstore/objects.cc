@@ -15,7 +15,6 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "chfs/client.hpp"
@@ -35,9 +34,7 @@ namespace {
 
 namespace chfs = ::tieredckpt::chfs;
 
-// Longer than a tick of any server's clock that stamps files.
-constexpr absl::Duration kLongestTick = absl::Seconds(3);
-constexpr absl::Duration kShortestTick = absl::Milliseconds(2);
+constexpr absl::Duration kShortestTick = absl::Milliseconds(2);  // of the clocks that stamp files
 
 absl::StatusCode CodeOf(chfs::Code code) {
   switch (code) {
@@ -69,6 +66,17 @@ absl::Status ToStatus(const chfs::Status& status) {
 // write replaces first.
 StorageGeneration GenerationOf(const chfs::Info& info) {
   return StorageGeneration::FromValues(info.mtime_ns, info.size);
+}
+
+// About the size that is wanted, but such that the last chunk is not full: where an object ends with a full chunk,
+// only a question to every server tells that it goes on no further, and each look at it asks.
+uint32_t ChunkSizeFor(size_t size, uint32_t wanted) {
+  if (size < wanted) {
+    const size_t next = (size / kMinChunkSize + 1) * kMinChunkSize;
+    return static_cast<uint32_t>(std::min<size_t>(next, wanted));
+  }
+  while (size % wanted == 0) wanted += kMinChunkSize;
+  return wanted;
 }
 
 // A link names its object by a path, or by a name beside it.
@@ -113,20 +121,6 @@ Result<std::string> PathOfKey(std::string_view key) {
         absl::StrFormat("Keys of CHFS begin with '/': %v", QuoteString(key)));
   }
   return absl::StrCat("/", chfs::EncodeKey(key.substr(1)));
-}
-
-bool RecentWrites::Repeats(const std::string& path, int64_t mtime_ns) {
-  const absl::Time now = absl::Now();
-  absl::MutexLock lock(mutex_);
-  for (; !by_age_.empty() && by_age_.front().first < now - kLongestTick; by_age_.pop_front()) {
-    const auto it = writes_.find(by_age_.front().second);
-    if (it != writes_.end() && it->second.noted == by_age_.front().first) writes_.erase(it);
-  }
-  const auto [it, added] = writes_.try_emplace(path, Write{mtime_ns, now});
-  const bool repeats = !added && it->second.mtime_ns == mtime_ns;
-  it->second = {mtime_ns, now};
-  by_age_.emplace_back(now, path);
-  return repeats;
 }
 
 Result<Objects*> Objects::Connect(const std::string& server, const std::string& library) {
@@ -182,14 +176,8 @@ Result<absl::Cord> Objects::Read(chfs::File& file, const Found& found, ByteRange
 }
 
 Result<chfs::Info> Objects::Put(const std::string& path, std::string_view bytes, uint32_t chunk_size) {
-  // An object of one CHFS chunk needs no more than its size.
-  const auto chunk = static_cast<uint32_t>(
-      std::clamp<size_t>(bytes.size(), kMinChunkSize, chunk_size));
   chfs::File file;
-  {
-    absl::ReaderMutexLock lock(folders_mutex_);
-    TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Create(path, chunk, &file)));
-  }
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Create(path, ChunkSizeFor(bytes.size(), chunk_size), &file)));
   if (!bytes.empty()) {
     TENSORSTORE_RETURN_IF_ERROR(ToStatus(file.Write(bytes.data(), bytes.size(), 0)));
   }
@@ -213,11 +201,11 @@ Result<StorageGeneration> Objects::Write(const std::string& path, absl::Cord val
       if (!absl::IsUnavailable(info.status())) Delete(path).IgnoreError();
       return info.status();
     }
-    if (!recent_writes_.Repeats(path, info->mtime_ns)) return GenerationOf(*info);
+    if (!recent_writes_.Repeats(path, info->mtime_ns, absl::Now())) return GenerationOf(*info);
     // Within one tick of the server's clock two values would have one generation: write again after the tick.
-    if (pause > kLongestTick) {
+    if (pause > RecentWrites::kLongestTick) {
       return absl::InternalError(
-          absl::StrCat("The clock of the server of ", path, " stands still: two writes in 3 s have one time"));
+          absl::StrCat("The clock of the server of ", path, " stands still: writes seconds apart get one time"));
     }
     absl::SleepFor(pause);
     TENSORSTORE_RETURN_IF_ERROR(Delete(path));  // only a new object is sure to get a new time when it is empty
@@ -235,7 +223,6 @@ absl::Status Objects::Delete(const std::string& path) {
 }
 
 absl::Status Objects::DeleteFolder(const std::string& path) {
-  absl::MutexLock lock(folders_mutex_);
   const chfs::Status status = client_->RemoveFolder(path);
   if (status.code == chfs::Code::kMissing || status.code == chfs::Code::kExists) return absl::OkStatus();
   return ToStatus(status);

@@ -4,7 +4,6 @@
 
 #include <stdint.h>
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -12,14 +11,11 @@
 #include <string_view>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/cord.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "chfs/client.hpp"
 #include "tensorstore/kvstore/byte_range.h"
+#include "tensorstore/kvstore/chfs/recent_writes.h"
 #include "tensorstore/kvstore/chfs/turns.h"
 #include "tensorstore/kvstore/generation.h"
 #include "tensorstore/kvstore/key_range.h"
@@ -34,22 +30,6 @@ inline constexpr uint32_t kMaxChunkSize = 1 << 30;
 
 // The path of a key, which must begin with '/'; the rest of it may be any bytes.
 Result<std::string> PathOfKey(std::string_view key);
-
-// The modification times that this process has lately seen its writes get.
-class RecentWrites {
- public:
-  // Whether the write of `path` before this one had the same time; notes this one's.
-  bool Repeats(const std::string& path, int64_t mtime_ns);
-
- private:
-  struct Write {
-    int64_t mtime_ns;
-    absl::Time noted;
-  };
-  absl::Mutex mutex_;
-  absl::flat_hash_map<std::string, Write> writes_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::pair<absl::Time, std::string>> by_age_ ABSL_GUARDED_BY(mutex_);
-};
 
 // The objects of the servers that this process is connected to.
 class Objects {
@@ -100,10 +80,6 @@ class Objects {
   const std::shared_ptr<::tieredckpt::chfs::Client> client_;
   Turns turns_;
   RecentWrites recent_writes_;
-
-  // Shared by those who make folders on their way to an object, exclusive for those who remove folders: CHFS
-  // removes a folder that has just got an entry, and the entry is listed no more.
-  absl::Mutex folders_mutex_;
 };
 
 }  // namespace internal_chfs_kvstore

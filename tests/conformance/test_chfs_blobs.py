@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from bare_chfs import BareChfs
 from blockbuster import BlockBuster, blockbuster_ctx
 from lookalike import LookalikeBackDoor, library, missing
 
@@ -54,3 +56,29 @@ class TestChfsStore(BlobStoreTests):
     def back_door(self, directory: Path, store: BlobStore) -> BackDoor:
         return LookalikeBackDoor(directory, "/some/root", self.servers)
 
+
+LIBCHFS = os.environ.get("TIEREDCKPT_LIBCHFS", "libchfs.so")
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[BareChfs]:
+    bare = BareChfs(LIBCHFS, f"/tieredckpt-test-{secrets.token_hex(8)}")
+    yield bare
+    bare.clear()
+    bare.close()
+
+
+@pytest.mark.chfs_real
+@pytest.mark.skipif("CHFS_SERVER" not in os.environ, reason="CHFS_SERVER names no running CHFS")
+class TestChfsStoreOverChfs(BlobStoreTests):
+    @pytest.fixture
+    async def store(self, bare: BareChfs) -> AsyncIterator[BlobStore]:
+        store = ChfsStore(bare.root, library=LIBCHFS, chunk_size=MIB)
+        await store.connect()
+        yield store
+        await store.close()
+        await asyncio.to_thread(bare.clear)
+
+    @pytest.fixture
+    def back_door(self, bare: BareChfs) -> BackDoor:
+        return bare

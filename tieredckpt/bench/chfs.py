@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,14 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.chfs.bare import BareLoop
+from tieredckpt.blobs.chfs.erase import erase
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import Slab
 from tieredckpt.config import ChfsTier, PosixTier, RamTier, StoreConfig
 from tieredckpt.engine.connect import open_slower
-from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.store import CheckpointStore
 
 __all__ = ["ChfsFigures", "measure_chfs"]
@@ -79,8 +80,9 @@ async def measure_chfs(
         if not isinstance(store, ChfsStore):
             raise Invalid(f"tier {tier.name!r} goes through TensorStore's driver; `via = 'worker'` can be measured")
         await store.connect()
-        stack.push_async_callback(store.erase)
-        facts = store.facts()
+        link = store.link
+        assert link is not None
+        stack.push_async_callback(_tidy, store, tier.path)
         objects = _Objects(nbytes)
         stack.push_async_callback(in_thread, objects.slab.close)
         stores: dict[str, BlobStore] = {"worker": store}
@@ -93,8 +95,8 @@ async def measure_chfs(
                 stores[name] = await in_thread(_folder_store, folders[name] / "objects", name == "shared")
                 stack.push_async_callback(stores[name].close)
         bare = BareLoop(
-            facts.library,
-            facts.server,
+            link.library,
+            tier.server or os.environ["CHFS_SERVER"],
             chunk_size=tier.chunk_size,
             threads=tier.threads,
             nbytes=objects.size,
@@ -110,8 +112,8 @@ async def measure_chfs(
             await _checkpoints("shared", posix, objects.nbytes, rounds, seconds)
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     return ChfsFigures(
-        f"{facts.version}, {facts.library}",
-        facts.servers,
+        f"{link.version}, {link.library}",
+        link.servers,
         tier.chunk_size,
         tier.threads,
         objects.nbytes,
@@ -145,7 +147,9 @@ class _Objects:
         self.size = min(_OBJECT, nbytes)
         self.count = max(1, nbytes // self.size)
         self.nbytes = self.size * self.count
-        self.slab = Slab(os.memfd_create("tieredckpt-bench", os.MFD_CLOEXEC), 2 * self.size)
+        fd = os.memfd_create("tieredckpt-bench", os.MFD_CLOEXEC)
+        os.ftruncate(fd, 2 * self.size)
+        self.slab = Slab(fd, 2 * self.size)
         self.slab.reserve(2 * self.size)
         self.slab.prefault()
         self._content, self._into = self.slab.array[: self.size], self.slab.array[self.size :]
@@ -167,6 +171,12 @@ class _Objects:
             await store.delete(f"object-{number}")
         _note(seconds, f"write {name}", written - begin)
         _note(seconds, f"read {name}", read - written)
+
+
+async def _tidy(store: ChfsStore, path: str) -> None:
+    if store.link is not None:
+        with suppress(NotFound):  # nothing was written yet
+            await erase(store.link, path)
 
 
 def _folder_store(folder: Path, fsync: bool) -> PosixStore:

@@ -6,19 +6,19 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Literal
 
-import tieredckpt
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.errors import Invalid
 from tieredckpt.tierconfig import LOOKALIKE, ChfsTier
 
 __all__ = ["choose_path", "driver_spec", "open_chfs"]
 
-_LIBRARY = "libchfs_lookalike.so"
+_CLIENT = "tieredckpt._chfs"
+_LIBRARY = "libchfs_lookalike.so"  # beside it
 
 
 def choose_path(tier: ChfsTier) -> tuple[Literal["worker", "tensorstore"], str]:
     """The way of a tier, and why it is that. Raises `Invalid` when neither, or not the one asked for, is there."""
-    client = importlib.util.find_spec("tieredckpt._chfs") is not None
+    client = importlib.util.find_spec(_CLIENT) is not None
     if tier.via == "worker" and not client:
         raise Invalid(f"tier {tier.name!r}: via = 'worker' needs the CHFS client, and {_NO_CLIENT}")
     if tier.via == "tensorstore" and not _has_driver():
@@ -71,9 +71,9 @@ def _library(tier: ChfsTier) -> str:
         return str(tier.library)
     if tier.server is None or not tier.server.startswith(LOOKALIKE):
         return ""
-    for folder in tieredckpt.__path__:
-        if (path := Path(folder, _LIBRARY)).exists():
-            return str(path)
+    client = importlib.util.find_spec(_CLIENT)
+    if client is not None and client.origin is not None:
+        return str(Path(client.origin).with_name(_LIBRARY))
     raise Invalid(f"tier {tier.name!r}: {tier.server} needs the look-alike of CHFS, and {_NO_CLIENT}")
 
 

@@ -117,7 +117,10 @@ class Link:
         region, offset = found
         if region.number not in self._mapped:
             await self._unmap_closed()
-            self._mapped.setdefault(region.number, (region, asyncio.ensure_future(self._map(region))))
+        if region.number not in self._mapped:
+            task = asyncio.ensure_future(self._map(region))
+            task.add_done_callback(note)
+            self._mapped[region.number] = region, task
         await asyncio.shield(self._mapped[region.number][1])
         return region.number, offset, memoryview(memory).nbytes
 

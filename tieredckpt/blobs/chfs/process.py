@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -9,8 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-
-import tieredckpt
 
 __all__ = ["Process"]
 
@@ -79,24 +78,25 @@ class Process:
         try:
             with self._connection:
                 popen = self._start()
+            if popen is not None and popen.stderr is not None:
+                with popen.stderr:
+                    while said := os.read(popen.stderr.fileno(), 4096):
+                        self._words = (self._words + said)[-_LAST_WORDS:]
+                popen.wait()
         except OSError as error:
             self._error = error
-            popen = None
-        if popen is not None:
-            assert popen.stderr is not None
-            with popen.stderr:
-                while said := os.read(popen.stderr.fileno(), 4096):
-                    self._words = (self._words + said)[-_LAST_WORDS:]
-            popen.wait()
-        self._ended()
+        finally:
+            self._ended()
 
     def _start(self) -> subprocess.Popen[bytes] | None:
+        package = importlib.util.find_spec("tieredckpt")
+        folders = package.submodule_search_locations if package is not None else None
         numbers = (self._connection.fileno(), self._threads, os.getpid())
         with self._guards_start:
             if self._killed_for:
                 return None
             self._popen = subprocess.Popen(  # noqa: S603 - our own code, by our own interpreter
-                [sys.executable, "-P", "-c", _START, *map(str, numbers), *tieredckpt.__path__],
+                [sys.executable, "-P", "-c", _START, *map(str, numbers), *(folders or ())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

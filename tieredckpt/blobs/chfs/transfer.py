@@ -80,13 +80,17 @@ class Transfer:
 
     async def remove_rest(self, link: Link, path: str) -> None:
         """Remove what a put that broke off has written, as far as its worker can still do so."""
-        if not link.broken:
-            with suppress(TieredCkptError, TimeoutError):
-                async with asyncio.timeout(self._grace):
-                    await link.ask(frames.Remove(path))
+        await self._clean_up(link, frames.Remove(path))
 
     async def close(self) -> None:
         await in_thread(self._arena.close)
+
+    async def _clean_up(self, link: Link, command: frames.Command) -> None:
+        """Ask what may fail, since something has already, and that in bounded time."""
+        if not link.broken:
+            with suppress(TieredCkptError, TimeoutError):
+                async with asyncio.timeout(self._grace):
+                    await link.ask(command)
 
     @asynccontextmanager
     async def _opened(self, link: Link, opening: Callable[[int], frames.Command]) -> AsyncIterator[int]:
@@ -96,8 +100,7 @@ class Transfer:
                 await link.ask(opening(file))
                 yield file
             except BaseException:
-                with suppress(TieredCkptError):
-                    await whole(link.ask(frames.Close(file)))
+                await whole(self._clean_up(link, frames.Close(file)))
                 raise
             await link.ask(frames.Close(file))
 

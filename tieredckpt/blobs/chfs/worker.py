@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_NAMES_PER_REPLY = 256
-"""Of at most 255 bytes each, so that a reply fits in a packet."""
+_NAMES_PER_REPLY = 128
+"""Of at most 255 bytes each, or three times that where they are not UTF-8, so that a reply fits in a packet."""
 
 
 def main(fd: int, threads: int, parent: int) -> None:

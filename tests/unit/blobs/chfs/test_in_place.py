@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -71,13 +72,8 @@ async def test_a_slab_that_was_closed_is_let_go_of(store: ChfsStore) -> None:
         await store.put("key", [memoryview(slab.array)])
         slab.close()
     assert store.link is not None
-    maps = await _maps(store.link.process.number)
+    maps = Path(f"/proc/{store.link.process.number}/maps").read_text()
     assert maps.count("memfd:tieredckpt-test") == 1  # the last: the next new region sends it away
-
-
-async def _maps(process: int | None) -> str:
-    with open(f"/proc/{process}/maps") as file:
-        return file.read()
 
 
 @pytest.mark.parametrize("chunk", [4096, MIB, 3 * MIB, 64 * MIB])

@@ -87,13 +87,14 @@ async def test_the_record_is_not_listed_and_survives_use(chfs: Any, store: ChfsS
     assert names == {f"3-{number}" for number in range(32)}
 
 
-async def test_a_short_object_is_short_only_while_all_servers_answer(chfs: Any, filled: ChfsStore) -> None:
-    into = memoryview(bytearray(6 * MIB))
+@pytest.mark.parametrize("dead", [0, 1, 2])
+async def test_a_short_object_is_short_only_while_all_servers_answer(chfs: Any, filled: ChfsStore, dead: int) -> None:
+    into = memoryview(bytearray(200))
     with pytest.raises(ShortRead):
-        await filled.get_into(KEYS[0], 0, into)
-    chfs.switch("dead = 0")
+        await filled.get_into(KEYS[1], 0, into)
+    chfs.switch(f"dead = {dead}")
     with pytest.raises(TierUnavailable):
-        await filled.get_into(KEYS[0], 0, into)
+        await filled.get_into(KEYS[1], 0, into)
 
 
 async def test_exclusive_puts_leave_nothing_beside_the_winner(chfs: Any, store: ChfsStore) -> None:
