@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <mutex>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "chfs/address.hpp"
 #include "chfs/state.hpp"
@@ -30,6 +32,23 @@ Status CheckOptions(const Options& options) {
   return {};
 }
 
+// What the options leave to the environment is taken from there.
+Options Resolved(Options options) {
+  const auto take = [](std::string* value, const char* variable) {
+    const char* configured = value->empty() ? getenv(variable) : nullptr;
+    if (configured != nullptr) *value = configured;
+  };
+  take(&options.server, "CHFS_SERVER");
+  take(&options.library, "TIEREDCKPT_LIBCHFS");
+  return options;
+}
+
+// chfs_init cuts the rest of CHFS_SERVER off.
+std::string FirstOf(const std::string& servers) {
+  const std::vector<std::string> addresses = SplitAddresses(servers);
+  return addresses.empty() ? std::string() : addresses.front();
+}
+
 }  // namespace
 
 Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) {
@@ -39,26 +58,24 @@ Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) 
 
   const std::lock_guard<std::mutex> lock(mutex);  // racing calls of chfs_init end the process
   if (Status status = CheckOptions(options); !status.ok()) return status;
+  const Options asked = Resolved(options);
   if (connection != nullptr) {
     const Options& first = connection->state_->options;
-    if (options.server == first.server && options.library == first.library) {
+    if (FirstOf(asked.server) == FirstOf(first.server) &&
+        (asked.library == first.library || asked.library == connection->library())) {
       *client = connection;
       return connection->state_->Usable();
     }
-    return {Code::kInvalid, "CHFS: this process is connected to '" + first.server + "' through '" + first.library +
-                                "' and can have no other connection, as to '" + options.server + "' through '" +
-                                options.library + "'; use another process"};
+    return {Code::kInvalid, "CHFS: this process is connected to '" + first.server + "' through '" +
+                                connection->library() + "' and can have no other connection, as to '" + asked.server +
+                                "' through '" + asked.library + "'; use another process"};
   }
-  const char* configured = getenv("CHFS_SERVER");
-  const std::string servers = !options.server.empty() ? options.server : configured != nullptr ? configured : "";
-  if (servers.empty()) {
+  if (asked.server.empty()) {
     return {Code::kUnavailable, "CHFS: no server is named; give the tier's `server`, or set CHFS_SERVER"};
   }
   std::string server;
-  if (Status status = FirstAnswering(SplitAddresses(servers), std::min(options.rpc_timeout_ms, kLongestLookMs), &server);
-      !status.ok()) {
-    return status;
-  }
+  const int look_ms = std::min(options.rpc_timeout_ms, kLongestLookMs);
+  if (Status status = FirstAnswering(SplitAddresses(asked.server), look_ms, &server); !status.ok()) return status;
   Library library;
   if (Status status = LoadLibrary(options.library, &library); !status.ok()) return status;
   SetEnvironment(options);
@@ -69,7 +86,7 @@ Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) 
   }
   auto state = std::make_unique<State>();
   state->library = library;
-  state->options = options;
+  state->options = asked;
   state->servers = library.size();
   state->process = getpid();
   if (result != 0 || state->servers <= 0) {

@@ -107,6 +107,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // An object that is there, for reading and writing; a folder or link is kInvalid. `info`, where not null, is
   // filled as by Stat.
   Status Open(const std::string& path, File* file, Info* info = nullptr);
+
+  // The same for a path that is known to be an object, without the look that tells links from objects: it costs
+  // several requests for a large object, and libchfs crashes when a link is read.
+  Status OpenObject(const std::string& path, File* file);
   Status Stat(const std::string& path, Info* info);
 
   // Removes an object or link, all of its chunks; kMissing if there is none.

@@ -14,6 +14,7 @@ namespace {
 constexpr int kMostOpen = 64;  // libchfs grows its table of descriptors beyond 100 while others read it
 constexpr mode_t kObjectMode = 0600;
 constexpr std::size_t kMostChunksPerCall = 4096;  // each takes a frame of 170 bytes on the stack
+constexpr std::size_t kLeastChunk = 4096;          // of an object that others wrote; ours are no smaller
 
 std::size_t BytesPerCall(const Options& options, std::size_t chunk_size) {
   return std::min(options.bytes_per_call, chunk_size * kMostChunksPerCall);
@@ -82,6 +83,14 @@ Status Client::Open(const std::string& path, File* file, Info* info) {
     return {Code::kInvalid,
             "CHFS: cannot open " + path + ": it is a " + (found.kind == Kind::kFolder ? "folder" : "link")};
   }
+  if (info != nullptr) *info = found;
+  return OpenObject(path, file);
+}
+
+Status Client::OpenObject(const std::string& path, File* file) {
+  if (Status status = CheckPath(path); !status.ok()) return status;
+  if (Status status = file->Close(); !status.ok()) return status;
+  if (Status status = state_->Usable(); !status.ok()) return status;
   state_->AcquireSlot();
   int descriptor = -1;
   Status status = state_->Run("open", path, [&] {
@@ -95,9 +104,8 @@ Status Client::Open(const std::string& path, File* file, Info* info) {
   file->client_ = shared_from_this();
   file->path_ = path;
   file->descriptor_ = descriptor;
-  file->bytes_per_call_ = BytesPerCall(state_->options, found.chunk_size);
+  file->bytes_per_call_ = BytesPerCall(state_->options, kLeastChunk);
   if (!status.ok()) (void)file->Close();
-  if (info != nullptr) *info = found;
   return status;
 }
 

@@ -147,6 +147,14 @@ NB_MODULE(_chfs, module) {
           },
           nb::arg("path"))
       .def(
+          "open_object",
+          [](Connection& self, const std::string& path) {
+            File file;
+            Call([&] { return self.client->OpenObject(path, &file); });
+            return file;
+          },
+          nb::arg("path"))
+      .def(
           "stat",
           [](Connection& self, const std::string& path) {
             Info info;

@@ -106,6 +106,13 @@ TEST_F(ChfsFaultsTest, AFullServerLeavesNoHalfValue) {
   EXPECT_THAT(kvstore::Read(store_, "other").result(), MatchesKvsReadResultNotFound());
 }
 
+TEST_F(ChfsFaultsTest, AWriteThatNeverBeganLeavesTheOldValue) {
+  Switch("fail.stat = *:EPERM");
+  EXPECT_THAT(kvstore::Write(store_, "key", absl::Cord("new")).result(), StatusIs(absl::StatusCode::kUnknown));
+  Switch("");
+  EXPECT_THAT(kvstore::Read(store_, "key").result(), MatchesKvsReadResult(absl::Cord("value")));
+}
+
 TEST_F(ChfsFaultsTest, AnObjectThatEndsTooEarlyIsDataLoss) {
   Switch("fail.pread = *:ENOENT");
   EXPECT_THAT(kvstore::Read(store_, "key").result(), StatusIs(absl::StatusCode::kDataLoss));

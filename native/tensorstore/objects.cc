@@ -41,7 +41,8 @@ absl::StatusCode CodeOf(chfs::Code code) {
     case chfs::Code::kOk:
       return absl::StatusCode::kOk;
     case chfs::Code::kMissing:
-      return absl::StatusCode::kNotFound;
+      // Where a missing object is an answer, it is no error. Here it was there a moment ago.
+      return absl::StatusCode::kAborted;
     case chfs::Code::kExists:
       return absl::StatusCode::kAlreadyExists;
     case chfs::Code::kUnavailable:
@@ -155,7 +156,7 @@ Result<std::optional<Objects::Found>> Objects::Find(std::string path, chfs::File
 
 Result<chfs::File> Objects::Open(const Found& found) {
   chfs::File file;
-  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Open(found.path, &file)));
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->OpenObject(found.path, &file)));
   return file;
 }
 
@@ -175,9 +176,7 @@ Result<absl::Cord> Objects::Read(chfs::File& file, const Found& found, ByteRange
   return std::move(bytes).Build();
 }
 
-Result<chfs::Info> Objects::Put(const std::string& path, std::string_view bytes, uint32_t chunk_size) {
-  chfs::File file;
-  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Create(path, ChunkSizeFor(bytes.size(), chunk_size), &file)));
+Result<chfs::Info> Objects::Fill(const std::string& path, chfs::File file, std::string_view bytes) {
   if (!bytes.empty()) {
     TENSORSTORE_RETURN_IF_ERROR(ToStatus(file.Write(bytes.data(), bytes.size(), 0)));
   }
@@ -186,8 +185,18 @@ Result<chfs::Info> Objects::Put(const std::string& path, std::string_view bytes,
   TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Stat(path, &info)));
   if (info.size != bytes.size()) {
     return absl::DataLossError(absl::StrFormat(
-        "%s has %d bytes after %d were written; does another process write it?", path, info.size, bytes.size()));
+        "CHFS: %s has %d bytes after %d were written; does another process write it?", path, info.size,
+        bytes.size()));
   }
+  return info;
+}
+
+Result<chfs::Info> Objects::Put(const std::string& path, std::string_view bytes, uint32_t chunk_size) {
+  chfs::File file;
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Create(path, ChunkSizeFor(bytes.size(), chunk_size), &file)));
+  Result<chfs::Info> info = Fill(path, std::move(file), bytes);
+  // Half an object must not pass for a value. Where servers are silent, this would only wait for them again.
+  if (!info.ok() && !absl::IsUnavailable(info.status())) Delete(path).IgnoreError();
   return info;
 }
 
@@ -195,17 +204,12 @@ Result<StorageGeneration> Objects::Write(const std::string& path, absl::Cord val
   // A Cord that was copied together is a tree of 4 KiB pieces, and each would be a call to the servers.
   const std::string_view bytes = value.Flatten();
   for (absl::Duration pause = kShortestTick;; pause *= 2) {
-    Result<chfs::Info> info = Put(path, bytes, chunk_size);
-    if (!info.ok()) {
-      // Half an object must not pass for a value. Where servers are silent, this would only wait for them again.
-      if (!absl::IsUnavailable(info.status())) Delete(path).IgnoreError();
-      return info.status();
-    }
-    if (!recent_writes_.Repeats(path, info->mtime_ns, absl::Now())) return GenerationOf(*info);
+    TENSORSTORE_ASSIGN_OR_RETURN(const chfs::Info info, Put(path, bytes, chunk_size));
+    if (!recent_writes_.Repeats(path, info.mtime_ns, absl::Now())) return GenerationOf(info);
     // Within one tick of the server's clock two values would have one generation: write again after the tick.
     if (pause > RecentWrites::kLongestTick) {
       return absl::InternalError(
-          absl::StrCat("The clock of the server of ", path, " stands still: writes seconds apart get one time"));
+          absl::StrCat("CHFS: the clock of the server of ", path, " stands still: writes seconds apart get one time"));
     }
     absl::SleepFor(pause);
     TENSORSTORE_RETURN_IF_ERROR(Delete(path));  // only a new object is sure to get a new time when it is empty

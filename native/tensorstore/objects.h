@@ -75,6 +75,8 @@ class Objects {
   explicit Objects(std::shared_ptr<::tieredckpt::chfs::Client> client) : client_(std::move(client)) {}
 
   Result<::tieredckpt::chfs::Info> Put(const std::string& path, std::string_view bytes, uint32_t chunk_size);
+  Result<::tieredckpt::chfs::Info> Fill(const std::string& path, ::tieredckpt::chfs::File file,
+                                        std::string_view bytes);
   Result<bool> WalkFolder(const std::string& folder, const KeyRange& range, const Visitor& visitor);
 
   const std::shared_ptr<::tieredckpt::chfs::Client> client_;

@@ -45,7 +45,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
 
 def tiers(servers: Servers, shared_memory: Path, tmp_path: Path, **settings: Any) -> StoreConfig:
     keep = {"kind": "last_n", "n": 9}
-    pmem = servers.tier | {"retain": keep} | settings
+    pmem = servers.tier | {"retain": keep, "chunk_size": "16 KiB"} | settings  # each server has a part of each pack
     disk = folder(tmp_path / "disk", survives="site", retain=keep)
     return config({"ram": ram(shared_memory), "pmem": pmem, "disk": disk})
 

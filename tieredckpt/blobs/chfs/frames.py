@@ -81,10 +81,11 @@ class Create(_Frame, frozen=True):
 
 
 class Open(_Frame, frozen=True):
-    """An object to read from, open as the file of that number."""
+    """An object to read from, open as the file of that number; ``known`` to be no link, so that nobody looks."""
 
     file: int
     path: str
+    known: bool
 
 
 class Write(_Frame, frozen=True):

@@ -96,6 +96,8 @@ class ChfsStore:
         self._link: Link | None = None
         self._starting: asyncio.Task[Link] | None = None
         self._remembered = False
+        self._objects: set[str] = set()
+        """Paths at which there was an object when last looked at, and no link."""
         self._guards_record = asyncio.Lock()
         self._active = 0
         self._idle = asyncio.Event()
@@ -143,41 +145,53 @@ class ChfsStore:
             if found.size > limit:
                 raise Corrupt(f"{self._at(key)} has {found.size} bytes, and at most {limit} are acceptable")
             data = bytearray(found.size)
-            await self._transfer.read(link, found.path, 0, memoryview(data))
+            await self._transfer.read(link, found.path, 0, memoryview(data), known=True)
             return bytes(data)
 
     async def get_into(self, key: str, offset: int, into: memoryview) -> None:
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
         async with self._verb(key) as link:
+            path = self._path(key)
+            if len(into) and path in self._objects:
+                # A restore reads many ranges of few packs; looking at each of them first would take longer.
+                try:
+                    await self._transfer.read(link, path, offset, into, known=True)
+                    return
+                except (NotFound, ShortRead):
+                    self._objects.discard(path)  # it may have been replaced, by a link even
             found = await self._object(link, key)
             if offset + len(into) > found.size:
                 await link.ask(frames.CheckRing())  # what a dead server held is missing from the size
                 raise ShortRead(
                     f"{self._at(key)} has {found.size} bytes, and {len(into)} from offset {offset} were wanted"
                 )
-            await self._transfer.read(link, found.path, offset, into)
+            await self._transfer.read(link, found.path, offset, into, known=True)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         async with self._verb(key) as link:
             await self._remember(link)
             path = self._path(key)
-            try:
-                found = await self._look(link, path)
-            except NotFound:
-                found = None
-            if not create_only:
-                await self._transfer.write(link, path if found is None else found.path, parts)
-                return
-            if found is not None:
-                raise Conflict(f"{self._at(key)} exists already")
-            data = f"{path}~{secrets.token_hex(8)}"
-            await self._transfer.write(link, data, parts)
-            try:
-                await link.ask(frames.Link(data.rpartition("/")[2], path))
-            except BaseException:
-                await whole(self._transfer.remove_rest(link, data))
-                raise
+            if create_only:
+                await self._claim(link, key, parts)
+            else:
+                await self._transfer.write(link, path, parts)
+                self._objects.add(path)
+            # A server that died meanwhile may have had the others place the object by the smaller ring.
+            await link.ask(frames.CheckRing())
+
+    async def _claim(self, link: Link, key: str, parts: Sequence[Buffer]) -> None:
+        path = self._path(key)
+        with suppress(NotFound):
+            await self._look(link, path)
+            raise Conflict(f"{self._at(key)} exists already")
+        data = f"{path}~{secrets.token_hex(8)}"
+        await self._transfer.write(link, data, parts)
+        try:
+            await link.ask(frames.Link(data.rpartition("/")[2], path))
+        except BaseException:
+            await whole(self._transfer.remove_rest(link, data))
+            raise
 
     async def stat(self, key: str) -> BlobInfo:
         async with self._verb(key) as link:
@@ -202,6 +216,7 @@ class ChfsStore:
     async def delete(self, key: str) -> None:
         async with self._verb(key) as link:
             path = self._path(key)
+            self._forget(path)
             with suppress(NotFound):
                 found = await self._look(link, path)
                 if found.kind == "folder":
@@ -305,6 +320,10 @@ class ChfsStore:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
+    def _forget(self, path: str) -> None:
+        self._objects.discard(path)
+        self._transfer.forget(path)
+
     def _at(self, key: str) -> str:
         return f"{self._location}/{key}"
 
@@ -312,6 +331,8 @@ class ChfsStore:
         found = await self._look(link, self._path(key))
         if found.kind != "object":
             raise NotFound(f"{self._at(key)} is a folder")
+        if found.path == self._path(key):
+            self._objects.add(found.path)
         return found
 
     async def _look(self, link: Link, path: str) -> _Found:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from itertools import count
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +12,15 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import Buffer
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.arena import Arena
+from tieredckpt.blobs.chfs.files import Files
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.pieces import chunk_size_for, cut, piece_size, ranges
 from tieredckpt.blobs.settle import in_thread, together, whole
-from tieredckpt.errors import TieredCkptError
 
 __all__ = ["Transfer"]
 
 _IN_PLACE_FROM = 64 << 10
 """A shorter run of a piece is copied together with its neighbours, which costs less than a call of its own."""
-
-_OPEN_FILES = 32
-"""The client makes whoever asks for more than 64 wait, and with that one of the worker's threads."""
 
 
 class Transfer:
@@ -38,17 +34,16 @@ class Transfer:
     """
 
     def __init__(self, chunk_size: int, threads: int, arena: int, grace: float) -> None:
-        self._chunk_size, self._threads, self._grace = chunk_size, threads, grace
+        self._chunk_size, self._threads = chunk_size, threads
         self._piece = piece_size(chunk_size)
         self._arena = Arena(max(arena, self._piece))
-        self._files = asyncio.Semaphore(_OPEN_FILES)
+        self._files = Files(grace)
         self._pieces = asyncio.Semaphore(threads)
-        self._numbers = count(1)
         self.copied = 0
         """Bytes that went through the arena."""
 
-    async def read(self, link: Link, path: str, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on."""
+    async def read(self, link: Link, path: str, offset: int, into: memoryview, *, known: bool = False) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on, of what may be ``known`` to be an object."""
 
         async def fill(file: int, pieces: Iterator[tuple[int, int]]) -> None:
             for start, stop in pieces:
@@ -56,12 +51,13 @@ class Transfer:
                     await self._fill(link, file, start, into[start - offset : stop - offset])
 
         if len(into):
-            async with self._opened(link, lambda file: frames.Open(file, path)) as file:
+            async with self._files.opened(link, path, known=known) as file:
                 pieces = ranges(offset, len(into), self._piece)
                 await together(fill(file, pieces) for _ in range(self._threads))
 
     async def write(self, link: Link, path: str, parts: Sequence[Buffer]) -> None:
         """Write the concatenation of ``parts`` as a new object; what a failure leaves of it is removed."""
+        self._files.forget(path)
         nbytes = sum(memoryview(part).nbytes for part in parts)
         chunk_size = chunk_size_for(nbytes, self._chunk_size)
 
@@ -71,38 +67,23 @@ class Transfer:
                     await self._send(link, file, start, memory)
 
         try:
-            async with self._opened(link, lambda file: frames.Create(file, path, chunk_size)) as file:
+            async with self._files.created(link, path, chunk_size) as file:
                 pieces = cut(parts, self._piece)
                 await together(send(file, pieces) for _ in range(self._threads))
         except BaseException:
             await whole(self.remove_rest(link, path))
             raise
 
+    def forget(self, path: str) -> None:
+        """Take note that the object at ``path`` is another one, or gone."""
+        self._files.forget(path)
+
     async def remove_rest(self, link: Link, path: str) -> None:
         """Remove what a put that broke off has written, as far as its worker can still do so."""
-        await self._clean_up(link, frames.Remove(path))
+        await self._files.clean_up(link, frames.Remove(path))
 
     async def close(self) -> None:
         await in_thread(self._arena.close)
-
-    async def _clean_up(self, link: Link, command: frames.Command) -> None:
-        """Ask what may fail, since something has already, and that in bounded time."""
-        if not link.broken:
-            with suppress(TieredCkptError, TimeoutError):
-                async with asyncio.timeout(self._grace):
-                    await link.ask(command)
-
-    @asynccontextmanager
-    async def _opened(self, link: Link, opening: Callable[[int], frames.Command]) -> AsyncIterator[int]:
-        async with self._files:
-            file = next(self._numbers)
-            try:
-                await link.ask(opening(file))
-                yield file
-            except BaseException:
-                await whole(self._clean_up(link, frames.Close(file)))
-                raise
-            await link.ask(frames.Close(file))
 
     async def _fill(self, link: Link, file: int, offset: int, into: memoryview) -> None:
         span = await link.span(into, to_fill=True)

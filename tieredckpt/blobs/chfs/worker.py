@@ -121,7 +121,8 @@ class _Worker:
             case frames.Create():
                 self._files[command.file] = client.create(command.path, command.chunk_size)
             case frames.Open():
-                self._files[command.file] = client.open(command.path)
+                opening = client.open_object if command.known else client.open
+                self._files[command.file] = opening(command.path)
             case frames.Stat():
                 found = client.stat(command.path)
                 return (*found, client.read_link(command.path) if found[0] == "link" else "")

@@ -1,0 +1,144 @@
+"""Objects that are open in the worker: those being written, and those read lately.
+
+A restore reads many ranges of few packs, and opening an object costs requests to several servers. So what was
+read stays open for a while: it may be used again, and costs nothing but a number in the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+
+from tieredckpt.blobs.chfs import frames
+from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.settle import note, whole
+from tieredckpt.errors import TieredCkptError
+
+__all__ = ["Files"]
+
+_IN_USE = 32
+_IDLE = 16
+"""With `_IN_USE` fewer than the 64 from which on the client makes whoever opens another one wait."""
+
+_TRUSTED = 10.0
+"""Seconds after which an object is opened anew: another process may have replaced it by one of other chunks."""
+
+
+@dataclass(slots=True)
+class _Open:
+    link: Link
+    opening: asyncio.Task[int]
+    since: float
+    users: int = 0
+    stale: bool = False
+
+
+class Files:
+    """The open objects of a store, on whatever link it has; used on one event loop.
+
+    Args:
+        grace: seconds that closing after a failure may take.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._slots = asyncio.Semaphore(_IN_USE)
+        self._numbers = count(1)
+        self._read: OrderedDict[str, _Open] = OrderedDict()
+        self._leaving: list[_Open] = []  # used by nobody, and to be closed
+
+    @asynccontextmanager
+    async def created(self, link: Link, path: str, chunk_size: int) -> AsyncIterator[int]:
+        """The number of a new object, for the length of the block."""
+        async with self._slots:
+            file = next(self._numbers)
+            try:
+                await link.ask(frames.Create(file, path, chunk_size))
+                yield file
+            except BaseException:
+                await whole(self.clean_up(link, frames.Close(file)))
+                raise
+            await link.ask(frames.Close(file))
+
+    @asynccontextmanager
+    async def opened(self, link: Link, path: str, *, known: bool) -> AsyncIterator[int]:
+        """The number of an object to read from, for the length of the block. After an error it is opened anew.
+
+        Args:
+            link: to the worker.
+            path: of the object.
+            known: that it is an object and no link, so that the worker need not look.
+        """
+        async with self._slots:
+            entry = self._entry(link, path, known=known)
+            entry.users += 1
+            try:
+                yield await asyncio.shield(entry.opening)
+            except BaseException:
+                self._leave(path, entry)
+                raise
+            finally:
+                entry.users -= 1
+                if not entry.users and entry.stale:
+                    self._leaving.append(entry)
+                self._thin_out()
+                if self._leaving:
+                    await whole(self._close())
+
+    def forget(self, path: str) -> None:
+        """Open the object anew when it is read next, since it was replaced or removed."""
+        if (entry := self._read.get(path)) is not None:
+            self._leave(path, entry)
+
+    async def clean_up(self, link: Link, command: frames.Command) -> None:
+        """Ask what may fail, since something has already, and that in bounded time."""
+        if not link.broken:
+            with suppress(TieredCkptError, TimeoutError):
+                async with asyncio.timeout(self._grace):
+                    await link.ask(command)
+
+    def _entry(self, link: Link, path: str, *, known: bool) -> _Open:
+        entry = self._read.get(path)
+        if entry is not None and (entry.link is not link or time.monotonic() - entry.since > _TRUSTED):
+            self._leave(path, entry)
+            entry = None
+        if entry is None:
+            opening = asyncio.ensure_future(self._open(link, path, known=known))
+            opening.add_done_callback(note)
+            entry = self._read[path] = _Open(link, opening, time.monotonic())
+        self._read.move_to_end(path)
+        return entry
+
+    async def _open(self, link: Link, path: str, *, known: bool) -> int:
+        file = next(self._numbers)
+        try:
+            await link.ask(frames.Open(file, path, known))
+        except BaseException:
+            await self.clean_up(link, frames.Close(file))
+            raise
+        return file
+
+    def _leave(self, path: str, entry: _Open) -> None:
+        """Let nobody begin to use an object any more; it is closed when nobody does."""
+        if self._read.get(path) is entry:
+            del self._read[path]
+            if not entry.users:
+                self._leaving.append(entry)
+        entry.stale = True
+
+    def _thin_out(self) -> None:
+        idle = [path for path, entry in self._read.items() if not entry.users]
+        for path in idle[: max(0, len(idle) - _IDLE)]:
+            self._leave(path, self._read[path])
+
+    async def _close(self) -> None:
+        while self._leaving:
+            entry = self._leaving.pop()
+            await asyncio.wait([entry.opening])
+            if not entry.opening.cancelled() and entry.opening.exception() is None:
+                await self.clean_up(entry.link, frames.Close(entry.opening.result()))
