@@ -17,7 +17,6 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "chfs/client.hpp"
-#include "chfs/keys.hpp"
 #include "tensorstore/batch.h"
 #include "tensorstore/internal/global_initializer.h"
 #include "tensorstore/internal/testing/json_gtest.h"

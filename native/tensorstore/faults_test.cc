@@ -107,10 +107,15 @@ TEST_F(ChfsFaultsTest, AFullServerLeavesNoHalfValue) {
 }
 
 TEST_F(ChfsFaultsTest, AWriteThatNeverBeganLeavesTheOldValue) {
-  Switch("fail.stat = *:EPERM");
+  Switch("fail.stat = 1:EPERM");
   EXPECT_THAT(kvstore::Write(store_, "key", absl::Cord("new")).result(), StatusIs(absl::StatusCode::kUnknown));
-  Switch("");
   EXPECT_THAT(kvstore::Read(store_, "key").result(), MatchesKvsReadResult(absl::Cord("value")));
+}
+
+TEST_F(ChfsFaultsTest, AnObjectThatWasOnlyEmptiedIsNoValue) {
+  Switch("fail.create = *:EIO");
+  EXPECT_THAT(kvstore::Write(store_, "key", absl::Cord("new")).result(), StatusIs(absl::StatusCode::kUnknown));
+  EXPECT_THAT(kvstore::Read(store_, "key").result(), MatchesKvsReadResultNotFound());
 }
 
 TEST_F(ChfsFaultsTest, AnObjectThatEndsTooEarlyIsDataLoss) {

@@ -193,10 +193,18 @@ Result<chfs::Info> Objects::Fill(const std::string& path, chfs::File file, std::
 
 Result<chfs::Info> Objects::Put(const std::string& path, std::string_view bytes, uint32_t chunk_size) {
   chfs::File file;
-  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Create(path, ChunkSizeFor(bytes.size(), chunk_size), &file)));
-  Result<chfs::Info> info = Fill(path, std::move(file), bytes);
-  // Half an object must not pass for a value. Where servers are silent, this would only wait for them again.
-  if (!info.ok() && !absl::IsUnavailable(info.status())) Delete(path).IgnoreError();
+  absl::Status created = ToStatus(client_->Create(path, ChunkSizeFor(bytes.size(), chunk_size), &file));
+  const bool begun = created.ok();
+  Result<chfs::Info> info = begun ? Fill(path, std::move(file), bytes) : Result<chfs::Info>(std::move(created));
+  // Where servers are silent, what follows would only wait for them again.
+  if (info.ok() || absl::IsUnavailable(info.status())) return info;
+  // Half an object must not pass for a value, nor one that was only emptied; one that was not touched stays.
+  bool spoilt = begun;
+  if (!begun) {
+    const Result<std::optional<Found>> left = Find(path);
+    spoilt = left.ok() && *left && (*left)->size == 0;
+  }
+  if (spoilt) Delete(path).IgnoreError();
   return info;
 }
 

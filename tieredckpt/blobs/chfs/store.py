@@ -83,6 +83,7 @@ class ChfsStore:
         self._connect = frames.Connect(library, server, round(rpc_timeout * 1000))
         self._threads, self._servers = threads, servers
         self._within, self._grace = rpc_timeout + 5.0, grace
+        self._chunk_size = chunk_size
         self._transfer = Transfer(chunk_size, threads, arena, grace)
         self._traits = Traits(
             survives=survives,
@@ -177,8 +178,10 @@ class ChfsStore:
             else:
                 await self._transfer.write(link, path, parts)
                 self._objects.add(path)
-            # A server that died meanwhile may have had the others place the object by the smaller ring.
-            await link.ask(frames.CheckRing())
+            # When a server dies, the others may place objects by the smaller ring. What was cut into as many chunks
+            # as there are servers has met each of them; anything else is believed only when all still answer.
+            if sum(memoryview(part).nbytes for part in parts) < self._chunk_size * link.servers:
+                await link.ask(frames.CheckRing())
 
     async def _claim(self, link: Link, key: str, parts: Sequence[Buffer]) -> None:
         path = self._path(key)
