@@ -5,11 +5,9 @@
 /// conditions are checked before the write and not with it. One process may write a key at a time; within the
 /// process this driver keeps order. Generations are made of an object's modification time and size.
 
-#include <stddef.h>
 #include <stdint.h>
 
 #include <atomic>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -29,11 +27,9 @@
 #include "tensorstore/batch.h"
 #include "tensorstore/context.h"
 #include "tensorstore/context_resource_provider.h"
-#include "tensorstore/internal/concurrency_resource.h"
 #include "tensorstore/internal/concurrency_resource_provider.h"
 #include "tensorstore/internal/global_initializer.h"
 #include "tensorstore/internal/intrusive_ptr.h"
-#include "tensorstore/internal/json_binding/bindable.h"
 #include "tensorstore/internal/json_binding/json_binding.h"
 #include "tensorstore/internal/metrics/metadata.h"
 #include "tensorstore/internal/metrics/registry.h"
@@ -389,13 +385,11 @@ Result<kvstore::Spec> ParseChfsUrl(std::string_view url) {
 }  // namespace internal_chfs_kvstore
 }  // namespace tensorstore
 
-TENSORSTORE_DECLARE_GARBAGE_COLLECTION_NOT_REQUIRED(
-    tensorstore::internal_chfs_kvstore::ChfsKeyValueStore)
+TENSORSTORE_DECLARE_GARBAGE_COLLECTION_NOT_REQUIRED(tensorstore::internal_chfs_kvstore::ChfsKeyValueStore)
 
 namespace {
 
-const tensorstore::internal_kvstore::DriverRegistration<
-    tensorstore::internal_chfs_kvstore::ChfsKeyValueStoreSpec>
+const tensorstore::internal_kvstore::DriverRegistration<tensorstore::internal_chfs_kvstore::ChfsKeyValueStoreSpec>
     registration;
 
 const tensorstore::internal_kvstore::UrlSchemeRegistration url_scheme_registration{

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lookalike import missing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 60
@@ -61,6 +62,17 @@ def test_a_killed_trainer_goes_on_from_ram(tmp_path: Path) -> None:
     assert step >= 12
     assert lines[killed + 2 : -1] == [f"  saved step {later}" for later in range(step + 1, 21)]
     assert lines[-1] == "  finished at step 20, mean weight 0.882178"
+
+
+def test_a_lost_chfs_is_passed_by_and_caught_up(tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    lines = run("chfs_tiers.py", tmp_path)
+    assert lines.index("pmem failed, training goes on") < lines.index("pmem is back")
+    assert lines[-1] == "step 9 is on ram, pmem, shared"
+    lines = run("chfs_tiers.py", tmp_path)
+    assert lines[0].startswith("restored step 9 from ")
+    assert lines[-1] == "step 18 is on ram, pmem, shared"
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
