@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import time
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tieredckpt.blobs.settle import in_thread, outlast
+from tieredckpt.capturing import Captures
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
@@ -20,10 +19,10 @@ from tieredckpt.engine.specs import array_spec
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import Closed, Invalid
-from tieredckpt.events import Event, Events, SaveFailed
+from tieredckpt.events import Event, Events
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
 from tieredckpt.restoring import restore
-from tieredckpt.tree.flatten import Flat, flatten
+from tieredckpt.tree.flatten import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from tieredckpt.sync import SyncStore
 
 __all__ = ["CheckpointStore"]
-
-_log = logging.getLogger("tieredckpt")
 
 
 class CheckpointStore:
@@ -54,7 +51,7 @@ class CheckpointStore:
         self._read_only = read_only
         self._engine = Engine(config, self._events, read_only=read_only)
         self._loop: EngineLoop | None = None
-        self._pending: set[asyncio.Task[Saved]] = set()
+        self._captures = Captures(self._engine, self._events)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class CheckpointStore:
             await in_thread(self._loop.stop)
 
     async def _finish(self, *, clean: bool) -> None:
-        pending = set(self._pending)
+        pending = set(self._captures.pending)
         try:
             if pending:
                 await asyncio.wait(pending)
@@ -179,6 +176,14 @@ class CheckpointStore:
         self.engine_loop  # noqa: B018  # raises Closed before opening
         return self._engine.is_due(_checked_step(step))
 
+    def signal(self, name: str, *, on: bool = True) -> None:
+        """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; also from a signal handler."""
+        loop = self.engine_loop
+        if not isinstance(name, str) or not name:
+            raise Invalid(f"a signal is a name such as 'preempt', not {name!r}")
+        self._engine.state.signal(name, on=on)
+        loop.soon(self._engine.state.changed.beat)
+
     async def save(
         self,
         step: int,
@@ -212,7 +217,9 @@ class CheckpointStore:
                     f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "
                     f"({len(mutable)} in all) can change; use capture='copy'"
                 )
-            saving = await self.engine_loop.call(self._save_behind(step, flat, dict(metrics or {}), overwrite))
+            saving = await self.engine_loop.call(
+                self._captures.save(step, flat, dict(metrics or {}), overwrite=overwrite)
+            )
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
@@ -223,38 +230,12 @@ class CheckpointStore:
         flat = await in_thread(flatten, tree)
         return await self._engine.save(step, flat, metrics, overwrite=overwrite)
 
-    async def _save_behind(
-        self, step: int, flat: Flat, metrics: Mapping[str, float], overwrite: bool
-    ) -> asyncio.Task[Saved]:
-        async def save() -> Saved:
-            try:
-                return await self._engine.save(step, flat, metrics, overwrite=overwrite)
-            except Exception as error:
-                _log.error("step %d, captured by reference, was not saved: %s", step, error)
-                self._events.emit(SaveFailed(step, error))
-                raise
-            finally:
-                saving.pop(step, None)
-
-        saving = self._engine.state.saving
-        saving[step] = time.time()
-        task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
-        self._pending.add(task)
-        task.add_done_callback(self._saved_behind)
-        return task
-
-    def _saved_behind(self, task: asyncio.Task[Saved]) -> None:
-        self._pending.discard(task)
-        if not task.cancelled():
-            task.exception()  # reported as an event; `reached` raises it again
-
     async def flush(self) -> None:
         """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
         await self.engine_loop.call(self._flush())
 
     async def _flush(self) -> None:
-        while self._pending:
-            await asyncio.wait(set(self._pending))
+        await self._captures.settled()
         await self._engine.flush()
 
     # -- restoring ----------------------------------------------------------------------------------------

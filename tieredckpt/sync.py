@@ -110,6 +110,9 @@ class SyncStore:
     def due(self, step: int) -> bool:
         return self.store.due(step)
 
+    def signal(self, name: str, *, on: bool = True) -> None:
+        self.store.signal(name, on=on)
+
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         return self.store.subscribe(listener)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from tieredckpt.engine.state import State
@@ -19,18 +18,19 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     """Whether a step is to be promoted to a tier on its own: it is on the live line, nearer, not there, and wanted.
 
     What left the tier does not come back; a step older than what the tier holds is wanted only if the tier would
-    retain it, for another process may have let it go.
+    retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
+    whether the step will be due when the promotions under way have ended.
     """
     if step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
         return False
     mended = step in tier.damaged  # from wherever it is
     if not mended and not any(step in nearer.held for nearer in state.tiers[: tier.index]):
         return False
-    view = view or state.view()
+    view = view or state.view(at_rest=True)
     mine = next((seen for seen in view.steps if seen.serial == step.serial), None)
     if mine is None:
         return False
-    tier_view = state.tier_view(tier)
+    tier_view = view.tiers[tier.index]
     try:
         if not tier.config.promote.promotes(mine, tier_view, view):
             return False
@@ -44,7 +44,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
 def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
     """Whether a slower tier is still to get the step, and may get it."""
     slower = [other for other in state.tiers[tier.index + 1 :] if other.healthy or not only_healthy]
-    view = state.view()
+    view = state.view(at_rest=True)
     return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)
 
 
@@ -66,11 +66,8 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
 
 def save_is_due(state: State, step: int) -> bool:
     """The schedule's answer; a schedule that fails saves rather than not."""
-    observed = state.observed
-    for last, at in tuple(state.saving.items()):  # at once: asked from the trainer's thread
-        observed = dataclasses.replace(observed, last_save_step=last, last_save_at=at)
     try:
-        return state.config.schedule.due(step, state.view(), observed)
+        return state.config.schedule.due(step, state.view(), state.observe())
     except Exception:
         _log.exception("the schedule failed at step %d; the step is saved", step)
         return True

@@ -15,7 +15,7 @@ from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
 from tieredckpt.events import StepPromoted
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
@@ -55,6 +55,18 @@ async def copy_step(
     if step in tier.held and not again:
         return 0
     begin = time.monotonic()
+    with state.promoting(tier):
+        record, written = await _copy(state, collector, step, tier, again=again, leaving=leaving)
+    if not again:
+        state.observe_promotion(record, tier)
+    state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin))
+    state.changed.beat()
+    return written
+
+
+async def _copy(
+    state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool, leaving: AbstractSet[str]
+) -> tuple[StepRecord, int]:
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier)[1].values())
         await _make_room(state, collector, step, tier, need)
@@ -67,10 +79,7 @@ async def copy_step(
                 async with aclosing(_batches(state, source, tier, needs, sizes)) as batches:
                     written = await write_packs(tier, batches)
             await tier.commit(source.index.record, _located(source.index.arrays, tier.chunks))
-        record = source.index.record
-    state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin))
-    state.changed.beat()
-    return written
+        return source.index.record, written
 
 
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:

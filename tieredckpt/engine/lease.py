@@ -20,12 +20,14 @@ from tieredckpt.blobs.settle import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 
-__all__ = ["Lease"]
+__all__ = ["Holder", "Lease"]
 
 _SIZE_MAX = 4096
 
 
-class _Holder(msgspec.Struct, frozen=True, kw_only=True):
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that has a lease."""
+
     host: str
     machine: str
     """Boot id and process namespace: within one, process numbers can be compared."""
@@ -73,6 +75,8 @@ class Lease:
         self._ttl = ttl
         self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
         self._taken_at = time.time()
+        self.left_behind: list[Holder] = []
+        """Holders that died with their lease, found here."""
 
     async def acquire(self) -> None:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
@@ -102,7 +106,7 @@ class Lease:
         holder = await asyncio.to_thread(_this_process, self._taken_at)
         await self.store.put(self._key, [msgspec.json.encode(holder)])
 
-    async def _others(self) -> list[tuple[_Holder, str]]:
+    async def _others(self) -> list[tuple[Holder, str]]:
         """The live holders beside this one, with their keys; what the dead left behind is removed."""
         found = []
         async for info in self.store.list(layout.LEASES):
@@ -110,13 +114,14 @@ class Lease:
                 continue
             try:
                 data = await self.store.get(info.key, limit=_SIZE_MAX)
-                holder = msgspec.json.decode(data, type=_Holder)
+                holder = msgspec.json.decode(data, type=Holder)
             except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # released just now, or torn by a crash: neither holds anything
             if await asyncio.to_thread(_is_alive, holder, self._ttl):
                 found.append((holder, info.key))
             else:
                 await self.store.delete(info.key)
+                self.left_behind.append(holder)
         return found
 
     async def _give_way(self) -> None:
@@ -125,7 +130,7 @@ class Lease:
             if (holder.taken_at, key) < (self._taken_at, self._key):
                 raise self._conflict((holder, key))
 
-    def _conflict(self, found: tuple[_Holder, str]) -> Conflict:
+    def _conflict(self, found: tuple[Holder, str]) -> Conflict:
         holder, _ = found
         return Conflict(
             f"tier {self._tier!r} at {self.store.location} is being written to by {holder}; close that store first, "
@@ -134,8 +139,8 @@ class Lease:
         )
 
 
-def _this_process(taken_at: float) -> _Holder:
-    return _Holder(
+def _this_process(taken_at: float) -> Holder:
+    return Holder(
         host=socket.gethostname(),
         machine=_machine(),
         process=os.getpid(),
@@ -145,7 +150,7 @@ def _this_process(taken_at: float) -> _Holder:
     )
 
 
-def _is_alive(holder: _Holder, ttl: float) -> bool:
+def _is_alive(holder: Holder, ttl: float) -> bool:
     if holder.machine == _machine():
         return _started(holder.process) == holder.process_started
     return time.time() - holder.renewed_at < ttl

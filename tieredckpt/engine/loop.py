@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from tieredckpt.errors import Closed
@@ -82,6 +82,11 @@ class EngineLoop:
                 raise Closed("the checkpoint store is closed")
             self._loop.call_soon_threadsafe(work.start)
         return work
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Call ``function`` on the engine's loop; from any thread or signal handler. A stopped engine does nothing."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function)
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run ``coroutine`` on the engine's loop and await it from any other loop.

@@ -50,12 +50,15 @@ class Promoter:
         self._waiters = 0
         """How many wait for that."""
 
-    def next_due(self) -> StepId | None:
-        """The step to promote next: the newest that is due, for it is the one a restart would take."""
+    def next_due(self, *, at_rest: bool = False) -> StepId | None:
+        """The step to promote next: the newest that is due, for it is the one a restart would take.
+
+        With ``at_rest``: the one that will be due when what is under way has ended.
+        """
         state = self._state
         if self.tier.index == 0:
             return None
-        view = state.view()
+        view = state.view(at_rest=at_rest)
         waiting = (step for step in state.records() if step not in self.stuck and is_due(state, step, self.tier, view))
         return max(waiting, default=None)
 

@@ -7,13 +7,15 @@ import difflib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
@@ -22,7 +24,7 @@ from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
 
-__all__ = ["State", "numbers"]
+__all__ = ["State", "blend", "numbers"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -51,6 +53,12 @@ class State:
     restored_from: StepId | None = None
     last_serial: int = 0
     observed: Observed = field(default_factory=lambda: Observed(started_at=time.time()))
+    history: History = field(default_factory=History)
+    """What is known of the trainers before this one."""
+    signals: set[str] = field(default_factory=set)
+    """What the trainer has raised; changed from its thread, or from a signal handler there."""
+    promotions_ended: int = 0
+    """How many promotions, done or failed, there have been."""
     saving: dict[int, float] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
 
@@ -109,6 +117,8 @@ class State:
         serials = [step.serial for tier in self.tiers for step in (*tier.held, *tier.damaged)]
         blind = any(tier.marker is None for tier in self.tiers)
         self.last_serial = max(self.last_serial, *serials, 0) + (_SERIALS_SKIPPED_WHEN_BLIND if blind else 0)
+        left_behind = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.left_behind]
+        self.history = history_of(records[newest] if newest else None, left_behind)
 
     def meet(self, tier: Tier) -> None:
         """Take up what a tier holds that could not be read at start."""
@@ -148,10 +158,22 @@ class State:
         self.events.emit(TierFailed(tier.name, error, delay))
         self.changed.beat()
 
+    # -- signals ------------------------------------------------------------------------------------------
+
+    def signal(self, name: str, *, on: bool) -> None:
+        """Let policies see a signal, or no more, from now on; from any thread or signal handler.
+
+        A lock could wait for the code that a handler has interrupted, so these are one step each.
+        """
+        (self.signals.add if on else self.signals.discard)(name)
+
     # -- views for policies -------------------------------------------------------------------------------
 
-    def view(self, *, and_on: tuple[StepId, Tier] | None = None) -> StoreView:
-        """What policies see; with ``and_on``, as if that tier held that step too."""
+    def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
+        """What policies see; with ``and_on``, as if that tier held that step too.
+
+        With ``at_rest``, as it would be if no promotion were under way.
+        """
         now = time.time()
         steps = []
         for step, record in self.records().items():
@@ -170,9 +192,10 @@ class State:
                     on_line=self.on_line(step.serial),
                 )
             )
-        return StoreView(now=now, steps=tuple(steps), tiers=tuple(self.tier_view(tier) for tier in self.tiers))
+        tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
+        return StoreView(now=now, steps=tuple(steps), tiers=tiers, signals=frozenset(self.signals))
 
-    def tier_view(self, tier: Tier) -> TierView:
+    def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
         return TierView(
             name=tier.name,
             index=tier.index,
@@ -181,6 +204,41 @@ class State:
             used=tier.used,
             write_bandwidth=tier.write_bandwidth,
             healthy=tier.healthy,
+            promoting=tier.promotions > 0 and not at_rest,
+        )
+
+    @contextmanager
+    def promoting(self, tier: Tier) -> Iterator[None]:
+        """Let policies see that a promotion to the tier is under way."""
+        tier.promotions += 1
+        try:
+            yield
+        finally:
+            tier.promotions -= 1
+            self.promotions_ended += 1
+            self.changed.beat()
+
+    def observe_promotion(self, step: StepRecord, tier: Tier) -> None:
+        """Learn from a step that has just been committed on a slower tier how long that takes after its save.
+
+        Steps of earlier trainers are left out: what kept them was not the tier.
+        """
+        if step.saved_at < self.observed.started_at:
+            return
+        seconds = max(0.0, time.time() - step.saved_at)
+        tier.promotion_seconds = seconds if tier.promotion_seconds is None else blend(tier.promotion_seconds, seconds)
+
+    def observe(self) -> Observed:
+        """What schedules see."""
+        observed = self.observed
+        for last, at in tuple(self.saving.items()):  # at once: asked from the trainer's thread
+            observed = dataclasses.replace(observed, last_save_step=last, last_save_at=at)
+        seen = [tier.promotion_seconds for tier in self.tiers if tier.healthy and tier.promotion_seconds is not None]
+        return dataclasses.replace(
+            observed,
+            promotion_seconds=seen[-1] if seen else None,
+            failures=self.history.failures,
+            trained_seconds=self.history.trained_seconds + max(0.0, time.time() - observed.started_at),
         )
 
 
@@ -190,6 +248,11 @@ _SURVIVAL_NAMES: dict[Survives, Literal["process", "node", "site"]] = {
     Survives.NODE: "node",
     Survives.SITE: "site",
 }
+
+
+def blend(mean: float, value: float) -> float:
+    """A recent mean with one more value: the last three weigh two thirds."""
+    return 0.7 * mean + 0.3 * value
 
 
 def numbers(metrics: Mapping[str, float | str]) -> dict[str, float]:

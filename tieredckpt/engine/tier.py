@@ -98,6 +98,10 @@ class Tier:
     retry_at: float = 0.0
     guards_packs: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while packs are written and committed, and while dead ones are collected."""
+    promotions: int = 0
+    """How many promotions to it are under way."""
+    promotion_seconds: float | None = None
+    """From a save to its commit here, a recent mean; None before the first."""
     _failures: int = 0
     index_bytes: dict[StepId, int] = field(default_factory=dict)
     _indexes: OrderedDict[StepId, StepIndex] = field(default_factory=OrderedDict)

@@ -48,10 +48,16 @@ async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
     Raises:
         TieredCkptError: a tier that still lacks a step failed; the others have theirs.
     """
+    while True:
+        before = state.promotions_ended
+        for promoter in promoters.values():
+            await promoter.rest()
+        if any(tier.promotions for tier in state.tiers):
+            await state.changed.wait()
+        elif state.promotions_ended == before:  # else a step may be due now that no other is on its way
+            break
     for promoter in promoters.values():
-        await promoter.rest()
-    for promoter in promoters.values():
-        if promoter.tier.error is not None and (due := promoter.next_due()) is not None:
+        if promoter.tier.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
             raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {due}: ")
         for step, error in promoter.stuck.items():
             if step in state.records():

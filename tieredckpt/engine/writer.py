@@ -24,7 +24,7 @@ import numpy as np
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
-from tieredckpt.engine.state import State
+from tieredckpt.engine.state import State, blend
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
@@ -172,6 +172,7 @@ class Writer:
                 "numpy": np.__version__,
                 "host": socket.gethostname(),
                 "process": str(os.getpid()),
+                **state.history.provenance(max(0.0, time.time() - state.observed.started_at)),
             },
             policy=state.config.model_dump(mode="json"),
             structure=flat.structure,
@@ -189,11 +190,11 @@ class Writer:
 
     def _observe(self, step: int, record: StepRecord, seconds: float) -> None:
         before = self._state.observed
-        stall = seconds if before.stall_seconds is None else 0.7 * before.stall_seconds + 0.3 * seconds
+        stall = seconds if before.stall_seconds is None else blend(before.stall_seconds, seconds)
         step_seconds = before.step_seconds
         if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
             each = (record.saved_at - before.last_save_at) / (step - before.last_save_step)
-            step_seconds = each if step_seconds is None else 0.7 * step_seconds + 0.3 * each
+            step_seconds = each if step_seconds is None else blend(step_seconds, each)
         self._state.observed = dataclasses.replace(
             before,
             last_save_step=step,

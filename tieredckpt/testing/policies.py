@@ -53,7 +53,7 @@ _many = settings(
 
 @st.composite
 def store_views(draw: st.DrawFn) -> StoreView:
-    """Stores of one to three tiers and up to eight steps, with rollbacks, gaps and strange metrics."""
+    """Stores of one to three tiers and up to eight steps, with rollbacks, gaps, signals and strange metrics."""
     names = _TIERS[: draw(st.integers(1, 3))]
     tiers = tuple(
         TierView(
@@ -64,6 +64,7 @@ def store_views(draw: st.DrawFn) -> StoreView:
             used=draw(st.integers(0, 2**50)),
             write_bandwidth=draw(st.none() | st.floats(1, 1e12)),
             healthy=draw(st.booleans()),
+            promoting=draw(st.booleans()),
         )
         for index, name in enumerate(names)
     )
@@ -83,7 +84,8 @@ def store_views(draw: st.DrawFn) -> StoreView:
         )
         for serial, age in zip(serials, ages, strict=True)
     )
-    return StoreView(now=now, steps=steps, tiers=tiers)
+    signals = draw(st.frozensets(st.sampled_from(("preempt", "keep"))))
+    return StoreView(now=now, steps=steps, tiers=tiers, signals=signals)
 
 
 @st.composite
@@ -98,6 +100,9 @@ def observations(draw: st.DrawFn) -> Observed:
         save_count=saves,
         stall_seconds=draw(st.floats(0, 1e3)) if saves else None,
         step_seconds=draw(st.none() | st.floats(1e-6, 1e4)),
+        promotion_seconds=draw(st.none() | st.floats(0, 1e5)),
+        failures=draw(st.integers(0, 1000)),
+        trained_seconds=draw(st.floats(0, 1e9)),
     )
 
 

@@ -1,0 +1,179 @@
+"""What policies see of a running store: signals, promotions under way, and how trainers have fared."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scenes import SOON, assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore, StoreConfig
+from tieredckpt.engine import copier
+from tieredckpt.engine.history import History, history_of
+from tieredckpt.engine.lease import Holder
+from tieredckpt.errors import Invalid
+from tieredckpt.format.manifest import StepRecord
+from tieredckpt.policyviews import Observed
+
+TRAINER = Path(__file__).parents[2] / "trainer.py"
+
+
+@pytest.fixture
+def settings(shared_memory: Path, tmp_path: Path) -> StoreConfig:
+    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
+
+
+def observed(store: CheckpointStore) -> Observed:
+    return store._engine.state.observe()
+
+
+def signals(store: CheckpointStore) -> frozenset[str]:
+    return store._engine.state.view().signals
+
+
+async def test_a_signal_is_seen_from_when_it_is_raised_until_it_is_withdrawn(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        assert signals(store) == frozenset()
+        store.signal("preempt")
+        store.signal("keep")
+        assert signals(store) == {"preempt", "keep"}
+        store.signal("preempt", on=False)
+        store.signal("never raised", on=False)
+        assert signals(store) == {"keep"}
+        with pytest.raises(Invalid, match="'preempt'"):
+            store.signal("")
+
+
+def test_a_signal_may_be_raised_by_a_signal_handler(settings: StoreConfig) -> None:
+    with CheckpointStore.open(settings).sync() as store:
+        before = signal.signal(signal.SIGUSR1, lambda *_: store.signal("preempt"))
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals(store.store) == {"preempt"}
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
+async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
+    settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[bool]] = []
+    write_packs = copier.write_packs
+
+    async def look(*arguments: Any) -> int:
+        state = store._engine.state
+        seen.append([tier.promoting for tier in state.view().tiers])
+        seen.append([tier.promoting for tier in state.view(at_rest=True).tiers])
+        return await write_packs(*arguments)
+
+    monkeypatch.setattr(copier, "write_packs", look)
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree())
+        await store.flush()
+        assert seen == [[False, True], [False, False]]
+        assert [tier.promoting for tier in store._engine.state.view().tiers] == [False, False]
+
+
+async def test_the_time_to_the_slowest_tier_that_works_is_observed(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk"), "far": folder(tmp_path / "far")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        assert observed(store).promotion_seconds is None
+        await store.save(1, tree())
+        await store.flush()
+        disk, far = (store._engine.state.tier(name) for name in ("disk", "far"))
+        assert disk.promotion_seconds is not None
+        assert far.promotion_seconds is not None
+        disk.promotion_seconds, far.promotion_seconds = 3.0, 7.0
+        assert observed(store).promotion_seconds == 7.0
+        monkeypatch.setattr(far, "error", RuntimeError("dead"))
+        assert observed(store).promotion_seconds == 3.0
+
+
+def kill_a_trainer(settings: StoreConfig, first: int, last: int) -> None:
+    command = [sys.executable, str(TRAINER), json.dumps(settings.model_dump(mode="json")), str(first), str(last)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        watchdog = threading.Timer(SOON, trainer.kill)
+        watchdog.start()
+        assert trainer.stdout is not None
+        said = [trainer.stdout.readline() for _ in range(first, last + 1)]
+        watchdog.cancel()
+        trainer.kill()
+    assert said == [f"saved {step}\n" for step in range(first, last + 1)]
+
+
+async def test_trainers_that_die_are_counted_and_the_count_outlives_those_that_do_not(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        assert observed(store).failures == 0
+    kill_a_trainer(settings, 1, 2)
+    kill_a_trainer(settings, 3, 3)
+    async with CheckpointStore.open(settings) as store:
+        assert observed(store).failures == 2
+        trained = observed(store).trained_seconds
+        assert trained > 0
+        await store.save(4, tree())
+    async with CheckpointStore.open(settings) as store:
+        assert observed(store).failures == 2
+        assert observed(store).trained_seconds >= trained - 0.1  # a step tells it in tenths of seconds
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree["count"], tree()["count"])
+
+
+def holder(process: int, taken_at: float, renewed_at: float) -> Holder:
+    return Holder(
+        host="node",
+        machine="node/1",
+        process=process,
+        process_started=str(taken_at),
+        taken_at=taken_at,
+        renewed_at=renewed_at,
+    )
+
+
+def record(process: int, saved_at: float, **provenance: str) -> StepRecord:
+    return StepRecord(
+        store="",
+        step=1,
+        serial=1,
+        line=(),
+        restored_from=None,
+        saved_at=saved_at,
+        nbytes=0,
+        metrics={},
+        provenance={"host": "node", "process": str(process), **provenance},
+        policy={},
+        structure=None,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("newest", "dead", "expected"),
+    [
+        (None, [], History()),
+        (None, [holder(7, 100, 160)], History(1, 60)),
+        # One trainer has a lease on every tier.
+        (None, [holder(7, 100, 160), holder(7, 100, 160)], History(1, 60)),
+        # What the step knows, and what its trainer did after it.
+        (record(7, 150, failures="2", trained_seconds="500"), [holder(7, 100, 160)], History(3, 510)),
+        # One that began after that step and saved none.
+        (record(7, 150, failures="2", trained_seconds="500"), [holder(8, 200, 230)], History(3, 530)),
+        # Dead for long, and counted by the one that saved the step.
+        (record(7, 150, failures="2", trained_seconds="500"), [holder(6, 10, 20)], History(2, 500)),
+        (record(7, 150, failures="many", trained_seconds="500"), [], History()),
+        (record(7, 150, failures="-1"), [], History()),
+        (record(7, 150, trained_seconds="nan"), [], History()),
+    ],
+)
+def test_each_trainer_that_died_counts_once(
+    newest: StepRecord | None, dead: Iterable[Holder], expected: History
+) -> None:
+    assert history_of(newest, dead) == expected

@@ -1,0 +1,70 @@
+"""How often trainers of a store have died, and how long they ran: an estimate of the time between failures.
+
+A trainer that closes its store gives its leases back. One that dies leaves them behind, with the time of its last
+sign of life; the next one finds them, counts, and stores the count with every step that it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tieredckpt.engine.lease import Holder
+from tieredckpt.format.manifest import StepRecord
+
+__all__ = ["History", "history_of"]
+
+_FAILURES = "failures"
+_TRAINED = "trained_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What happened to a store's trainers before this one."""
+
+    failures: int = 0
+    """Those that ended without closing the store."""
+    trained_seconds: float = 0.0
+    """How long they ran, together."""
+
+    def provenance(self, running: float) -> dict[str, str]:
+        """What a step tells the next trainer, saved after ``running`` seconds of this one."""
+        return {_FAILURES: str(self.failures), _TRAINED: f"{self.trained_seconds + running:.1f}"}
+
+
+def history_of(newest: StepRecord | None, dead: Iterable[Holder]) -> History:
+    """What the newest step tells, and the leases of the dead found at opening.
+
+    A trainer has a lease on every tier and counts once. One that was counted before counts no more, though its
+    lease may lie on a tier that could not be read then: it neither saved the newest step nor began after it.
+    """
+    before = _stored(newest)
+    saved_at = newest.saved_at if newest is not None else 0.0
+    last = {
+        (holder.machine, holder.process, holder.process_started): holder
+        for holder in dead
+        if holder.taken_at >= saved_at or _saved(holder, newest)
+    }.values()
+    since = sum(max(0.0, holder.renewed_at - max(saved_at, holder.taken_at)) for holder in last)
+    return History(before.failures + len(last), before.trained_seconds + since)
+
+
+def _saved(holder: Holder, record: StepRecord | None) -> bool:
+    return record is not None and (record.provenance.get("host"), record.provenance.get("process")) == (
+        holder.host,
+        str(holder.process),
+    )
+
+
+def _stored(record: StepRecord | None) -> History:
+    """Of a step that an older version saved, or that holds no numbers: nothing."""
+    if record is None:
+        return History()
+    try:
+        failures = int(record.provenance.get(_FAILURES, "0"))
+        trained = float(record.provenance.get(_TRAINED, "0"))
+    except ValueError:
+        return History()
+    sound = failures >= 0 and trained >= 0 and math.isfinite(trained)
+    return History(failures, trained) if sound else History()

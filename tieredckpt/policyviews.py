@@ -1,0 +1,100 @@
+"""The frozen views that policies see: steps, tiers, the store, and what a trainer has observed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Observed", "StepView", "StoreView", "TierView"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One saved step, as it is when the policy is asked."""
+
+    step: int
+    """The trainer's number; after a rollback it may occur again under a higher serial."""
+    serial: int
+    """The number of the save in the store's life; unique."""
+    saved_at: float
+    """Seconds since the epoch."""
+    age: float
+    """Seconds from ``saved_at`` to ``StoreView.now``."""
+    nbytes: int
+    """Bytes of all its arrays, before chunks are shared with other steps."""
+    metrics: Mapping[str, float]
+    tiers: tuple[str, ...]
+    """Names of the tiers that hold it committed."""
+    on_line: bool = True
+    """False for a step of a line that was abandoned by restoring an earlier step and saving on from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier, as it is when the policy is asked."""
+
+    name: str
+    index: int
+    """0 is the nearest."""
+    survives: Literal["process", "node", "site"]
+    capacity: int | None
+    """Bytes; None where no bound is known."""
+    used: int
+    """Bytes."""
+    write_bandwidth: float | None
+    """Bytes a second seen lately; None before the first write."""
+    healthy: bool
+    promoting: bool = False
+    """A promotion to this tier is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """The whole store, as it is when the policy is asked."""
+
+    now: float
+    """Seconds since the epoch."""
+    steps: tuple[StepView, ...]
+    """Every step that some tier holds, ascending by serial."""
+    tiers: tuple[TierView, ...]
+    """Nearest first."""
+    signals: frozenset[str] = frozenset()
+    """What the trainer has raised with ``store.signal`` and not withdrawn, such as ``"preempt"``."""
+
+    def on(self, tier: str) -> tuple[StepView, ...]:
+        """The steps that the tier of this name holds, abandoned ones included, ascending by serial."""
+        return tuple(step for step in self.steps if tier in step.tiers)
+
+    def line_on(self, tier: str) -> tuple[StepView, ...]:
+        """The steps that the tier holds and that are not abandoned, ascending by serial."""
+        return tuple(step for step in self.steps if step.on_line and tier in step.tiers)
+
+    @property
+    def newest(self) -> StepView | None:
+        """The newest step that is not abandoned: what a restore would take."""
+        return next((step for step in reversed(self.steps) if step.on_line), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the trainer's process has seen of its own saves, and of the trainers before it; for schedules."""
+
+    started_at: float
+    """When the store was opened, in seconds since the epoch."""
+    last_save_step: int | None = None
+    """Of this process; after a restore and before the first save, the step that was restored."""
+    last_save_at: float | None = None
+    """Seconds since the epoch; None before this process's first save."""
+    save_count: int = 0
+    """Saves of this process."""
+    stall_seconds: float | None = None
+    """What a save takes from the trainer, a recent mean; None before the first save."""
+    step_seconds: float | None = None
+    """Time of one training step without saves, a recent mean; None before two steps were seen."""
+    promotion_seconds: float | None = None
+    """From a save to its commit on the slowest tier that works, a recent mean; None before the first."""
+    failures: int = 0
+    """Trainers of this store that ended without closing it, as far as is known."""
+    trained_seconds: float = 0.0
+    """How long this store's trainers have run, this one included."""
