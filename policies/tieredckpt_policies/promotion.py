@@ -1,7 +1,8 @@
-"""Which steps go to a tier: all or none, by step number, by time, and combinations of these."""
+"""Which steps go to a tier: by step number, time, metric or signal, when it is free, and combinations of these."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,7 +10,20 @@ from pydantic import Field
 from tieredckpt.policy import AnyPromotion, Promotion, StepView, StoreView, TierView
 from tieredckpt.units import Duration
 
-__all__ = ["AllOf", "Always", "AnyOf", "Every", "EveryNSteps", "Never"]
+__all__ = [
+    "AllOf",
+    "Always",
+    "AnyOf",
+    "Best",
+    "Every",
+    "EveryNSteps",
+    "FirstAndLast",
+    "Never",
+    "OnSignal",
+    "WhenIdle",
+]
+
+Signal = Annotated[str, Field(min_length=1)]
 
 
 class Always(Promotion):
@@ -59,6 +73,70 @@ class Every(Promotion):
         return step.serial > newest.serial and step.saved_at - newest.saved_at >= self.interval
 
 
+class Best(Promotion):
+    """A step goes to the tier when fewer than ``n`` steps there are better by ``metric``.
+
+    The smallest value is the best, or with ``mode = "max"`` the largest; of equal values the newer is the
+    better. A step without the metric, or with one that is not a finite number, does not go.
+    """
+
+    kind: Literal["best"] = "best"
+    metric: Annotated[str, Field(min_length=1)]
+    n: Annotated[int, Field(strict=True, ge=1)] = 1
+    mode: Literal["min", "max"] = "min"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        sign = 1 if self.mode == "min" else -1
+        value = sign * step.metrics.get(self.metric, math.nan)
+        if not math.isfinite(value):
+            return False
+        there = [
+            (sign * held.metrics.get(self.metric, math.nan), -held.serial)
+            for held in store.line_on(tier.name)
+            if held.serial != step.serial
+        ]
+        return sum(math.isfinite(rank[0]) and rank < (value, -step.serial) for rank in there) < self.n
+
+
+class OnSignal(Promotion):
+    """The newest step goes to the tier while ``signal`` is raised (``store.signal``)."""
+
+    kind: Literal["on_signal"] = "on_signal"
+    signal: Signal = "preempt"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return self.signal in store.signals and _is_newest(step, store)
+
+
+class WhenIdle(Promotion):
+    """The newest step goes to the tier when nothing is on its way to this tier or to a nearer one.
+
+    So a slow tier takes a new step as soon as it is done with the one before, leaves out those that were saved
+    in between, and does not compete for memory and links with the tiers before it.
+    """
+
+    kind: Literal["when_idle"] = "when_idle"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        busy = any(other.promoting for other in store.tiers if other.index <= tier.index)
+        return not busy and _is_newest(step, store)
+
+
+class FirstAndLast(Promotion):
+    """The first step that the tier gets goes to it, and the newest one while the trainer raises ``signal``.
+
+    Which save is the last is known to the trainer alone: it says so by ``store.signal("last")``.
+    """
+
+    kind: Literal["first_and_last"] = "first_and_last"
+    signal: Signal = "last"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        if self.signal in store.signals and _is_newest(step, store):
+            return True
+        return all(held.serial == step.serial for held in store.line_on(tier.name))
+
+
 class AnyOf(Promotion):
     """A step goes to the tier when one of ``policies`` says so."""
 
@@ -77,3 +155,7 @@ class AllOf(Promotion):
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return all(policy.promotes(step, tier, store) for policy in self.policies)
+
+
+def _is_newest(step: StepView, store: StoreView) -> bool:
+    return store.newest is not None and step.serial == store.newest.serial

@@ -1,4 +1,4 @@
-"""Which steps stay on a tier: the newest, the round, the best, the young, all, and unions of these.
+"""Which steps stay on a tier: the newest, the round, the best, the young, fewer with age, all, and unions.
 
 Only `All` keeps steps of abandoned lines: the others would count them in place of steps that a restore
 could take.
@@ -7,14 +7,16 @@ could take.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tieredckpt.policy import AnyRetention, Retention, StoreView, TierView
+from tieredckpt.policy import AnyRetention, Retention, StepView, StoreView, TierView
+from tieredckpt.settings import Settings
 from tieredckpt.units import Duration
 
-__all__ = ["All", "Best", "EveryK", "LastN", "Union", "WithinAge"]
+__all__ = ["All", "Band", "Best", "DenseThenSparse", "EveryK", "LastN", "Union", "WithinAge"]
 
 
 class All(Retention):
@@ -76,6 +78,58 @@ class WithinAge(Retention):
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
         return frozenset(step.serial for step in store.line_on(tier.name) if step.age <= self.age)
+
+
+class Band(Settings):
+    """Of steps at most ``until`` old (None for any age), the first in each ``every`` stays; 0 for each step."""
+
+    every: Annotated[Duration, Field(ge=0)] = 0.0
+    until: Annotated[Duration, Field(gt=0)] | None = None
+
+
+class DenseThenSparse(Retention):
+    """Steps stay the more sparsely the older they are: by default all of an hour, then hourly for a day, then daily.
+
+    The first of ``bands`` that reaches as far as a step's age decides about it. Spans of ``every`` begin at whole
+    multiples of it since the epoch, and of each the first step stays; where every band's is a multiple of the one
+    before, what a sparser band is to keep has not left in a denser one. The newest step stays in any case.
+    """
+
+    kind: Literal["dense_then_sparse"] = "dense_then_sparse"
+    bands: Annotated[tuple[Band, ...], Field(min_length=1)] = (
+        Band(every=0.0, until=3600.0),
+        Band(every=3600.0, until=86400.0),
+        Band(every=86400.0),
+    )
+
+    @model_validator(mode="after")
+    def _reaches_ever_further(self) -> Self:
+        for nearer, farther in pairwise(self.bands):
+            if nearer.until is None:
+                raise ValueError("only the last band may go on for ever: give the others an `until`")
+            if farther.until is not None and farther.until <= nearer.until:
+                raise ValueError("each band must reach further than the one before: raise its `until`")
+        return self
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        line = store.line_on(tier.name)
+        firsts = {band.every: _firsts(line, band.every) for band in self.bands}
+        kept = {line[-1].serial} if line else set[int]()
+        for step in line:
+            band = next((band for band in self.bands if band.until is None or step.age <= band.until), None)
+            if band is not None and step.serial in firsts[band.every]:
+                kept.add(step.serial)
+        return frozenset(kept)
+
+
+def _firsts(steps: tuple[StepView, ...], every: float) -> set[int]:
+    """Serials of the first step in each span; of all steps where spans have no length."""
+    if not every:
+        return {step.serial for step in steps}
+    first: dict[float, int] = {}
+    for step in steps:
+        first.setdefault(step.saved_at // every, step.serial)
+    return set(first.values())
 
 
 class Union(Retention):

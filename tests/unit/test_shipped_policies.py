@@ -12,6 +12,7 @@ import tieredckpt_policies
 from hypothesis import given
 from hypothesis import strategies as st
 from tieredckpt_policies import eviction, promotion, retention, schedule
+from tieredckpt_policies.retention import Band
 
 from tieredckpt.config import load, to_toml
 from tieredckpt.errors import Invalid
@@ -42,6 +43,10 @@ class TestEveryShippedPolicy(PolicyTests):
         promotion.Never(),
         promotion.EveryNSteps(n=3, first=True),
         promotion.Every(interval=900.0),
+        promotion.Best(metric="loss", n=2, mode="max"),
+        promotion.OnSignal(signal="keep"),
+        promotion.WhenIdle(),
+        promotion.FirstAndLast(signal="preempt"),
         promotion.AnyOf(policies=(promotion.EveryNSteps(n=2), promotion.Every(interval=60.0))),
         promotion.AllOf(policies=(promotion.AnyOf(policies=(promotion.Never(),)), promotion.Always())),
         retention.All(),
@@ -49,11 +54,16 @@ class TestEveryShippedPolicy(PolicyTests):
         retention.EveryK(k=5),
         retention.Best(metric="loss", n=2, mode="max"),
         retention.WithinAge(age=1000.5),
+        retention.DenseThenSparse(bands=(Band(every=60.0, until=3600.0), Band(every=600.0, until=1e5))),
         retention.Union(policies=(retention.LastN(n=1), retention.Best(metric="accuracy"))),
         eviction.Oldest(),
+        eviction.Largest(),
+        eviction.CheapestToGetBack(),
         schedule.Always(),
         schedule.EveryNSteps(n=10),
         schedule.Every(interval=120.0),
+        schedule.YoungDaly(mtbf=7200.0, observe=False, first=5.0, at_least=10.0, at_most=900.0),
+        schedule.BoundedOverhead(percent=2.0, first=5.0, at_least=10.0),
     )
 
     def test_none_is_left_out(self) -> None:

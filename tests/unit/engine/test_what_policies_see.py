@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.engine import copier
 from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.lease import Holder
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepRecord
 from tieredckpt.policyviews import Observed
@@ -79,6 +81,69 @@ async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
         await store.flush()
         assert seen == [[False, True], [False, False]]
         assert [tier.promoting for tier in store._engine.state.view().tiers] == [False, False]
+
+
+async def test_flush_and_reached_wait_for_a_step_that_waits_for_another_promotion(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    tiers = {
+        "ram": ram(shared_memory),
+        "disk": folder(tmp_path / "disk"),
+        "far": folder(tmp_path / "far", promote="when_idle"),
+    }
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in range(1, 4):
+            ckpt = await store.save(step, tree(step))
+            await ckpt.reached("far")
+        await store.save(4, tree(4))
+        await store.flush()
+        assert await store.where(4) == ("ram", "disk", "far")
+
+
+async def test_flush_waits_for_a_step_that_waits_for_a_promotion_by_hand(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up, go_on = asyncio.Event(), threading.Event()
+    loop, write_packs = asyncio.get_running_loop(), copier.write_packs
+
+    async def hold_up(tier: Tier, *arguments: Any) -> int:
+        if tier.name == "disk":
+            loop.call_soon_threadsafe(held_up.set)
+            await asyncio.to_thread(go_on.wait, SOON)
+        return await write_packs(tier, *arguments)
+
+    tiers = {
+        "ram": ram(shared_memory),
+        "disk": folder(tmp_path / "disk", promote="never"),
+        "far": folder(tmp_path / "far", promote={"kind": "all_of", "policies": ["on_signal", "when_idle"]}),
+    }
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, tree(1))
+        monkeypatch.setattr(copier, "write_packs", hold_up)
+        by_hand = asyncio.create_task(store.promote(1, "disk"))
+        await held_up.wait()
+        store.signal("preempt")
+        flushing = asyncio.create_task(store.flush())
+        for _ in range(20):
+            await store.steps()  # so often has the engine had its turn
+        assert await store.where(1) == ("ram",)
+        go_on.set()
+        await flushing
+        assert await store.where(1) == ("ram", "disk", "far")
+        await by_hand
+
+
+async def test_the_newest_step_goes_to_the_tier_that_waits_for_a_signal(shared_memory: Path, tmp_path: Path) -> None:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote="on_signal")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in (1, 2):
+            ckpt = await store.save(step, tree(step))
+        await store.flush()
+        assert await store.where(2) == ("ram",)
+        store.signal("preempt")
+        await ckpt.reached("disk")
+        assert (tmp_path / "disk" / "steps" / "0000000002-000002").is_dir()
+        assert not (tmp_path / "disk" / "steps" / "0000000001-000001").exists()
 
 
 async def test_the_time_to_the_slowest_tier_that_works_is_observed(
