@@ -15,6 +15,7 @@ from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.demo import demo
 from tieredckpt.cli.doctor import doctor
 from tieredckpt.cli.ls import ls
+from tieredckpt.cli.plan import plan
 from tieredckpt.cli.restore import restore
 from tieredckpt.cli.show import show
 from tieredckpt.cli.upkeep import collect, evict, promote
@@ -86,5 +87,5 @@ bench = typer.Typer(help="Measure tiers on this machine, side by side with what 
 bench.command("chfs")(_reporting(bench_chfs))
 app.add_typer(bench, name="bench")
 
-for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor):
+for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor, plan):
     app.command()(_reporting(_verb))

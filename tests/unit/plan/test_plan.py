@@ -1,0 +1,113 @@
+"""What a plan says of a configuration follows from its policies, its sizes and its speeds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tieredckpt.config import load
+from tieredckpt.errors import Invalid
+from tieredckpt.plan.forecast import forecast
+from tieredckpt.plan.measure import measure_copy, measure_tier
+from tieredckpt.plan.scenario import Kind, Scenario, rungs
+
+GB = 10**9
+
+
+def scenario(
+    tiers: dict[str, Any],
+    mtbf: dict[Kind, float] | None = None,
+    *,
+    interval: float = 60.0,
+    nodes: int = 1,
+    changed: float = 1.0,
+    **rates: float,
+) -> Scenario:
+    schedule = {"kind": "every", "interval": interval}
+    config = load({"store": {"name": "planned", "schedule": schedule}, "tiers": tiers})
+    made = rungs(config, 100 * GB, nodes, rates, {})
+    return Scenario(config, 100 * GB, 1.0, nodes, made, mtbf or {}, restart=30.0, changed=changed)
+
+
+LADDER = {
+    "ram": {"kind": "ram"},
+    "nvme": {"kind": "posix", "path": "/nvme", "retain": {"kind": "last_n", "n": 3}},
+    "lustre": {
+        "kind": "posix",
+        "path": "/lustre",
+        "survives": "site",
+        "promote": {"kind": "every", "interval": "10 min"},
+    },
+}
+SPEEDS = {"ram": 50.0 * GB, "nvme": 10.0 * GB, "lustre": 2.0 * GB}
+
+
+def test_a_save_stalls_for_one_pass_over_the_state() -> None:
+    found = forecast(scenario({"ram": LADDER["ram"], "nvme": LADDER["nvme"]}, ram=50.0 * GB, nvme=10.0 * GB))
+    assert found.stall == pytest.approx(2.0)
+    assert found.interval == pytest.approx(60.0, abs=3.0)
+
+
+def test_each_failure_returns_from_the_nearest_tier_that_survives_it() -> None:
+    found = forecast(scenario(LADDER, {"process": 1e5, "node": 1e5, "site": 1e6}, **SPEEDS))
+    assert {loss.kind: loss.tier for loss in found.losses} == {
+        "process": "ram",
+        "node": "nvme",
+        "rack": "lustre",
+        "site": "lustre",
+    }
+    process, node, _, site = found.losses
+    assert process.mean < node.mean < site.mean < site.worst
+    assert process.restart == pytest.approx(30 + 2)
+    assert site.restart == pytest.approx(30 + 50)
+
+
+def test_a_tier_that_gets_a_step_every_ten_minutes_has_one_every_ten_minutes() -> None:
+    lustre = forecast(scenario(LADDER, **SPEEDS)).tiers[2]
+    assert lustre.period == pytest.approx(600, rel=0.15)
+    assert lustre.lag >= 50
+
+
+def test_nothing_survives_where_no_tier_does() -> None:
+    found = forecast(scenario({"ram": LADDER["ram"]}, {"process": 1e4, "node": 1e4}, ram=50.0 * GB))
+    assert [loss.tier for loss in found.losses] == ["ram", None, None, None]
+    assert math.isinf(found.losses[1].mean)
+
+
+def test_nodes_multiply_what_lies_in_them_and_not_what_they_share() -> None:
+    one = scenario({"nvme": {"kind": "posix", "path": "/n", "capacity": "1 TB"}})
+    many = scenario({"nvme": {"kind": "posix", "path": "/n", "capacity": "1 TB"}}, nodes=10)
+    assert many.rungs[0].capacity == 10 * (one.rungs[0].capacity or 0)
+    assert many.rungs[0].write == 10 * one.rungs[0].write
+    shared = {"far": {"kind": "posix", "path": "/n", "capacity": "1 TB", "survives": "site"}}
+    assert scenario(shared, nodes=10).rungs == scenario(shared).rungs
+
+
+def test_what_does_not_change_takes_no_room_and_no_time_on_slower_tiers() -> None:
+    dense, frozen = (forecast(scenario(LADDER, changed=changed, **SPEEDS)) for changed in (1.0, 0.1))
+    assert frozen.tiers[1].nbytes == pytest.approx(100 * GB + 2 * 10 * GB, rel=0.01)
+    assert dense.tiers[1].nbytes == 300 * GB
+    assert frozen.tiers[1].busy < 0.3 * dense.tiers[1].busy
+    assert frozen.stall == pytest.approx(dense.stall, rel=0.5)
+
+
+def test_a_state_that_no_tier_can_take_is_refused() -> None:
+    with pytest.raises(Invalid, match="smaller than the state"):
+        forecast(scenario({"ram": {"kind": "ram", "capacity": "1 GB"}}))
+
+
+def test_a_tier_that_does_not_exist_has_no_speed() -> None:
+    with pytest.raises(Invalid, match=r"no tier 'lustr'.*nvme"):
+        scenario(LADDER, lustr=1.0)
+
+
+async def test_a_measurement_leaves_nothing_on_the_tier(tmp_path: Path) -> None:
+    config = load({"tiers": {"disk": {"kind": "posix", "path": tmp_path / "disk"}}})
+    write, read = await measure_tier(config.tiers[0], 1 << 20)
+    assert write > 0
+    assert read > 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert measure_copy(1 << 20) > 0

@@ -1,0 +1,131 @@
+"""The figures of `tieredckpt plan`: what a configuration costs, keeps and loses, from its pace and the formulas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tieredckpt.plan.model import Risk, daly, ettr, lost_work, young
+from tieredckpt.plan.pace import Pace, TierPace, pace
+from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario
+
+__all__ = ["Forecast", "Loss", "TierForecast", "forecast"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierForecast:
+    """One tier in the long run."""
+
+    name: str
+    survives: str
+    period: float
+    lag: float
+    steps: int
+    nbytes: int
+    capacity: int | None
+    rate: float
+    """Bytes a second that it writes."""
+    assumed: bool
+    """Nobody said how fast it is."""
+    busy: float
+    """Share of the time for which it is written to."""
+    restore: float
+    """Seconds to read the state from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one kind of failure costs."""
+
+    kind: Kind
+    mtbf: float
+    tier: str | None
+    """Where the training returns from; None where nothing survives."""
+    mean: float
+    """Seconds of training that are thrown back."""
+    worst: float
+    restart: float
+    """Seconds until training goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What to expect of a scenario."""
+
+    interval: float
+    stall: float
+    overhead: float
+    """Share of the time that saves take, failures apart."""
+    skipped: int
+    tiers: tuple[TierForecast, ...]
+    losses: tuple[Loss, ...]
+    mtbf: float
+    ettr: float
+    young: float
+    """For this stall and MTBF."""
+    daly: float
+    saved_by_dedupe: float
+    """Share of the bytes that a second save does not write."""
+
+
+def forecast(scenario: Scenario) -> Forecast:
+    """Roll the policies out, and put the pace into the formulas. Raises `Invalid` when no tier can take a save."""
+    seen = pace(scenario)
+    losses = tuple(_loss(scenario, seen, kind) for kind in KINDS)
+    risks = [_risk(scenario, seen, loss) for loss in losses if math.isfinite(loss.mtbf)]
+    return Forecast(
+        interval=seen.interval,
+        stall=seen.stall,
+        overhead=seen.stall / (seen.interval + seen.stall) if math.isfinite(seen.interval) else 0.0,
+        skipped=seen.skipped,
+        tiers=tuple(_tier(scenario, rung, of) for rung, of in zip(scenario.rungs, seen.tiers, strict=True)),
+        losses=losses,
+        mtbf=scenario.job_mtbf,
+        ettr=ettr(seen.interval, seen.stall, risks) if math.isfinite(seen.interval) else 0.0,
+        young=young(seen.stall, scenario.job_mtbf),
+        daly=daly(seen.stall, scenario.job_mtbf),
+        saved_by_dedupe=1 - scenario.changed,
+    )
+
+
+def _tier(scenario: Scenario, rung: Rung, seen: TierPace) -> TierForecast:
+    return TierForecast(
+        name=rung.name,
+        survives=rung.survives.name.lower(),
+        period=seen.period,
+        lag=seen.lag,
+        steps=seen.steps,
+        nbytes=seen.nbytes,
+        capacity=rung.capacity,
+        rate=rung.write,
+        assumed=rung.assumed,
+        busy=min(1.0, seen.written / rung.write),
+        restore=scenario.state / rung.read,
+    )
+
+
+def _loss(scenario: Scenario, seen: Pace, kind: Kind) -> Loss:
+    mtbf = scenario.mtbf.get(kind, math.inf)
+    at = mtbf if math.isfinite(mtbf) else scenario.job_mtbf
+    if math.isinf(at):
+        at = max(seen.seconds, scenario.step_seconds)
+    surviving = [
+        (_returning(scenario, at, rung, of), rung)
+        for rung, of in zip(scenario.rungs, seen.tiers, strict=True)
+        if rung.survives >= KINDS[kind] and math.isfinite(of.period)
+    ]
+    if not surviving:
+        return Loss(kind, mtbf, None, math.inf, math.inf, scenario.restart)
+    risk, rung = min(surviving, key=lambda each: lost_work(each[0]) + each[0].restart)
+    return Loss(kind, mtbf, rung.name, lost_work(risk), risk.period + risk.lag, risk.restart)
+
+
+def _risk(scenario: Scenario, seen: Pace, loss: Loss) -> Risk:
+    for rung, of in zip(scenario.rungs, seen.tiers, strict=True):
+        if rung.name == loss.tier:
+            return _returning(scenario, loss.mtbf, rung, of)
+    return Risk(loss.mtbf, math.inf, 0.0, scenario.restart)
+
+
+def _returning(scenario: Scenario, mtbf: float, rung: Rung, seen: TierPace) -> Risk:
+    return Risk(mtbf, seen.period, seen.lag, scenario.restart + scenario.state / rung.read)

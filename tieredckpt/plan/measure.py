@@ -1,0 +1,66 @@
+"""Measures here what a plan needs to know: how fast memory is copied, and how fast a tier is written and read."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.checkup import CHECKUP
+from tieredckpt.config import TierConfig
+from tieredckpt.engine.connect import open_slower
+from tieredckpt.units import format_size
+
+__all__ = ["measure_copy", "measure_tier"]
+
+_ROUNDS = 3
+_PAGE = 4096
+
+
+def measure_copy(nbytes: int) -> float:
+    """Bytes a second at which warm memory is copied by one thread; the best of three."""
+    source, target = _warm(nbytes), _warm(nbytes)
+    return nbytes / min(_timed(lambda: np.copyto(target, source)) for _ in range(_ROUNDS))
+
+
+async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
+    """Bytes a second at which one object of ``nbytes`` is written to the tier and read; nothing is left there.
+
+    Raises:
+        TieredCkptError: what is wrong with the tier.
+    """
+    store = await open_slower(tier)
+    key = f"{CHECKUP}{secrets.token_hex(8)}/measure"
+    data = _warm(nbytes)
+    data[:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
+    try:
+        begin = time.perf_counter()
+        await store.put(key, [memoryview(data)])
+        written = time.perf_counter()
+        await store.get_into(key, 0, memoryview(data))
+        read = time.perf_counter()
+    finally:
+        try:
+            await store.delete(key)
+        finally:
+            await store.close()
+    return nbytes / (written - begin), nbytes / (read - written)
+
+
+def _warm(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that direct I/O takes, whose pages are there before a clock runs."""
+    if nbytes < _PAGE:
+        raise ValueError(f"{format_size(nbytes)} are too few to measure with")
+    room = np.zeros(nbytes + _PAGE, dtype=np.uint8)
+    room[:] = 0
+    start = -room.ctypes.data % _PAGE
+    return room[start : start + nbytes]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,0 +1,150 @@
+"""What a plan or a simulation is asked about: a configuration, the training, the machines and how they fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tieredckpt.blobs.base import Survives
+from tieredckpt.config import StoreConfig, TierConfig
+from tieredckpt.errors import Invalid
+
+__all__ = ["ASSUMED", "KINDS", "Kind", "Rung", "Scenario", "rungs", "survives_of"]
+
+Kind = Literal["process", "node", "rack", "site"]
+"""What fails: the training processes, a node with its memory, a rack with the media of its nodes, everything."""
+
+KINDS: dict[Kind, Survives] = {
+    "process": Survives.PROCESS,
+    "node": Survives.NODE,
+    "rack": Survives.SITE,
+    "site": Survives.SITE,
+}
+"""What a tier must survive to hold its steps through a failure."""
+
+ASSUMED: dict[str, float] = {"ram": 5e9, "node": 2e9, "shared": 2e9}
+"""Bytes a second where nobody says better: of each node's RAM and medium, and of a shared tier as a whole."""
+
+_SNAPSHOTS = 2
+"""A RAM tier with the capacity ``auto`` grows to so many."""
+
+_NAMED = {"process": Survives.PROCESS, "node": Survives.NODE, "site": Survives.SITE}
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One tier of the job: sizes and rates are those of all nodes together."""
+
+    config: TierConfig
+    survives: Survives
+    capacity: int | None
+    write: float
+    """Bytes a second."""
+    read: float
+    """Bytes a second."""
+    assumed: bool
+    """Nobody said how fast it is."""
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def ram(self) -> bool:
+        return self.config.kind == "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A training and its machines."""
+
+    config: StoreConfig
+    state: int
+    """Bytes of the whole state, over all nodes."""
+    step_seconds: float
+    nodes: int
+    rungs: tuple[Rung, ...]
+    """Nearest first."""
+    mtbf: Mapping[Kind, float] = field(default_factory=dict)
+    """Mean seconds between failures of the job, by kind; kinds that are missing do not occur."""
+    restart: float = 60.0
+    """Seconds from a failure until the trainers run again and begin to restore."""
+    changed: float = 1.0
+    """Share of the chunks that differ from one save to the next."""
+    tier_mtbf: Mapping[str, float] = field(default_factory=dict)
+    """Mean seconds between outages of a tier; what it holds is there again afterwards."""
+    tier_repair: float = 1800.0
+    """Mean seconds of such an outage."""
+
+    def __post_init__(self) -> None:
+        if self.state <= 0 or self.step_seconds <= 0 or self.nodes < 1 or self.restart < 0:
+            raise Invalid("the state, the step time and the nodes must be more than 0, the restart not negative")
+        if not 0 <= self.changed <= 1:
+            raise Invalid(f"the share of changed chunks is from 0 to 1, not {self.changed}")
+        if any(mean <= 0 for mean in (*self.mtbf.values(), *self.tier_mtbf.values(), self.tier_repair)):
+            raise Invalid("a mean time between failures, or of an outage, must be more than 0 s")
+        for name in self.tier_mtbf:
+            if name not in {rung.name for rung in self.rungs}:
+                raise Invalid(f"there is no tier {name!r} (tiers: {', '.join(rung.name for rung in self.rungs)})")
+
+    @property
+    def job_mtbf(self) -> float:
+        """Mean seconds between failures of any kind; infinite without any."""
+        rate = sum(1 / mean for mean in self.mtbf.values())
+        return 1 / rate if rate else math.inf
+
+    def added(self, held: int) -> int:
+        """Bytes that one more step takes on a tier that holds so many."""
+        return math.ceil(self.state * self.changed) if held else self.state
+
+    def used(self, held: int) -> int:
+        """Bytes that so many steps take on a tier: chunks that are the same lie there once."""
+        return self.state + (held - 1) * math.ceil(self.state * self.changed) if held else 0
+
+    def stall(self) -> float:
+        """Seconds that a save takes from the training when its tier has room."""
+        first = self.rungs[0]
+        if first.ram and (first.capacity is None or first.capacity >= self.state):
+            return self.state / first.write
+        slower = next((rung for rung in self.rungs if not rung.ram), first)
+        return self.state * self.changed / slower.write
+
+
+def rungs(
+    config: StoreConfig,
+    state: int,
+    nodes: int,
+    writes: Mapping[str, float],
+    reads: Mapping[str, float],
+) -> tuple[Rung, ...]:
+    """The tiers of ``config`` for a job of so many nodes.
+
+    A capacity counts once on a tier that survives the site, and once for every node on the others. ``writes``
+    and ``reads`` are bytes a second of the whole job, by tier; a read rate that is missing is the write rate.
+    """
+    names = [tier.name for tier in config.tiers]
+    if unknown := sorted((writes.keys() | reads.keys()) - set(names)):
+        raise Invalid(f"there is no tier {unknown[0]!r} (tiers: {', '.join(names)})")
+    return tuple(_rung(tier, state, nodes, writes, reads) for tier in config.tiers)
+
+
+def _rung(tier: TierConfig, state: int, nodes: int, writes: Mapping[str, float], reads: Mapping[str, float]) -> Rung:
+    survives = survives_of(tier)
+    shared = survives is Survives.SITE
+    assumed = ASSUMED["shared"] if shared else ASSUMED["ram" if tier.kind == "ram" else "node"] * nodes
+    write = writes.get(tier.name, assumed)
+    if tier.capacity == "auto":
+        capacity: int | None = _SNAPSHOTS * state
+    else:
+        capacity = tier.capacity if tier.capacity is None or shared else tier.capacity * nodes
+    return Rung(tier, survives, capacity, write, reads.get(tier.name, write), tier.name not in writes)
+
+
+def survives_of(tier: TierConfig) -> Survives:
+    """What the tier outlives, as its configuration says; a key-value store that says nothing lies off the nodes."""
+    if tier.survives is not None:
+        return _NAMED[tier.survives]
+    driver = tier.spec.partition(":")[0] if isinstance(tier.spec, str) else str(tier.spec.get("driver"))
+    return {"memory": Survives.NOTHING, "file": Survives.NODE}.get(driver, Survives.SITE)

@@ -1,0 +1,356 @@
+"""The engine's own state and decisions over tiers that hold no bytes: what rollout and simulation act on.
+
+What is due, what leaves and what must stay is asked of the engine's functions, on its `State`; the order of the
+calls is that of its promoter, collector and writer. Nothing here waits: who drives a world gives it the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.engine.ask import is_due, leaving, waits_for_promotion
+from tieredckpt.engine.safety import why_not
+from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.errors import TierUnavailable
+from tieredckpt.events import Events
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.structure import DictNode
+from tieredckpt.plan.scenario import Rung, Scenario
+from tieredckpt.policy import Observed, StepView, StoreView, TierView
+
+__all__ = ["Action", "What", "World", "WorldTier"]
+
+_NOTHING = DictNode([], [])
+"""The structure of every step here."""
+
+What = Literal["saved", "skipped", "promoted", "evicted", "restored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that happened to a step, and on which tier."""
+
+    at: float
+    what: What
+    step: int
+    tier: str
+
+
+class WorldTier(Tier):
+    """A tier of the engine without a blob store: it counts steps."""
+
+    def __init__(self, rung: Rung, index: int, scenario: Scenario) -> None:
+        super().__init__(rung.name, index, rung.config, _never)
+        self.rung = rung
+        self.seen_bandwidth: float | None = None
+        self.busy = False
+        """A promotion to it is under way."""
+        self.down = False
+        """It does not answer."""
+        self.unseen: dict[StepId, Held] = {}
+        """What it holds and nobody knows of, since it did not answer when the store was opened."""
+        self._scenario = scenario
+
+    @property
+    def healthy(self) -> bool:
+        return not self.down and self.error is None
+
+    @property
+    def answers(self) -> bool:
+        return not self.down
+
+    @property
+    def survives(self) -> Survives:
+        return self.rung.survives
+
+    @property
+    def used(self) -> int:
+        return self._scenario.used(len(self.held) + len(self.unseen))
+
+    @property
+    def capacity(self) -> int | None:
+        return self.rung.capacity
+
+    @property
+    def write_bandwidth(self) -> float | None:
+        return self.seen_bandwidth
+
+
+async def _never() -> BlobStore:
+    raise TierUnavailable("a tier of a simulation has no blob store")
+
+
+class World(State):
+    """The steps on the tiers of a scenario.
+
+    Args:
+        scenario: what is simulated.
+        clock: seconds since the epoch.
+        tell: hears every action.
+    """
+
+    def __init__(self, scenario: Scenario, clock: Callable[[], float], tell: Callable[[Action], None]) -> None:
+        self.rungs = tuple(WorldTier(rung, index, scenario) for index, rung in enumerate(scenario.rungs))
+        # The engine's threads and memory exist only in name: nothing is copied here.
+        scratch = Scratch(4096)
+        scratch.close()
+        super().__init__(
+            config=scenario.config,
+            tiers=self.rungs,
+            events=Events(),
+            pool=ThreadPoolExecutor(1),
+            scratch=scratch,
+            read_only=False,
+            observed=Observed(started_at=clock()),
+        )
+        self.scenario = scenario
+        self._clock = clock
+        self._tell = tell
+        self._version = 0
+        self._kept_view: tuple[object, StoreView] | None = None
+        self._kept_tiers: tuple[int, bool, tuple[TierView, ...]] = (-1, False, ())
+        self._failures = 0
+        self._trained = 0.0
+        self._lags: dict[str, float] = {}
+
+    # -- what policies see --------------------------------------------------------------------------------
+
+    def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
+        """As of the engine's state, at the time of this world; the last one is kept while nothing changed."""
+        now = self._clock()
+        which = (now, self._version, at_rest)
+        if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
+            return self._kept_view[1]
+        also = None if and_on is None else (and_on[0], and_on[1].name)
+        steps = tuple(
+            StepView(
+                step=step.step,
+                serial=step.serial,
+                saved_at=record.saved_at,
+                age=now - record.saved_at,
+                nbytes=record.nbytes,
+                metrics={},
+                tiers=tuple(tier.name for tier in self.tiers if step in tier.held or (step, tier.name) == also),
+                on_line=self.on_line(step.serial),
+            )
+            for step, record in self.records().items()
+        )
+        if self._kept_tiers[:2] != (self._version, at_rest):
+            tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
+            self._kept_tiers = self._version, at_rest, tiers
+        tiers = self._kept_tiers[2]
+        view = StoreView(now=now, steps=steps, tiers=tiers)
+        if and_on is None:
+            self._kept_view = which, view
+        return view
+
+    def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
+        """As of the engine's state."""
+        assert isinstance(tier, WorldTier)
+        return dataclasses.replace(super().tier_view(tier), promoting=tier.busy and not at_rest)
+
+    def due(self, step: int) -> bool:
+        """Whether the schedule wants a save of the step that was just trained."""
+        view = self.view()
+        lags = [self._lags[tier.name] for tier in self.rungs if tier.healthy and tier.name in self._lags]
+        observed = dataclasses.replace(
+            self.observed,
+            promotion_seconds=lags[-1] if lags else None,
+            failures=self._failures,
+            trained_seconds=self._trained + view.now - self.observed.started_at,
+        )
+        return self.config.schedule.due(step, view, observed)
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def save_tiers(self) -> list[WorldTier]:
+        """Where a save may go, nearest first: RAM that is too small is passed by."""
+        return [
+            tier for tier in self.rungs if tier.healthy and (tier.index or not tier.rung.ram or self._ever_fits(tier))
+        ]
+
+    def _ever_fits(self, tier: WorldTier) -> bool:
+        return tier.capacity is None or self.scenario.state <= tier.capacity
+
+    def saved(self, step: int, tier: WorldTier, stall: float) -> StepId:
+        """Commit a save that took ``stall`` seconds from the training."""
+        now = self._clock()
+        identity = StepId(self.last_serial + 1, step)
+        self.last_serial = identity.serial
+        record = StepRecord(
+            store="",
+            step=step,
+            serial=identity.serial,
+            line=self.extended_line(identity.serial),
+            restored_from=self.restored_from.serial if self.restored_from else None,
+            saved_at=now,
+            nbytes=self.scenario.state,
+            metrics={},
+            provenance={},
+            policy={},
+            structure=_NOTHING,
+        )
+        self.line = record.line
+        self._hold(identity, record, tier)
+        self._observe_save(step, now, stall)
+        self._happened("saved", identity, tier)
+        self.apply_retention(tier)
+        return identity
+
+    def _observe_save(self, step: int, now: float, stall: float) -> None:
+        before = self.observed
+        seconds = before.step_seconds
+        if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
+            seconds = _blend(seconds, (now - before.last_save_at) / (step - before.last_save_step))
+        self.observed = dataclasses.replace(
+            before,
+            last_save_step=step,
+            last_save_at=now,
+            save_count=before.save_count + 1,
+            stall_seconds=_blend(before.stall_seconds, stall),
+            step_seconds=seconds,
+        )
+
+    def skipped(self, step: int, tier: WorldTier) -> None:
+        """Note a save that was not made."""
+        self._happened("skipped", StepId(0, step), tier)
+
+    # -- room ---------------------------------------------------------------------------------------------
+
+    def make_room(self, tier: WorldTier) -> bool:
+        """Evict until the tier has room for one more step; False when nothing more may go."""
+        if self._fits(tier):
+            return True
+        going = leaving(self, tier)
+        if tier.rung.ram:
+            going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
+        for step in going:
+            if not waits_for_promotion(self, step, tier) and self._try_evict(step, tier) and self._fits(tier):
+                return True
+        return False
+
+    def replace_oldest(self, tier: WorldTier) -> bool:
+        """Evict unpromoted snapshots, oldest first, until there is room; never the last good copy."""
+        return any(self._try_evict(step, tier) and self._fits(tier) for step in sorted(tier.held)) or self._fits(tier)
+
+    def waiting_helps(self, tier: WorldTier) -> bool:
+        """Whether a step of the tier is on its way to another that works, or being read."""
+        return bool(tier.pins) or any(waits_for_promotion(self, step, tier, only_healthy=True) for step in tier.held)
+
+    def apply_retention(self, tier: WorldTier) -> None:
+        """Let go what is not retained on a tier without a capacity; one with a capacity waits until room is needed."""
+        if tier.capacity is None and tier.answers:
+            for step in leaving(self, tier):
+                self._try_evict(step, tier)
+
+    def _fits(self, tier: WorldTier) -> bool:
+        return tier.capacity is None or tier.used + self.scenario.added(len(tier.held)) <= tier.capacity
+
+    def _elsewhere(self, step: StepId, tier: WorldTier) -> bool:
+        return any(step in other.held and other.answers for other in self.tiers if other is not tier)
+
+    def _try_evict(self, step: StepId, tier: WorldTier) -> bool:
+        if step not in tier.held or why_not(self, step, tier):
+            return False
+        del tier.held[step]
+        self._version += 1
+        records = self.records()
+        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
+        self._happened("evicted", step, tier)
+        return True
+
+    # -- promotion ----------------------------------------------------------------------------------------
+
+    def next_due(self, tier: WorldTier) -> StepId | None:
+        """The step to promote next: the newest that is due."""
+        if not tier.index or not tier.healthy:
+            return None
+        waiting = {step for nearer in self.tiers[: tier.index] for step in nearer.held}
+        waiting -= tier.held.keys() | tier.dismissed
+        return max((step for step in waiting if is_due(self, step, tier, self.view())), default=None)
+
+    def source(self, step: StepId) -> WorldTier | None:
+        """The nearest tier that answers and holds the step."""
+        return next((tier for tier in self.rungs if step in tier.held and tier.answers), None)
+
+    def promoted(self, step: StepId, record: StepRecord, tier: WorldTier, bandwidth: float | None) -> None:
+        """Commit a promotion."""
+        self._hold(step, record, tier)  # which makes new views
+        tier.seen_bandwidth = _blend(tier.seen_bandwidth, bandwidth) if bandwidth is not None else tier.seen_bandwidth
+        if record.saved_at >= self.observed.started_at:
+            self._lags[tier.name] = _blend(self._lags.get(tier.name), self._clock() - record.saved_at)
+        self._happened("promoted", step, tier)
+        self.apply_retention(tier)
+
+    def _hold(self, step: StepId, record: StepRecord, tier: WorldTier) -> None:
+        tier.held[step] = Held(record, "")
+        tier.dismissed.discard(step)
+        self._version += 1
+
+    def touched(self) -> None:
+        """A tier's health or work changed."""
+        self._version += 1
+
+    # -- failures -----------------------------------------------------------------------------------------
+
+    def fail(self, least: Survives) -> None:
+        """End the trainer, and lose what lies on tiers that survive less than ``least``."""
+        self._failures += 1
+        self._trained += self._clock() - self.observed.started_at
+        for tier in self.rungs:
+            tier.pins.clear()
+            tier.busy = False
+            if tier.survives < least:
+                tier.held.clear()
+                tier.unseen.clear()
+        self._version += 1
+
+    def reopen(self) -> StepId | None:
+        """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
+        for tier in self.rungs:
+            tier.dismissed.clear()
+            tier.error = None
+            tier.seen_bandwidth = None
+            if tier.down:
+                tier.unseen, tier.held = tier.unseen | tier.held, {}
+        records = self.records()
+        newest = max(records, default=None)
+        self.line = records[newest].line if newest else ()
+        known = (step.serial for tier in self.rungs for step in (*tier.held, *tier.unseen))
+        self.last_serial = max(known, default=self.last_serial)
+        self.restored_from = None
+        self.observed = Observed(started_at=self._clock())
+        self._lags.clear()
+        self._version += 1
+        return newest
+
+    def restored(self, step: StepId, tier: WorldTier) -> None:
+        """Train on from a step that was read from a tier."""
+        self.rewind(step, self.records()[step])
+        self._version += 1
+        self._happened("restored", step, tier)
+
+    def answers_again(self, tier: WorldTier) -> None:
+        """A tier is back, with what it held."""
+        tier.down = False
+        tier.held |= tier.unseen
+        tier.unseen = {}
+        if not self.line and tier.held:
+            newest = max(tier.held)
+            self.line = tier.held[newest].record.line
+        self._version += 1
+
+    def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:
+        self._tell(Action(self._clock(), what, step.step, tier.name))
+
+
+def _blend(mean: float | None, value: float) -> float:
+    """As the engine keeps its recent means."""
+    return value if mean is None else 0.7 * mean + 0.3 * value
