@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.feasible import impossible
 from tieredckpt.policy import AnySchedule, Schedule, parse
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.tierconfig import (
@@ -46,7 +47,7 @@ from tieredckpt.tierconfig import (
     Tiers,
     expand,
 )
-from tieredckpt.units import Size, format_size
+from tieredckpt.units import Size
 
 __all__ = ["ChfsTier", "KvstoreTier", "PosixTier", "RamTier", "StoreConfig", "TierConfig", "load", "to_toml"]
 
@@ -79,8 +80,7 @@ class StoreConfig(Settings):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        wrong = [*_conflicts(self), *_shortages(self)]
-        if wrong:
+        if wrong := impossible(self):
             raise refusal(wrong)
         return self
 
@@ -99,46 +99,6 @@ class StoreConfig(Settings):
             return self.threads
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return min(4, usable or 1)
-
-
-def _conflicts(store: StoreConfig) -> list[Problem]:
-    if not store.tiers:
-        example = "[tiers.disk] with kind = 'posix' and path = '/some/folder'"
-        return [(("tiers",), f"there is none; add one, for example {example}")]
-    wrong: list[Problem] = []
-    names: set[str] = set()
-    locations: dict[str, str] = {}
-    for i, tier in enumerate(store.tiers):
-        at: Place = ("tiers", tier.name)
-        if tier.name in names:
-            wrong.append((at, "there are two tiers of this name; rename one"))
-        names.add(tier.name)
-        if tier.kind == "ram" and i > 0:
-            also = "there is one already" if store.tiers[0].kind == "ram" else "it is the nearest"
-            wrong.append((at, f"a ram tier must be the only one and come first: {also}; move or remove it"))
-        if tier.location is not None:
-            other = locations.setdefault(tier.location, tier.name)
-            if other != tier.name:
-                wrong.append((at, f"is at {tier.location} like the tier {other}; give each its own place"))
-    first = store.tiers[0]
-    if first.promote.kind != "always":
-        text = "the nearest tier gets every save; say under [store.schedule] when to save"
-        wrong.append((("tiers", first.name, "promote"), text))
-    if store.name is None and all(tier.kind == "ram" for tier in store.tiers):
-        wrong.append((("name",), "is required where no tier but RAM could tell this store from others"))
-    return wrong
-
-
-def _shortages(store: StoreConfig) -> list[Problem]:
-    wrong: list[Problem] = []
-    for tier in store.tiers:
-        if isinstance(tier.capacity, int) and tier.capacity < store.chunk_size:
-            text = f"{format_size(tier.capacity)} cannot hold one chunk of {format_size(store.chunk_size)}"
-            at = ("tiers", tier.name, "capacity")
-            wrong.append((at, f"{text}; raise it, or lower the store's chunk_size"))
-    if store.grace <= store.lease_ttl:
-        wrong.append((("grace",), "must be longer than lease_ttl, or files of a live writer may be collected"))
-    return wrong
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> StoreConfig:

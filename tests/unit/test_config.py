@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tieredckpt_policies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scenes import config, folder, ram, tree
 from tieredckpt_policies import promotion, retention, schedule
 
+from tieredckpt import CheckpointStore
 from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, load, to_toml
 from tieredckpt.errors import Invalid, NotFound
-from tieredckpt.policy import Promotion, register
+from tieredckpt.feasible import doubtful
+from tieredckpt.policy import Promotion, Retention, StoreView, TierView, register
 
 for _policy in tieredckpt_policies.POLICIES:
     register(_policy)
@@ -283,6 +287,10 @@ policies = [
             r"tiers\.b: is at /x like the tier a",
         ),
         (
+            {"tiers": {"a": {"kind": "posix", "path": "/a/b/c"}, "b": {"kind": "posix", "path": "/a"}}},
+            r"tiers\.b\.path: /a and /a/b/c of the tier a lie in each other; give each a folder of its own",
+        ),
+        (
             {"tiers": {**disk()["tiers"], "ram": {"kind": "ram"}}},
             r"tiers\.ram: a ram tier must be",
         ),
@@ -305,6 +313,111 @@ policies = [
 def test_what_cannot_work_is_refused_with_what_to_change(data: dict[str, Any], told: str) -> None:
     with pytest.raises(Invalid, match=rf"(?m)^{told}"):
         load(data)
+
+
+class KeepsNothing(Retention):
+    kind: Literal["test_keeps_nothing"] = "test_keeps_nothing"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset()
+
+
+class Fails(Retention):
+    kind: Literal["test_fails"] = "test_fails"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        raise ZeroDivisionError("a policy with a bug")
+
+
+class Chosen(Retention):
+    kind: Literal["test_chosen"] = "test_chosen"
+    steps: tuple[int, ...]
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset(step.serial for step in store.line_on(tier.name) if step.step in self.steps)
+
+
+@pytest.mark.parametrize(
+    ("retain", "told"),
+    [
+        (KeepsNothing(), "`test_keeps_nothing` keeps no step, not even one that was just saved; let it keep one"),
+        (Fails(), r"`test_fails` fails on a sample of steps \(ZeroDivisionError: a policy with a bug\)"),
+        (Chosen(steps=()), "`test_chosen` keeps no step"),
+    ],
+)
+def test_a_retention_that_keeps_nothing_is_refused_before_the_first_save(retain: Retention, told: str) -> None:
+    with pytest.raises(Invalid, match=f"^tiers.disk.retain: {told}"):
+        load(disk(retain=retain))
+
+
+@pytest.mark.parametrize(
+    "retain",
+    [
+        retention.EveryK(k=123_457),
+        retention.Best(metric="anything"),
+        retention.WithinAge(age=1e-6),
+        retention.DenseThenSparse(),
+        retention.Union(policies=(retention.EveryK(k=10**9),)),
+        Chosen(steps=(777_777,)),
+    ],
+)
+def test_a_retention_that_keeps_some_step_is_not_refused(retain: Retention) -> None:
+    assert load(disk(retain=retain)).tiers[0].retain is retain
+
+
+def tiers(**tiers: Any) -> StoreConfig:
+    return load({"tiers": {"ram": {"kind": "ram"}, **tiers}})
+
+
+def test_a_slower_tier_that_survives_less_is_told_of() -> None:
+    nfs = {"kind": "posix", "path": "/nfs", "survives": "site"}
+    nvme = {"kind": "posix", "path": "/nvme"}
+    assert doubtful(tiers(nvme=nvme, nfs=nfs)) == []
+    ((place, text),) = doubtful(tiers(nfs=nfs, nvme=nvme))
+    assert place == ("tiers", "nvme")
+    assert text.startswith("survives less (node) than the nearer tier nfs (site)")
+    assert text.endswith("put it before nfs, or correct its `survives`")
+
+
+def test_a_store_whose_steps_never_leave_ram_by_themselves_is_told_of() -> None:
+    one = {"kind": "posix", "path": "/a", "promote": "never"}
+    assert [place for place, _ in doubtful(tiers(one=one))] == [("tiers", "one", "promote")]
+    assert doubtful(tiers(one=one, two={"kind": "posix", "path": "/b", "promote": "on_signal"})) == []
+
+
+async def test_what_may_not_be_meant_is_logged_when_the_store_is_opened(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = config({"ram": ram(shared_memory), "disk": folder(tmp_path, promote="never")})
+    async with CheckpointStore.open(store):
+        assert "configuration: tiers.disk.promote: is `never` like that of every slower tier" in caplog.text
+
+
+async def test_a_store_none_of_whose_tiers_can_hold_the_newest_step_is_refused_at_open(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def store(**far: Any) -> StoreConfig:
+        disk = folder(tmp_path / "disk", capacity="64 KiB", promote="never")
+        return config(
+            {"ram": ram(shared_memory, on_close="keep"), "disk": disk, "far": folder(tmp_path / "far", **far)}
+        )
+
+    async with CheckpointStore.open(store(promote="never")) as opened:
+        await opened.save(1, tree())
+    with pytest.raises(Invalid) as refused:
+        await CheckpointStore.open(store(capacity="128 KiB"))
+    first, second = str(refused.value).splitlines()
+    assert re.fullmatch(
+        r"tier 'disk' with its 64 KiB cannot hold a step as large as step 1 \(serial 1\), 19\d\.?\d* KiB; "
+        r"raise its capacity, or take the tier out",
+        first,
+    )
+    assert second.startswith("tier 'far' with its 128 KiB")
+    caplog.clear()
+    async with CheckpointStore.open(store()) as opened:  # one tier is enough, and the other is told of
+        assert "tier 'disk' with its 64 KiB cannot hold" in caplog.text
+        await opened.flush()
+        assert await opened.where(1) == ("ram", "far")
 
 
 @pytest.mark.parametrize("source", [3, None, b"\xff", ["/d"]])

@@ -18,9 +18,12 @@ from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
 from tieredckpt.engine.tier import MARKER_MAX, Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.feasible import doubtful
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker, decode_marker
+from tieredckpt.settings import explain
+from tieredckpt.units import format_size
 
 __all__ = ["connect", "identify", "make_tiers", "open_slower", "reopen"]
 
@@ -186,6 +189,9 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
     identity is a leftover and is emptied.
     """
     failures: list[tuple[Tier, TieredCkptError]] = []
+    if not state.read_only:
+        for doubt in doubtful(state.config):
+            _log.warning("configuration: %s", explain([doubt]))
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:
@@ -214,4 +220,31 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
     for tier in state.tiers:
         if tier.ram is not None and tier not in failed:
             await join(tier)  # last: what is left in RAM by another store is judged by what the others hold
+    if not state.read_only:
+        _refuse_what_cannot_fit(state)
     return failures
+
+
+def _refuse_what_cannot_fit(state: State) -> None:
+    """Raise `Invalid` if no slower tier can hold a step as large as the newest; tell of single ones that cannot."""
+    newest = next(reversed(state.records().items()), None)
+    slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
+    if newest is None or not slower:
+        return
+    step, record = newest
+    small = [
+        (tier, tier.capacity)
+        for tier in slower
+        if tier.capacity is not None
+        and tier.capacity < record.nbytes
+        and all(held.record.nbytes < record.nbytes for held in tier.held.values())  # else its chunks are shared ones
+    ]
+    told = [
+        f"tier {tier.name!r} with its {format_size(capacity)} cannot hold a step as large as {step}, "
+        f"{format_size(record.nbytes)}; raise its capacity, or take the tier out"
+        for tier, capacity in small
+    ]
+    if len(small) == len(slower):
+        raise Invalid("\n".join(told))
+    for text in told:
+        _log.warning("%s", text)
