@@ -18,6 +18,7 @@ from tieredckpt.cli.ls import ls
 from tieredckpt.cli.plan import plan
 from tieredckpt.cli.restore import restore
 from tieredckpt.cli.show import show
+from tieredckpt.cli.simulate import simulate
 from tieredckpt.cli.upkeep import collect, evict, promote
 from tieredckpt.cli.verify import verify
 from tieredckpt.errors import TieredCkptError
@@ -87,5 +88,5 @@ bench = typer.Typer(help="Measure tiers on this machine, side by side with what 
 bench.command("chfs")(_reporting(bench_chfs))
 app.add_typer(bench, name="bench")
 
-for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor, plan):
+for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor, plan, simulate):
     app.command()(_reporting(_verb))

@@ -1,0 +1,176 @@
+"""A simulation reproduces theory, spends every second once, and asks the engine's own questions."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tieredckpt.config import load
+from tieredckpt.errors import Invalid
+from tieredckpt.plan.cluster import Failure, failures
+from tieredckpt.plan.figures import Figures
+from tieredckpt.plan.model import Risk, daly, ettr, young
+from tieredckpt.plan.picture import Point, draw
+from tieredckpt.plan.scenario import Kind, Scenario, rungs
+from tieredckpt.plan.simulate import simulate
+from tieredckpt.plan.world import Action
+
+GB = 10**9
+
+
+def scenario(
+    tiers: dict[str, Any],
+    mtbf: dict[Kind, float],
+    *,
+    schedule: object = "always",
+    step: float = 10.0,
+    state: int = GB,
+    restart: float = 20.0,
+    rates: dict[str, float] | None = None,
+    **others: Any,
+) -> Scenario:
+    config = load({"store": {"name": "simulated", "schedule": schedule}, "tiers": tiers})
+    return Scenario(config, state, step, 1, rungs(config, state, 1, rates or {}, {}), mtbf, restart, **others)
+
+
+def one_tier(interval: float, stall: float, mtbf: float) -> Scenario:
+    """Every training step is one interval, and every save lies where nothing is lost."""
+    far = {"far": {"kind": "posix", "path": "/far", "survives": "site", "retain": {"kind": "last_n", "n": 1}}}
+    return scenario(far, {"node": mtbf}, step=interval, rates={"far": GB / stall})
+
+
+LADDER: dict[str, Any] = {
+    "ram": {"kind": "ram"},
+    "nvme": {"kind": "posix", "path": "/nvme", "retain": {"kind": "last_n", "n": 2}},
+    "far": {"kind": "posix", "path": "/far", "survives": "site", "promote": {"kind": "every", "interval": "5 min"}},
+}
+RATES = {"ram": 1.0 * GB, "nvme": 0.05 * GB, "far": 0.01 * GB}
+
+
+def ladder(mtbf: dict[Kind, float], **settings: Any) -> Scenario:
+    return scenario(LADDER, mtbf, schedule={"kind": "every", "interval": 60}, rates=RATES, **settings)
+
+
+def test_with_one_tier_the_curve_and_its_optimum_are_dalys() -> None:
+    stall, mtbf, count = 10.0, 1000.0, 1500
+    best = daly(stall, mtbf)
+    simulated = {}
+    for factor in (0.3, 0.6, 1.0, 1.7, 3.5):
+        interval = best * factor
+        risk = Risk(mtbf, interval + stall, 0.0, 20.0 + stall)  # the state is read as fast as it is written
+        found = simulate(one_tier(interval, stall, mtbf), count * mtbf, seed=1)
+        assert found.ettr == pytest.approx(ettr(interval, stall, [risk]), rel=0.015)
+        simulated[factor] = found.ettr
+    assert max(simulated.values()) <= simulated[1.0] * 1.02
+    assert simulated[1.0] > simulated[0.3] * 1.02
+    assert simulated[1.0] > simulated[3.5] * 1.02
+    youngs = simulate(one_tier(young(stall, mtbf), stall, mtbf), count * mtbf, seed=1).ettr
+    assert youngs == pytest.approx(simulated[1.0], rel=0.02)
+
+
+def parts(figures: Figures) -> float:
+    return figures.productive + figures.lost + figures.stalls + figures.restarts + figures.restoring
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 10**6),
+    mtbf=st.floats(100, 5000),
+    repair=st.floats(10, 3000),
+    changed=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_every_second_is_spent_once(seed: int, mtbf: float, repair: float, changed: float) -> None:
+    asked = ladder(
+        {"process": mtbf, "node": 2 * mtbf, "rack": 20 * mtbf},
+        changed=changed,
+        tier_mtbf={"nvme": 4000.0, "far": 2000.0},
+        tier_repair=repair,
+    )
+    found = simulate(asked, 10_000.0, seed=seed)
+    assert parts(found) == pytest.approx(10_000.0)
+    assert min(found.productive, found.lost, found.stalls, found.restarts, found.restoring) >= 0
+    assert 0 <= found.ettr <= 1
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_gives_others() -> None:
+    asked = ladder({"process": 900, "node": 1500}, tier_mtbf={"far": 5000})
+    assert simulate(asked, 50_000, seed=3) == simulate(asked, 50_000, seed=3)
+    assert simulate(asked, 50_000, seed=3) != simulate(asked, 50_000, seed=4)
+
+
+def test_without_failures_only_saves_take_time() -> None:
+    found = simulate(ladder({}), 10_000)
+    assert found.lost == found.restarts == found.restoring == 0
+    assert found.ettr == pytest.approx(1 - found.saves / 10_000, abs=0.002)  # a second each
+
+
+def test_a_failure_takes_what_the_tiers_do_not_survive() -> None:
+    for kind, source in (("process", "ram"), ("node", "nvme"), ("rack", "far"), ("site", "far")):
+        heard: list[Action] = []
+        simulate(ladder({}), 2000.0, trace=[Failure(1500.0, kind)], hear=heard.append)  # type: ignore[arg-type]
+        assert [action.tier for action in heard if action.what == "restored"] == [source]
+
+
+def test_a_job_whose_tiers_all_die_with_it_begins_anew() -> None:
+    asked = scenario({"ram": LADDER["ram"]}, {}, schedule={"kind": "every", "interval": 60}, rates={"ram": GB})
+    found = simulate(asked, 1000.0, trace=[Failure(505.0, "node")])
+    assert found.from_nothing == 1
+    assert found.lost == pytest.approx(505.0, abs=10)
+    assert found.lost + found.productive == pytest.approx(1000 - 20 - found.stalls)
+
+
+def test_a_tier_that_is_away_gets_its_steps_later() -> None:
+    far = scenario(
+        {"ram": LADDER["ram"], "far": LADDER["far"] | {"promote": "always"}},
+        {},
+        schedule={"kind": "every", "interval": 100},
+        rates={"ram": 10.0 * GB, "far": 1.0 * GB},
+    )
+    away = dataclasses.replace(far, tier_mtbf={"far": 500.0}, tier_repair=400.0)
+    always, sometimes = simulate(far, 50_000), simulate(away, 50_000)
+    assert 0 < sometimes.tiers["far"].promoted < always.tiers["far"].promoted
+
+
+def test_a_busy_shared_tier_slows_a_restore() -> None:
+    tiers = {
+        "near": {"kind": "posix", "path": "/near", "survives": "site"},
+        "far": {"kind": "posix", "path": "/far", "survives": "site"},
+    }
+    alone = scenario({"near": tiers["near"]}, {}, rates={"near": 0.1 * GB}, step=100.0)
+    busy = scenario(tiers, {}, rates={"near": 0.1 * GB, "far": 0.1 * GB}, step=100.0)
+    trace = [Failure(115.0, "process")]  # the one step there is lies on the near tier alone
+    one, two = (simulate(asked, 1000.0, trace=trace).restores["near"].mean for asked in (alone, busy))
+    assert one == pytest.approx(10)
+    assert two == pytest.approx(20)  # it is promoted to the far tier meanwhile
+
+
+def test_failures_of_many_nodes_come_at_the_sum_of_their_rates_and_in_their_shares() -> None:
+    seen = list(takewhile(lambda each: each.at < 1e6, failures({"node": 100.0, "rack": 300.0}, random.Random(5))))
+    assert len(seen) == pytest.approx(1e6 * (1 / 100 + 1 / 300), rel=0.03)
+    assert sum(each.kind == "rack" for each in seen) / len(seen) == pytest.approx(0.25, rel=0.05)
+    assert [each.at for each in seen] == sorted(each.at for each in seen)
+    assert not list(islice(failures({}, random.Random(5)), 1))
+
+
+def test_no_time_and_no_tier_are_refused() -> None:
+    with pytest.raises(Invalid, match="longer"):
+        simulate(ladder({}), 0)
+    with pytest.raises(Invalid, match="smaller than the state"):
+        simulate(scenario({"ram": {"kind": "ram", "capacity": "16 MiB"}}, {}), 100)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_equal_simulations_draw_equal_pictures(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    found = simulate(ladder({"node": 900}), 5000)
+    points = [Point(10.0, 0.8, 0.81), Point(100.0, 0.7, 0.71)]
+    for name in ("one", "two"):
+        draw(tmp_path / f"{name}{suffix}", found, points)
+    assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()

@@ -1,0 +1,142 @@
+"""The verb `simulate`: a training under failures, with the very policies of its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tieredckpt.cli.console import output, print_json, print_table, waiting
+from tieredckpt.cli.opening import Json
+from tieredckpt.cli.scenario import (
+    Bandwidth,
+    Changed,
+    Config,
+    Failures,
+    Mtbf,
+    NodeMtbf,
+    Nodes,
+    ReadBandwidth,
+    Restart,
+    State,
+    StepTime,
+    scenario,
+)
+from tieredckpt.errors import Invalid
+from tieredckpt.plan.figures import Figures
+from tieredckpt.units import format_duration, format_size, parse_duration
+
+__all__ = ["simulate"]
+
+_SWEPT_DAYS = 10.0
+"""Each point of a picture is simulated for so long at most."""
+
+
+def simulate(
+    config: Config,
+    state: State = "1 GiB",
+    step_time: StepTime = "1 s",
+    nodes: Nodes = 1,
+    bandwidth: Bandwidth = None,
+    read_bandwidth: ReadBandwidth = None,
+    mtbf: Mtbf = None,
+    node_mtbf: NodeMtbf = None,
+    failures: Failures = None,
+    tier_mtbf: Annotated[
+        list[str] | None, typer.Option(metavar="TIER=DURATION", help="Mean time between outages of a tier.")
+    ] = None,
+    tier_repair: Annotated[str, typer.Option(help="Mean time of such an outage.")] = "30 min",
+    restart: Restart = "1 min",
+    changed: Changed = 1.0,
+    days: Annotated[float, typer.Option(min=0.001, help="Days to simulate.")] = 30.0,
+    interval: Annotated[
+        str | None, typer.Option(help="Save so often, instead of by the configuration's schedule.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random failures: the same one gives the same figures.")] = 0,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw ETTR against the interval, and the tiers' fill (.svg, .png).", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Let a job train and fail in simulated time, and say what came of it."""
+    asked = scenario(
+        config,
+        state=state,
+        step_time=step_time,
+        nodes=nodes,
+        bandwidth=bandwidth,
+        read_bandwidth=read_bandwidth,
+        mtbf=mtbf,
+        node_mtbf=node_mtbf,
+        failures=failures,
+        restart=restart,
+        changed=changed,
+        tier_mtbf=tier_mtbf,
+        tier_repair=tier_repair,
+    )
+    try:
+        from tieredckpt.plan import picture as pictures
+        from tieredckpt.plan.simulate import simulate as run
+    except ImportError as error:
+        raise Invalid("a simulation needs simpy: pip install 'tieredckpt[simulate]'") from error
+    if picture is not None:
+        pictures.check_picture(picture)
+    if interval is not None:
+        asked = pictures.at_interval(asked, parse_duration(interval))
+    with waiting(f"simulating {days:g} days"):
+        found = run(asked, days * 86400, seed=seed)
+    if picture is not None:
+        with waiting("simulating other intervals"):
+            points = pictures.sweep(asked, min(days, _SWEPT_DAYS) * 86400, seed=seed)
+        pictures.draw(picture, found, points)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _show(found, nodes)
+
+
+def _show(found: Figures, nodes: int) -> None:
+    output().print(f"ETTR {found.ettr:.4f} on {nodes} nodes over {format_duration(found.total)}")
+    parts = {
+        "productive": found.productive,
+        "lost": found.lost,
+        "saving": found.stalls,
+        "restarting": found.restarts,
+        "restoring": found.restoring,
+    }
+    print_table(
+        "where the time went",
+        ("", "time", "share"),
+        [(name, format_duration(seconds), f"{seconds / found.total:.2%}") for name, seconds in parts.items()],
+        right=("time", "share"),
+    )
+    failed = ", ".join(f"{count} of a {kind}" for kind, count in sorted(found.failures.items())) or "none"
+    rows = [
+        ("failures", failed),
+        ("work lost by one", f"{format_duration(found.lost_mean)}, at most {format_duration(found.lost_most)}"),
+        ("saves", f"{found.saves}, one every {format_duration(found.interval)} of training"),
+    ]
+    if found.skipped:
+        rows.append(("saves skipped", f"{found.skipped}: the nearest tier had no room"))
+    if found.from_nothing:
+        rows.append(("begun anew", f"{found.from_nothing} times: no step was left"))
+    print_table("", ("", ""), rows)
+    restores = [
+        (
+            name,
+            format_size(tier.peak),
+            format_size(tier.mean),
+            format_size(tier.written),
+            str(tier.promoted),
+            str(tier.evicted),
+            str(found.restores[name].count) if name in found.restores else "0",
+            format_duration(found.restores[name].mean) if name in found.restores else "",
+            format_duration(found.restores[name].longest) if name in found.restores else "",
+        )
+        for name, tier in found.tiers.items()
+    ]
+    columns = ("tier", "peak", "mean", "written", "promoted", "evicted", "restores", "mean time", "longest")
+    print_table("tiers", columns, restores, right=columns[1:])

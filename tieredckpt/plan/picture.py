@@ -1,0 +1,97 @@
+"""Draws a simulation: ETTR against the interval, and the tiers' fill over time. Needs matplotlib."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from tieredckpt.errors import Invalid
+from tieredckpt.plan.figures import Figures
+from tieredckpt.plan.forecast import forecast
+from tieredckpt.plan.scenario import Scenario
+from tieredckpt.plan.simulate import simulate
+from tieredckpt.policy import Schedule, parse
+from tieredckpt.units import format_duration
+
+__all__ = ["Point", "at_interval", "check_picture", "draw", "sweep"]
+
+_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
+"""Around the best interval by formula."""
+
+_GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """What one interval brings."""
+
+    interval: float
+    """Seconds of training between two saves."""
+    simulated: float
+    """ETTR."""
+    expected: float
+    """ETTR by formula."""
+
+
+def at_interval(scenario: Scenario, interval: float) -> Scenario:
+    """The same with a schedule that saves every ``interval`` seconds."""
+    schedule = parse(Schedule, {"kind": "every", "interval": interval})
+    return dataclasses.replace(scenario, config=scenario.config.model_copy(update={"schedule": schedule}))
+
+
+def sweep(scenario: Scenario, seconds: float, *, seed: int = 0) -> list[Point]:
+    """Simulate intervals around the best one, for ``seconds`` each, with the failures of the same seed."""
+    if math.isinf(scenario.job_mtbf):
+        raise Invalid("without failures no interval is the best one; say how often the job fails, with --mtbf")
+    best = forecast(scenario).daly
+    points = []
+    for factor in _FACTORS:
+        changed = at_interval(scenario, max(scenario.step_seconds, best * factor))
+        found = forecast(changed)
+        points.append(Point(found.interval, simulate(changed, seconds, seed=seed).ettr, found.ettr))
+    return sorted(points, key=lambda point: point.interval)
+
+
+def check_picture(path: Path) -> None:
+    """Raise `Invalid` when a picture could not be drawn there, before the work that it would show."""
+    if path.suffix not in (".svg", ".png"):
+        raise Invalid(f"{path}: a picture is an .svg or a .png file")
+    if not path.absolute().parent.is_dir():
+        raise Invalid(f"{path}: there is no such folder; make it first")
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError as error:
+        raise Invalid("a picture needs matplotlib: pip install 'tieredckpt[simulate]'") from error
+
+
+def draw(path: Path, figures: Figures, points: Sequence[Point]) -> None:
+    """Draw ``figures`` and the points of a sweep into an SVG or PNG file; equal arguments give equal files."""
+    check_picture(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # Text stays text, and neither a date nor random identifiers make one picture two.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tieredckpt", "font.size": 9}):
+        picture = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = picture.subplots(1, 2)
+        left.plot([point.interval for point in points], [point.simulated for point in points], "o", label="simulated")
+        left.plot([point.interval for point in points], [point.expected for point in points], "-", label="by formula")
+        left.set_xscale("log")
+        left.set_xticks([point.interval for point in points])
+        left.set_xticklabels([format_duration(point.interval) for point in points], rotation=45, ha="right")
+        left.minorticks_off()
+        left.set_xlabel("training time between two saves")
+        left.set_ylabel("ETTR")
+        left.legend()
+        left.grid(alpha=0.3)
+        for name, fill in figures.fill.items():
+            right.step([at / 3600 for at, _ in fill], [nbytes / _GB for _, nbytes in fill], where="post", label=name)
+        right.set_xlabel("hours")
+        right.set_ylabel("GB on the tier, all nodes")
+        right.set_ylim(bottom=0)
+        right.legend()
+        right.grid(alpha=0.3)
+        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+        picture.savefig(path, metadata=metadata)

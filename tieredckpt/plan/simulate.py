@@ -1,0 +1,302 @@
+"""Runs a training under failures in simulated time, with the very policies of its configuration.
+
+The job is one synchronous training: what happens to one node happens to all of it, so that the nodes together
+are one trainer, one failure process and one tier of each kind (`cluster`, `scenario`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable
+
+import simpy
+
+from tieredckpt.errors import Invalid, NoSpace
+from tieredckpt.format.manifest import StepId
+from tieredckpt.plan.cluster import Failure, failures, outages
+from tieredckpt.plan.figures import Figures, Ledger, Phase
+from tieredckpt.plan.flows import Flows, Lane
+from tieredckpt.plan.scenario import KINDS, Scenario
+from tieredckpt.plan.world import Action, World, WorldTier
+
+__all__ = ["simulate"]
+
+Events = Generator[simpy.Event, object, None]
+
+_LOOK_AGAIN = 30.0
+"""Seconds after which the engine's promoter asks the policies again though nothing happened."""
+
+_WAIT_FOR_ROOM = 600.0
+"""Seconds that the engine waits for room at most."""
+
+_FIRST_RETRY, _LAST_RETRY = 0.5, 60.0
+"""Seconds until the engine tries a tier again that was full."""
+
+_SAMPLES = 600
+"""Points of time at which the tiers' fill is noted."""
+
+_EPOCH = 1.8e9
+"""What the simulated clock shows at the start: policies see seconds since the epoch."""
+
+
+def simulate(
+    scenario: Scenario,
+    seconds: float,
+    *,
+    seed: int = 0,
+    trace: Iterable[Failure] | None = None,
+    hear: Callable[[Action], None] | None = None,
+) -> Figures:
+    """Train for ``seconds`` of simulated time; equal arguments give equal figures.
+
+    Args:
+        scenario: configuration, training and machines.
+        seconds: that pass, failures and restarts included.
+        seed: of the random failures.
+        trace: failures in their order, instead of random ones.
+        hear: told every action as it happens; its time is seconds since the epoch.
+
+    Raises:
+        Invalid: no tier can take a save.
+    """
+    if seconds <= 0:
+        raise Invalid(f"a simulation of {seconds} s shows nothing; make it longer")
+    run = _Run(scenario, seconds, random.Random(seed), trace, hear)  # noqa: S311 - not for secrets
+    return run.figures()
+
+
+class _Run:
+    def __init__(
+        self,
+        scenario: Scenario,
+        seconds: float,
+        rng: random.Random,
+        trace: Iterable[Failure] | None,
+        hear: Callable[[Action], None] | None,
+    ) -> None:
+        self.scenario = scenario
+        self.seconds = seconds
+        self.env = simpy.Environment()
+        self.ledger = Ledger()
+        self.world = World(scenario, lambda: _EPOCH + self.env.now, self._note)
+        if not self.world.save_tiers():
+            raise Invalid("no tier can take a save: RAM is smaller than the state, and there is no other tier")
+        self.flows = Flows(self.env)
+        self.changed = self.env.event()
+        self.phase: Phase = "train"
+        self.since: float = 0.0
+        self.step = 0
+        self.begun = 0.0
+        """When the training step under way began; nothing of it is kept by a failure."""
+        self.partial = 0.0
+        """Seconds of such steps that are not counted as lost yet."""
+        self._hear = hear
+        self._promoters: dict[str, simpy.Process] = {}
+        self._start_promoters()
+        self.trainer = self.env.process(self._life())
+        for tier in self.world.rungs:
+            if (mtbf := scenario.tier_mtbf.get(tier.name)) is not None:
+                # Of its own, so that what one tier does changes nothing of the others' failures.
+                self.env.process(self._outages(tier, mtbf, random.Random(rng.random())))  # noqa: S311
+        coming = failures(scenario.mtbf, random.Random(rng.random())) if trace is None else trace  # noqa: S311
+        self.env.process(self._strike(coming))
+        self.env.process(self._sample())
+
+    def figures(self) -> Figures:
+        self.env.run(until=self.seconds)
+        self._enter(self.phase)
+        if self.partial:  # it ended while the job was down
+            self._throw_back(self.step)
+        return self.ledger.close(self.seconds, tuple(tier.name for tier in self.world.rungs))
+
+    # -- what is counted ----------------------------------------------------------------------------------
+
+    def _note(self, action: Action) -> None:
+        match action.what:
+            case "saved":
+                self.ledger.saves += 1
+            case "skipped":
+                self.ledger.skipped += 1
+            case "promoted":
+                self.ledger.promoted[action.tier] += 1
+            case "evicted":
+                self.ledger.evicted[action.tier] += 1
+        if self._hear is not None:
+            self._hear(action)
+
+    def _enter(self, phase: Phase) -> None:
+        self.ledger.spent[self.phase] += self.env.now - self.since
+        self.phase, self.since = phase, self.env.now
+
+    def _sample(self) -> Events:
+        while True:
+            for tier in self.world.rungs:
+                self.ledger.fill.setdefault(tier.name, []).append((self.env.now, tier.used))
+            yield self.env.timeout(self.seconds / _SAMPLES)
+
+    def _beat(self) -> None:
+        self.changed.succeed()
+        self.changed = self.env.event()
+
+    # -- the trainer --------------------------------------------------------------------------------------
+
+    def _life(self) -> Events:
+        running = True
+        while True:
+            try:
+                if not running:
+                    yield from self._start()
+                    running = True
+                yield from self._train()
+            except simpy.Interrupt:
+                running = False
+
+    def _train(self) -> Events:
+        step_seconds, due, timeout = self.scenario.step_seconds, self.world.due, self.env.timeout
+        while True:
+            self._enter("train")
+            self.begun = self.env.now
+            yield timeout(step_seconds)
+            self.step += 1
+            self.begun = self.env.now
+            if due(self.step):
+                self._enter("stall")
+                yield from self._save()
+
+    def _save(self) -> Events:
+        begin = self.env.now
+        tier = self.world.save_tiers()[0] if self.world.save_tiers() else None
+        if tier is None:
+            return
+        while not self.world.make_room(tier):
+            left = _WAIT_FOR_ROOM - (self.env.now - begin)
+            when_full = self.scenario.config.when_full
+            if when_full == "wait" and left > 0 and self.world.waiting_helps(tier):
+                yield self.changed | self.env.timeout(left)
+            elif when_full == "skip" or not self.world.replace_oldest(tier):
+                self.world.skipped(self.step, tier)
+                return
+        # RAM takes one pass over all of the state; a slower tier is sent what it lacks.
+        nbytes = self.scenario.state if tier.rung.ram else self.scenario.added(len(tier.held))
+        yield from self.flows.move(nbytes, [Lane(tier.name, tier.rung.write)])
+        self.ledger.written[tier.name] += nbytes
+        self.world.saved(self.step, tier, self.env.now - begin)
+        self._beat()
+
+    def _start(self) -> Events:
+        self._enter("restart")
+        yield self.env.timeout(self.scenario.restart)
+        self._enter("restore")
+        step = self.world.reopen()
+        while step is None and any(tier.down for tier in self.world.rungs):  # one of them may hold something
+            yield self.changed
+            step = self.world.reopen()
+        self._start_promoters()
+        if step is None:
+            self.ledger.from_nothing += 1
+            self._throw_back(0)
+            return
+        source = self.world.source(step)
+        assert source is not None
+        begin = self.env.now
+        source.pins[step] = source.pins.get(step, 0) + 1
+        yield from self.flows.move(self.scenario.state, [Lane(source.name, source.rung.read)])
+        _unpin(source, step)
+        self.ledger.reads.setdefault(source.name, []).append(self.env.now - begin)
+        self.world.restored(step, source)
+        self._throw_back(step.step)
+        self._beat()
+
+    def _throw_back(self, step: int) -> None:
+        """Count what was trained after the step that training goes on from."""
+        self.ledger.losses.append((self.step - step) * self.scenario.step_seconds + self.partial)
+        self.step, self.partial = step, 0.0
+
+    # -- failures -----------------------------------------------------------------------------------------
+
+    def _strike(self, coming: Iterable[Failure]) -> Events:
+        for failure in coming:
+            yield self.env.timeout(max(0.0, failure.at - self.env.now))
+            self.ledger.failures[failure.kind] += 1
+            if self.phase == "train" and (part := self.env.now - self.begun):
+                self.partial += part
+            self._enter("restart")
+            for promoter in self._promoters.values():
+                if promoter.is_alive:
+                    promoter.interrupt()  # it lives in the trainer's process
+            self.world.fail(KINDS[failure.kind])
+            self.trainer.interrupt()
+
+    def _outages(self, tier: WorldTier, mtbf: float, rng: random.Random) -> Events:
+        for works, away in outages(mtbf, self.scenario.tier_repair, rng):
+            yield self.env.timeout(works)
+            tier.down = True
+            self.world.touched()
+            promoter = self._promoters[tier.name]
+            if tier.busy and promoter.is_alive:
+                promoter.interrupt("outage")
+            self._beat()
+            yield self.env.timeout(away)
+            self.world.answers_again(tier)
+            self._beat()
+
+    # -- promotion ----------------------------------------------------------------------------------------
+
+    def _start_promoters(self) -> None:
+        self._promoters = {tier.name: self.env.process(self._promoter(tier)) for tier in self.world.rungs if tier.index}
+
+    def _promoter(self, tier: WorldTier) -> Events:
+        delay = _FIRST_RETRY
+        while True:
+            try:
+                step = self.world.next_due(tier)
+                if step is None:
+                    yield self.changed | self.env.timeout(_LOOK_AGAIN)
+                    continue
+                if not self.world.make_room(tier):
+                    tier.error = NoSpace(f"tier {tier.name!r} is full")
+                    self.world.touched()
+                    yield self.env.timeout(delay)
+                    delay = min(_LAST_RETRY, 2 * delay)
+                    tier.error = None
+                    self.world.touched()
+                    continue
+                delay = _FIRST_RETRY
+                yield from self._promote(tier, step)
+            except simpy.Interrupt as interrupt:
+                if interrupt.cause != "outage":
+                    return
+
+    def _promote(self, tier: WorldTier, step: StepId) -> Events:
+        source = self.world.source(step)
+        if source is None:  # only a tier that is away has it
+            yield self.changed | self.env.timeout(_LOOK_AGAIN)
+            return
+        record = source.held[step].record
+        nbytes = self.scenario.added(len(tier.held))
+        lanes = [Lane(tier.name, tier.rung.write)]
+        if not source.rung.ram:  # memory has bandwidth to spare
+            lanes.append(Lane(source.name, source.rung.read))
+        limit = tier.config.rate_limit
+        begin = self.env.now
+        tier.busy = True
+        source.pins[step] = source.pins.get(step, 0) + 1
+        self.world.touched()
+        try:
+            yield from self.flows.move(nbytes, lanes, limit * self.scenario.nodes if limit else float("inf"))
+        finally:
+            tier.busy = False
+            _unpin(source, step)
+            self.world.touched()
+        self.ledger.written[tier.name] += nbytes
+        seconds = self.env.now - begin
+        self.world.promoted(step, record, tier, nbytes / seconds if seconds else None)
+        self._beat()
+
+
+def _unpin(tier: WorldTier, step: StepId) -> None:
+    """A failure of the trainer has taken the pins away already."""
+    if tier.pins.get(step, 0) > 1:
+        tier.pins[step] -= 1
+    else:
+        tier.pins.pop(step, None)
