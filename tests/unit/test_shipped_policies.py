@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,7 @@ from tieredckpt_policies.retention import Band
 
 from tieredckpt.config import load, to_toml
 from tieredckpt.errors import Invalid
+from tieredckpt.feasible import doubtful
 from tieredckpt.policy import GROUP, Observed, Policy, StepView, StoreView, TierView, register
 from tieredckpt.testing.policies import PolicyTests, store_views
 
@@ -225,11 +227,29 @@ def test_every_preset_is_a_complete_configuration(name: str, tmp_path: Path) -> 
     config = load(copied)
     assert config.tiers[0].kind == "ram"
     assert len(config.tiers) > 1
+    assert doubtful(config) == []
     assert load(tomllib.loads(to_toml(config))) == config
 
 
 def test_presets_are_shipped() -> None:
-    assert _presets() == ["laptop.toml", "single-node-nvme.toml"]
+    assert [name.removesuffix(".toml") for name in _presets()] == [
+        "chfs-lustre",
+        "cloud-s3",
+        "frontier",
+        "laptop",
+        "lora",
+        "preemptible",
+        "single-node-nvme",
+    ]
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "policies.md"
+
+
+def test_the_guide_explains_every_preset_and_every_policy() -> None:
+    told = set(re.findall(r"`([a-z0-9_-]+)`", "".join(re.findall(r"(?m)^\| (`[^|]*)\|", GUIDE.read_text("utf-8")))))
+    kinds = {policy.model_fields["kind"].default for policy in tieredckpt_policies.POLICIES}
+    assert told == kinds | {name.removesuffix(".toml") for name in _presets()}
 
 
 def entry_point(policy: type[Policy]) -> tuple[str, str]:
