@@ -63,7 +63,10 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepPromoted(Event):
-    """A step was committed on a slower tier; ``written`` counts the bytes of its new packs."""
+    """A step was committed on a slower tier; ``written`` counts the bytes of its new packs.
+
+    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is mended.
+    """
 
     step: int
     serial: int
@@ -71,6 +74,7 @@ class StepPromoted(Event):
     nbytes: int
     written: int
     seconds: float
+    lag: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

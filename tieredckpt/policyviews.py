@@ -98,3 +98,18 @@ class Observed:
     """Trainers of this store that ended without closing it, as far as is known."""
     trained_seconds: float = 0.0
     """How long this store's trainers have run, this one included."""
+    stalled_seconds: float = 0.0
+    """What saves took from them, together."""
+    lost_seconds: float = 0.0
+    """What those that died had trained since their last save, as far as is known."""
+
+    @property
+    def ettr(self) -> float | None:
+        """Effective training time ratio so far: the share of the time that was neither stalled nor lost.
+
+        Waiting for a restart and restoring happen outside of what a store can measure, and are left out. None
+        before any time was trained.
+        """
+        if self.trained_seconds <= 0:
+            return None
+        return max(0.0, 1 - (self.stalled_seconds + self.lost_seconds) / self.trained_seconds)

@@ -21,6 +21,7 @@ from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import Closed, Invalid
 from tieredckpt.events import Event, Events
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
+from tieredckpt.policyviews import Observed
 from tieredckpt.restoring import restore
 from tieredckpt.tree.flatten import flatten
 
@@ -175,6 +176,11 @@ class CheckpointStore:
         """Whether the schedule wants a save after ``step``."""
         self.engine_loop  # noqa: B018  # raises Closed before opening
         return self._engine.is_due(_checked_step(step))
+
+    def observed(self) -> Observed:
+        """What schedules see: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
+        self.engine_loop  # noqa: B018  # raises Closed before opening
+        return self._engine.state.observe()
 
     def signal(self, name: str, *, on: bool = True) -> None:
         """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; also from a signal handler."""

@@ -16,6 +16,7 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.errors import Closed
 from tieredckpt.events import Event
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo
+from tieredckpt.policyviews import Observed
 
 if TYPE_CHECKING:
     from tieredckpt.config import StoreConfig
@@ -109,6 +110,9 @@ class SyncStore:
 
     def due(self, step: int) -> bool:
         return self.store.due(step)
+
+    def observed(self) -> Observed:
+        return self.store.observed()
 
     def signal(self, name: str, *, on: bool = True) -> None:
         self.store.signal(name, on=on)

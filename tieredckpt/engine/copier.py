@@ -57,9 +57,9 @@ async def copy_step(
     begin = time.monotonic()
     with state.promoting(tier):
         record, written = await _copy(state, collector, step, tier, again=again, leaving=leaving)
-    if not again:
-        state.observe_promotion(record, tier)
-    state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, time.monotonic() - begin))
+    seconds = time.monotonic() - begin
+    lag = 0.0 if again else state.observe_promotion(record, tier)
+    state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, seconds, lag))
     state.changed.beat()
     return written
 

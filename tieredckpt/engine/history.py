@@ -17,6 +17,8 @@ __all__ = ["History", "history_of"]
 
 _FAILURES = "failures"
 _TRAINED = "trained_seconds"
+_STALLED = "stalled_seconds"
+_LOST = "lost_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,19 @@ class History:
     """Those that ended without closing the store."""
     trained_seconds: float = 0.0
     """How long they ran, together."""
+    stalled_seconds: float = 0.0
+    """What saves took from them."""
+    lost_seconds: float = 0.0
+    """What the dead had trained since their last save."""
 
-    def provenance(self, running: float) -> dict[str, str]:
-        """What a step tells the next trainer, saved after ``running`` seconds of this one."""
-        return {_FAILURES: str(self.failures), _TRAINED: f"{self.trained_seconds + running:.1f}"}
+    def provenance(self, running: float, stalled: float) -> dict[str, str]:
+        """What a step tells the next trainer, saved after so many seconds of this one, stalled ones among them."""
+        return {
+            _FAILURES: str(self.failures),
+            _TRAINED: f"{self.trained_seconds + running:.1f}",
+            _STALLED: f"{self.stalled_seconds + stalled:.3f}",
+            _LOST: f"{self.lost_seconds:.1f}",
+        }
 
 
 def history_of(newest: StepRecord | None, dead: Iterable[Holder]) -> History:
@@ -47,7 +58,9 @@ def history_of(newest: StepRecord | None, dead: Iterable[Holder]) -> History:
         if holder.taken_at >= saved_at or _saved(holder, newest)
     }.values()
     since = sum(max(0.0, holder.renewed_at - max(saved_at, holder.taken_at)) for holder in last)
-    return History(before.failures + len(last), before.trained_seconds + since)
+    return History(
+        before.failures + len(last), before.trained_seconds + since, before.stalled_seconds, before.lost_seconds + since
+    )
 
 
 def _saved(holder: Holder, record: StepRecord | None) -> bool:
@@ -63,8 +76,8 @@ def _stored(record: StepRecord | None) -> History:
         return History()
     try:
         failures = int(record.provenance.get(_FAILURES, "0"))
-        trained = float(record.provenance.get(_TRAINED, "0"))
+        times = [float(record.provenance.get(name, "0")) for name in (_TRAINED, _STALLED, _LOST)]
     except ValueError:
         return History()
-    sound = failures >= 0 and trained >= 0 and math.isfinite(trained)
-    return History(failures, trained) if sound else History()
+    sound = failures >= 0 and all(time >= 0 and math.isfinite(time) for time in times)
+    return History(failures, *times) if sound else History()

@@ -218,15 +218,16 @@ class State:
             self.promotions_ended += 1
             self.changed.beat()
 
-    def observe_promotion(self, step: StepRecord, tier: Tier) -> None:
-        """Learn from a step that has just been committed on a slower tier how long that takes after its save.
+    def observe_promotion(self, step: StepRecord, tier: Tier) -> float:
+        """Learn from a step that has just been committed on a slower tier how long after its save; returns that.
 
-        Steps of earlier trainers are left out: what kept them was not the tier.
+        Steps of earlier trainers teach nothing: what kept them was not the tier.
         """
-        if step.saved_at < self.observed.started_at:
-            return
         seconds = max(0.0, time.time() - step.saved_at)
-        tier.promotion_seconds = seconds if tier.promotion_seconds is None else blend(tier.promotion_seconds, seconds)
+        if step.saved_at >= self.observed.started_at:
+            before = tier.promotion_seconds
+            tier.promotion_seconds = seconds if before is None else blend(before, seconds)
+        return seconds
 
     def observe(self) -> Observed:
         """What schedules see."""
@@ -239,6 +240,8 @@ class State:
             promotion_seconds=seen[-1] if seen else None,
             failures=self.history.failures,
             trained_seconds=self.history.trained_seconds + max(0.0, time.time() - observed.started_at),
+            stalled_seconds=self.history.stalled_seconds + observed.stalled_seconds,
+            lost_seconds=self.history.lost_seconds,
         )
 
 

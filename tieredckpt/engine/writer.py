@@ -172,7 +172,9 @@ class Writer:
                 "numpy": np.__version__,
                 "host": socket.gethostname(),
                 "process": str(os.getpid()),
-                **state.history.provenance(max(0.0, time.time() - state.observed.started_at)),
+                **state.history.provenance(
+                    max(0.0, time.time() - state.observed.started_at), state.observed.stalled_seconds
+                ),
             },
             policy=state.config.model_dump(mode="json"),
             structure=flat.structure,
@@ -201,6 +203,7 @@ class Writer:
             last_save_at=record.saved_at,
             save_count=before.save_count + 1,
             stall_seconds=stall,
+            stalled_seconds=before.stalled_seconds + seconds,
             step_seconds=step_seconds,
         )
 

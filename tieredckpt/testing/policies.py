@@ -103,6 +103,8 @@ def observations(draw: st.DrawFn) -> Observed:
         promotion_seconds=draw(st.none() | st.floats(0, 1e5)),
         failures=draw(st.integers(0, 1000)),
         trained_seconds=draw(st.floats(0, 1e9)),
+        stalled_seconds=draw(st.floats(0, 1e6)),
+        lost_seconds=draw(st.floats(0, 1e6)),
     )
 
 

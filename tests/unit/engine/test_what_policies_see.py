@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import SOON, assert_same, config, folder, ram, tree
+from scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.engine import copier
@@ -21,6 +21,7 @@ from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Invalid
+from tieredckpt.events import StepPromoted, StepSaved
 from tieredckpt.format.manifest import StepRecord
 from tieredckpt.policyviews import Observed
 
@@ -30,10 +31,6 @@ TRAINER = Path(__file__).parents[2] / "trainer.py"
 @pytest.fixture
 def settings(shared_memory: Path, tmp_path: Path) -> StoreConfig:
     return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
-
-
-def observed(store: CheckpointStore) -> Observed:
-    return store._engine.state.observe()
 
 
 def signals(store: CheckpointStore) -> frozenset[str]:
@@ -151,16 +148,16 @@ async def test_the_time_to_the_slowest_tier_that_works_is_observed(
 ) -> None:
     tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk"), "far": folder(tmp_path / "far")}
     async with CheckpointStore.open(config(tiers)) as store:
-        assert observed(store).promotion_seconds is None
+        assert store.observed().promotion_seconds is None
         await store.save(1, tree())
         await store.flush()
         disk, far = (store._engine.state.tier(name) for name in ("disk", "far"))
         assert disk.promotion_seconds is not None
         assert far.promotion_seconds is not None
         disk.promotion_seconds, far.promotion_seconds = 3.0, 7.0
-        assert observed(store).promotion_seconds == 7.0
+        assert store.observed().promotion_seconds == 7.0
         monkeypatch.setattr(far, "error", RuntimeError("dead"))
-        assert observed(store).promotion_seconds == 3.0
+        assert store.observed().promotion_seconds == 3.0
 
 
 def kill_a_trainer(settings: StoreConfig, first: int, last: int) -> None:
@@ -175,19 +172,40 @@ def kill_a_trainer(settings: StoreConfig, first: int, last: int) -> None:
     assert said == [f"saved {step}\n" for step in range(first, last + 1)]
 
 
+async def test_the_figures_of_a_training_are_on_the_store_and_in_its_events(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        await store.flush()
+        seen = store.observed()
+        stalls = [event.seconds for event in heard.of(StepSaved)]
+        assert seen.stalled_seconds == pytest.approx(sum(stalls))
+        assert seen.stall_seconds == pytest.approx(0.7 * stalls[0] + 0.3 * stalls[1])
+        assert seen.ettr == pytest.approx(1 - sum(stalls) / seen.trained_seconds)
+        lags = [event.lag for event in heard.of(StepPromoted)]
+        assert all(event.lag >= event.seconds > 0 for event in heard.of(StepPromoted) if event.step == 2)
+        assert min(lags) <= (seen.promotion_seconds or 0) <= max(lags)
+
+
+def test_the_effective_training_time_ratio_leaves_out_stalls_and_lost_work() -> None:
+    assert Observed(0.0).ettr is None
+    assert Observed(0.0, trained_seconds=100, stalled_seconds=5, lost_seconds=15).ettr == pytest.approx(0.8)
+
+
 async def test_trainers_that_die_are_counted_and_the_count_outlives_those_that_do_not(settings: StoreConfig) -> None:
     async with CheckpointStore.open(settings) as store:
-        assert observed(store).failures == 0
+        assert store.observed().failures == 0
     kill_a_trainer(settings, 1, 2)
     kill_a_trainer(settings, 3, 3)
     async with CheckpointStore.open(settings) as store:
-        assert observed(store).failures == 2
-        trained = observed(store).trained_seconds
+        assert store.observed().failures == 2
+        trained = store.observed().trained_seconds
         assert trained > 0
         await store.save(4, tree())
     async with CheckpointStore.open(settings) as store:
-        assert observed(store).failures == 2
-        assert observed(store).trained_seconds >= trained - 0.1  # a step tells it in tenths of seconds
+        assert store.observed().failures == 2
+        assert store.observed().trained_seconds >= trained - 0.1  # a step tells it in tenths of seconds
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree["count"], tree()["count"])
@@ -224,13 +242,17 @@ def record(process: int, saved_at: float, **provenance: str) -> StepRecord:
     ("newest", "dead", "expected"),
     [
         (None, [], History()),
-        (None, [holder(7, 100, 160)], History(1, 60)),
+        (None, [holder(7, 100, 160)], History(1, 60, 0, 60)),
         # One trainer has a lease on every tier.
-        (None, [holder(7, 100, 160), holder(7, 100, 160)], History(1, 60)),
+        (None, [holder(7, 100, 160), holder(7, 100, 160)], History(1, 60, 0, 60)),
         # What the step knows, and what its trainer did after it.
-        (record(7, 150, failures="2", trained_seconds="500"), [holder(7, 100, 160)], History(3, 510)),
+        (
+            record(7, 150, failures="2", trained_seconds="500", stalled_seconds="5", lost_seconds="70"),
+            [holder(7, 100, 160)],
+            History(3, 510, 5, 80),
+        ),
         # One that began after that step and saved none.
-        (record(7, 150, failures="2", trained_seconds="500"), [holder(8, 200, 230)], History(3, 530)),
+        (record(7, 150, failures="2", trained_seconds="500"), [holder(8, 200, 230)], History(3, 530, 0, 30)),
         # Dead for long, and counted by the one that saved the step.
         (record(7, 150, failures="2", trained_seconds="500"), [holder(6, 10, 20)], History(2, 500)),
         (record(7, 150, failures="many", trained_seconds="500"), [], History()),
