@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from scenes import Heard, crash, folder, ram
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, policy
 from tieredckpt.config import StoreConfig
 from tieredckpt.events import SaveSkipped, StepEvicted, StepPromoted, StepRestored, StepSaved
 from tieredckpt.plan.cluster import Failure
 from tieredckpt.plan.scenario import Scenario, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import Action
+from tieredckpt.policy import Promotion, Retention, StepView, StoreView, TierView
 
 NBYTES = 256 << 10
 EVERY_3 = {"kind": "every_n_steps", "n": 3}
@@ -27,6 +28,32 @@ Done = tuple[str, int, str]
 
 Trace = list[tuple[int, str]]
 """After which training step what fails; a failure comes before the next one ends."""
+
+
+class ByFours(Promotion):
+    """Of all steps at once, whenever the newest is a multiple of four."""
+
+    kind: Literal["test_by_fours"] = "test_by_fours"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return store.newest is not None and store.newest.step % 4 == 0
+
+
+class Careless(Retention):
+    """Keeps the second newest step alone: promise 6 must keep the newest."""
+
+    kind: Literal["test_careless"] = "test_careless"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset(step.serial for step in store.line_on(tier.name)[-2:-1])
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These policies can be configured in the tests of this file alone."""
+    monkeypatch.setattr(policy, "_offered", dict(policy._offered))
+    policy.register(ByFours)
+    policy.register(Careless)
 
 
 def tree(seed: int) -> dict[str, Any]:
@@ -136,6 +163,16 @@ def tiers(memory: Path, disk: Path, which: str) -> dict[str, Any]:
                 "ram": ram(memory, capacity="700 KiB", retain={"kind": "last_n", "n": 2}),
                 "disk": folder(disk / "disk", promote=EVERY_4, retain={"kind": "all"}),
             }
+        case "careless":
+            return {
+                "ram": ram(memory) | two_and_a_half,
+                "disk": folder(disk / "disk", retain={"kind": "test_careless"}),
+            }
+        case "many at once":
+            return {
+                "ram": ram(memory, capacity="1500 KiB"),
+                "disk": folder(disk / "disk", promote={"kind": "test_by_fours"}, retain={"kind": "last_n", "n": 2}),
+            }
         case _:
             return {
                 "disk": folder(disk / "disk", retain={"kind": "last_n", "n": 2}),
@@ -144,7 +181,7 @@ def tiers(memory: Path, disk: Path, which: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("when_full", ["wait", "skip", "replace"])
-@pytest.mark.parametrize("which", ["retention", "capacity", "sparse", "no RAM"])
+@pytest.mark.parametrize("which", ["retention", "capacity", "sparse", "careless", "many at once", "no RAM"])
 async def test_engine_and_simulator_do_the_same_step_by_step(
     shared_memory: Path, tmp_path: Path, which: str, when_full: str
 ) -> None:
