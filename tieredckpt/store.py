@@ -170,6 +170,11 @@ class CheckpointStore:
             raise Closed("the store is not open yet: use `async with`, or await it")
         return self._loop
 
+    @property
+    def engine(self) -> Engine:
+        """What does the work; for the library's own parts."""
+        return self._engine
+
     # -- saving -------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:

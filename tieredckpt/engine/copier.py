@@ -56,7 +56,10 @@ async def copy_step(
         return 0
     begin = time.monotonic()
     with state.promoting(tier):
-        record, written = await _copy(state, collector, step, tier, again=again, leaving=leaving)
+        copied = await _copy(state, collector, step, tier, again=again, leaving=leaving)
+    if copied is None:
+        return 0
+    record, written = copied
     seconds = time.monotonic() - begin
     lag = 0.0 if again else state.observe_promotion(record, tier)
     state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, seconds, lag))
@@ -66,11 +69,14 @@ async def copy_step(
 
 async def _copy(
     state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool, leaving: AbstractSet[str]
-) -> tuple[StepRecord, int]:
+) -> tuple[StepRecord, int] | None:
+    """The record and the bytes written; None when another promotion was faster."""
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier)[1].values())
         await _make_room(state, collector, step, tier, need)
         async with tier.guards_packs:
+            if step in tier.held and not again:
+                return None
             if again:
                 await _keep_own_extents(step, tier, leaving)
             needs, sizes = _missing(source, tier)

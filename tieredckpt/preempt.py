@@ -1,0 +1,176 @@
+"""Spot machines and job time limits: on SIGTERM, the newest step is made durable before the time runs out.
+
+::
+
+    with CheckpointStore.open("ckpt.toml").sync() as store, preemption(store, seconds=100) as notice:
+        for step in ...:
+            state = train(state)
+            if store.due(step) or notice.raised:
+                store.save(step, state)
+            if notice.raised:
+                break
+
+The warning raises the signal ``"preempt"`` for the policies, and the newest step is promoted at once, behind the
+training, to the tier that survives most. A block that was warned ends with `SystemExit` once that tier has the newest
+step: with the status 143, that of a process which SIGTERM ended. If the time runs out first, the exit's message says
+so, and what was kept where. An exception that ends the block goes on, and the outcome is in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import Invalid, TieredCkptError
+from tieredckpt.format.manifest import StepId
+from tieredckpt.store import CheckpointStore
+from tieredckpt.sync import SyncStore
+
+__all__ = ["EXIT_STATUS", "Preemption", "preemption"]
+
+EXIT_STATUS = 128 + signal.SIGTERM
+"""Of a process that made its newest step durable in time: what a shell shows for one that SIGTERM ended."""
+
+_TRY_AGAIN = 1.0
+"""Seconds after which a promotion that failed is tried again, if nothing has changed before."""
+
+_SAFETY = ("process", "node", "site")
+
+_log = logging.getLogger("tieredckpt")
+
+
+def preemption(
+    store: CheckpointStore | SyncStore,
+    *,
+    seconds: float = 100.0,
+    tier: str | None = None,
+    name: str = "preempt",
+    on: signal.Signals = signal.SIGTERM,
+) -> Preemption:
+    """What to train in, as a context, so that a warning by signal finds the newest step durable.
+
+    Args:
+        store: open; to be closed after this ends.
+        seconds: from the warning to when this gives up; less than the machine's own, for the process must end too.
+        tier: that is to have the step; None for the nearest of those that survive most.
+        name: of the signal that is raised for policies.
+        on: the warning.
+
+    Raises:
+        Invalid: without a positive time; when entered anywhere but in the main thread, which gets the signals.
+        NotFound: there is no such tier.
+    """
+    return Preemption(store.store if isinstance(store, SyncStore) else store, seconds, tier, name, on)
+
+
+class Preemption:
+    """A training that may be warned; made by `preemption`."""
+
+    def __init__(self, store: CheckpointStore, seconds: float, tier: str | None, name: str, on: signal.Signals) -> None:
+        if not seconds > 0:
+            raise Invalid(f"a warning leaves a positive number of seconds, not {seconds!r}")
+        self.raised = False
+        """Whether the warning came: the training should save and stop."""
+        self._state = store.engine.state
+        self._store = store
+        self._seconds = seconds
+        self._tier = self._state.tier(tier) if tier is not None else self._safest()
+        self._name = name
+        self._on = on
+        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+        self._warned_at = 0.0
+        self._warnings: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whose put a signal handler may call
+        self._promoting = threading.Thread(target=self._promote_when_warned, name="tieredckpt preemption", daemon=True)
+        self._why = ""
+
+    def _safest(self) -> Tier:
+        def safety(tier: Tier) -> int:
+            return _SAFETY.index(tier.config.survives or self._state.tier_view(tier).survives)
+
+        return max(self._state.tiers, key=safety)
+
+    def __enter__(self) -> Self:
+        try:
+            self._before = signal.signal(self._on, self._warn) or signal.SIG_DFL  # None for one that Python did not set
+        except ValueError as error:
+            raise Invalid(f"{self._on.name} reaches the main thread alone: enter preemption() there") from error
+        self._promoting.start()
+        return self
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        if self.raised:
+            return
+        self._warned_at = time.monotonic()
+        self.raised = True
+        self._store.signal(self._name)
+        self._warnings.put(True)
+
+    def _promote_when_warned(self) -> None:
+        if self._warnings.get():
+            self._promote_newest()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._warnings.put(False)  # unless it was warned before
+            self._promoting.join()
+            if warned := self.raised:
+                self._finish(error)
+        finally:
+            signal.signal(self._on, self._before)
+        if self.raised and not warned:  # in between: for whoever listens now
+            signal.raise_signal(self._on)
+
+    def _finish(self, error: BaseException | None) -> None:
+        kept = self._promote_newest()  # which may have been saved since the warning
+        if not kept:
+            _log.error("%s", self._what_was_kept())
+        if error is None:
+            raise SystemExit(EXIT_STATUS if kept else self._what_was_kept())
+
+    def _promote_newest(self) -> bool:
+        """Whether the tier has the newest step, before the time is out."""
+        if (newest := self._state.newest()) is None or newest in self._tier.held:
+            return True
+        left = self._warned_at + self._seconds - time.monotonic()
+        work = self._store.engine_loop.submit(self._keep())
+        try:
+            step = work.outcome.result(max(0.0, left))
+        except TimeoutError:
+            work.cancel()
+            return False
+        except TieredCkptError as failure:
+            self._why = str(failure)
+            return False
+        if step is not None:
+            _log.info("preempted: %s is on tier %r after %.1f s", step, self._tier.name, self._passed())
+        return True
+
+    async def _keep(self) -> StepId | None:
+        """Promote the newest step, and keep trying; None where nothing was saved."""
+        while (step := self._state.newest()) is not None and step not in self._tier.held:
+            try:
+                await self._store.engine.promote(step.step, self._tier.name)
+            except TieredCkptError as error:
+                self._why = str(error)
+                await self._state.changed.wait(_TRY_AGAIN)
+        return step
+
+    def _passed(self) -> float:
+        return time.monotonic() - self._warned_at
+
+    def _what_was_kept(self) -> str:
+        newest = self._state.newest()
+        there = [step for step in self._tier.held if self._state.on_line(step.serial)]
+        holders = ", ".join(repr(tier.name) for tier in self._state.tiers if newest in tier.held)
+        text = f"preempted, and time ran out after {self._passed():.1f} s: {newest} is on {holders} alone; "
+        text += f"tier {self._tier.name!r} has {max(there)}" if there else f"tier {self._tier.name!r} has no step"
+        return f"{text} ({self._why})" if self._why else text
