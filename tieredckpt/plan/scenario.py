@@ -52,6 +52,11 @@ class Rung:
         return self.config.name
 
     @property
+    def survives_name(self) -> Literal["process", "node", "site"]:
+        """As policies see it."""
+        return "site" if self.survives is Survives.SITE else "node" if self.survives is Survives.NODE else "process"
+
+    @property
     def ram(self) -> bool:
         return self.config.kind == "ram"
 

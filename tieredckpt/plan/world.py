@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.engine.ask import is_due, leaving, waits_for_promotion
@@ -83,6 +83,21 @@ class WorldTier(Tier):
         return self.seen_bandwidth
 
 
+class _Seen(NamedTuple):
+    """What views tell of a step as long as it lies where it lies."""
+
+    record: StepRecord
+    tiers: tuple[str, ...]
+    on_line: bool
+
+
+def _step_view(step: StepId, seen: _Seen, now: float) -> StepView:
+    record = seen.record
+    return StepView(
+        step.step, step.serial, record.saved_at, now - record.saved_at, record.nbytes, {}, seen.tiers, seen.on_line
+    )
+
+
 async def _never() -> BlobStore:
     raise TierUnavailable("a tier of a simulation has no blob store")
 
@@ -113,6 +128,8 @@ class World(State):
         self.scenario = scenario
         self._clock = clock
         self._tell = tell
+        self._seen: dict[StepId, _Seen] = {}
+        """Every step that some tier holds, by age."""
         self._version = 0
         self._kept_view: tuple[object, StoreView] | None = None
         self._kept_tiers: tuple[int, bool, tuple[TierView, ...]] = (-1, False, ())
@@ -122,31 +139,27 @@ class World(State):
 
     # -- what policies see --------------------------------------------------------------------------------
 
+    def records(self) -> dict[StepId, StepRecord]:
+        """As of the engine's state."""
+        return {step: seen.record for step, seen in self._seen.items()}
+
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
-        """As of the engine's state, at the time of this world; the last one is kept while nothing changed."""
+        """As of the engine's state, at the time of this world; what did not change since the last one is kept."""
         now = self._clock()
         which = (now, self._version, at_rest)
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
-        also = None if and_on is None else (and_on[0], and_on[1].name)
-        steps = tuple(
-            StepView(
-                step=step.step,
-                serial=step.serial,
-                saved_at=record.saved_at,
-                age=now - record.saved_at,
-                nbytes=record.nbytes,
-                metrics={},
-                tiers=tuple(tier.name for tier in self.tiers if step in tier.held or (step, tier.name) == also),
-                on_line=self.on_line(step.serial),
+        steps = tuple([_step_view(step, seen, now) for step, seen in self._seen.items()])
+        if and_on is not None:
+            serial, name = and_on[0].serial, and_on[1].name
+            steps = tuple(
+                dataclasses.replace(step, tiers=self._in_order({*step.tiers, name})) if step.serial == serial else step
+                for step in steps
             )
-            for step, record in self.records().items()
-        )
         if self._kept_tiers[:2] != (self._version, at_rest):
             tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
             self._kept_tiers = self._version, at_rest, tiers
-        tiers = self._kept_tiers[2]
-        view = StoreView(now=now, steps=steps, tiers=tiers)
+        view = StoreView(now=now, steps=steps, tiers=self._kept_tiers[2])
         if and_on is None:
             self._kept_view = which, view
         return view
@@ -154,7 +167,36 @@ class World(State):
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
         """As of the engine's state."""
         assert isinstance(tier, WorldTier)
-        return dataclasses.replace(super().tier_view(tier), promoting=tier.busy and not at_rest)
+        return TierView(
+            name=tier.name,
+            index=tier.index,
+            survives=tier.rung.survives_name,
+            capacity=tier.capacity,
+            used=tier.used,
+            write_bandwidth=tier.write_bandwidth,
+            healthy=tier.healthy,
+            promoting=tier.busy and not at_rest,
+        )
+
+    def _look(self, step: StepId) -> None:
+        """See where a step lies after it came to a tier or left one."""
+        record = next((tier.held[step].record for tier in self.rungs if step in tier.held), None)
+        if record is None:
+            self._seen.pop(step, None)
+        else:
+            names = tuple(tier.name for tier in self.rungs if step in tier.held)
+            self._seen[step] = _Seen(record, names, self.on_line(step.serial))
+        self._version += 1
+
+    def _look_again(self) -> None:
+        """See all of it anew: much has changed."""
+        self._seen.clear()
+        for step in sorted({step for tier in self.rungs for step in tier.held}):
+            self._look(step)
+        self._version += 1
+
+    def _in_order(self, names: set[str]) -> tuple[str, ...]:
+        return tuple(tier.name for tier in self.rungs if tier.name in names)
 
     def due(self, step: int) -> bool:
         """Whether the schedule wants a save of the step that was just trained."""
@@ -260,9 +302,8 @@ class World(State):
         if step not in tier.held or why_not(self, step, tier):
             return False
         del tier.held[step]
-        self._version += 1
-        records = self.records()
-        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
+        self._look(step)
+        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in self._seen}
         self._happened("evicted", step, tier)
         return True
 
@@ -292,7 +333,7 @@ class World(State):
     def _hold(self, step: StepId, record: StepRecord, tier: WorldTier) -> None:
         tier.held[step] = Held(record, "")
         tier.dismissed.discard(step)
-        self._version += 1
+        self._look(step)
 
     def touched(self) -> None:
         """A tier's health or work changed."""
@@ -310,7 +351,7 @@ class World(State):
             if tier.survives < least:
                 tier.held.clear()
                 tier.unseen.clear()
-        self._version += 1
+        self._look_again()
 
     def reopen(self) -> StepId | None:
         """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
@@ -320,21 +361,21 @@ class World(State):
             tier.seen_bandwidth = None
             if tier.down:
                 tier.unseen, tier.held = tier.unseen | tier.held, {}
-        records = self.records()
-        newest = max(records, default=None)
-        self.line = records[newest].line if newest else ()
+        self._look_again()
+        newest = max(self._seen, default=None)
+        self.line = self._seen[newest].record.line if newest else ()
         known = (step.serial for tier in self.rungs for step in (*tier.held, *tier.unseen))
         self.last_serial = max(known, default=self.last_serial)
         self.restored_from = None
         self.observed = Observed(started_at=self._clock())
         self._lags.clear()
-        self._version += 1
+        self._look_again()
         return newest
 
     def restored(self, step: StepId, tier: WorldTier) -> None:
         """Train on from a step that was read from a tier."""
-        self.rewind(step, self.records()[step])
-        self._version += 1
+        self.rewind(step, self._seen[step].record)
+        self._look_again()
         self._happened("restored", step, tier)
 
     def answers_again(self, tier: WorldTier) -> None:
@@ -345,7 +386,7 @@ class World(State):
         if not self.line and tier.held:
             newest = max(tier.held)
             self.line = tier.held[newest].record.line
-        self._version += 1
+        self._look_again()
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:
         self._tell(Action(self._clock(), what, step.step, tier.name))
