@@ -88,14 +88,19 @@ def simulate(
         asked = pictures.at_interval(asked, parse_duration(interval))
     with waiting(f"simulating {days:g} days"):
         found = run(asked, days * 86400, seed=seed)
+    points = []
     if picture is not None:
         with waiting("simulating other intervals"):
             points = pictures.sweep(asked, min(days, _SWEPT_DAYS) * 86400, seed=seed)
         pictures.draw(picture, found, points)
     if as_json:
-        print_json(asdict(found))
-    else:
-        _show(found, nodes)
+        print_json(asdict(found) | {"sweep": [asdict(point) for point in points]})
+        return
+    _show(found, nodes)
+    if points:
+        rows = [(format_duration(each.interval), f"{each.simulated:.4f}", f"{each.expected:.4f}") for each in points]
+        columns = ("interval", "ETTR", "by formula")
+        print_table("other intervals", columns, rows, right=columns)
 
 
 def _show(found: Figures, nodes: int) -> None:
