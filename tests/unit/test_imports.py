@@ -14,10 +14,12 @@ OPTIONAL = (
     "jax",
     "jaxlib",
     "lightning",
+    "matplotlib",
     "obstore",
     "orbax",
     "prometheus_client",
     "safetensors",
+    "simpy",
     "torch",
 )
 """What the library works with and never asks for."""
@@ -40,7 +42,9 @@ def imported(module: str) -> tuple[float, set[str], int]:
     return seconds, set(modules), threads
 
 
-@pytest.mark.parametrize("module", ["tieredckpt", "tieredckpt.format.crc", "tieredckpt_policies"])
+@pytest.mark.parametrize(
+    "module", ["tieredckpt", "tieredckpt.format.crc", "tieredckpt.plan.model", "tieredckpt_policies"]
+)
 def test_an_import_loads_no_optional_framework_and_starts_no_thread(
     module: str, record_property: Callable[[str, object], None]
 ) -> None:
