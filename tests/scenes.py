@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.events import Event
+from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
 
 E = TypeVar("E", bound=Event)
 
@@ -97,6 +97,28 @@ class Heard:
                     if where(event):
                         return event
                 await coming.wait()
+
+
+class Keeper:
+    """Watches a store of RAM and tiers that survive the same: no step may leave one before a newer one is as safe."""
+
+    def __init__(self, store: CheckpointStore, tiers: Sequence[str]) -> None:
+        self._tiers = tiers
+        self.held: dict[str, set[int]] = {}
+        self.broken: list[str] = []
+        store.subscribe(self._hear)
+
+    def _hear(self, event: object) -> None:
+        match event:
+            case StepSaved(serial=serial, tier=tier) if tier is not None:
+                self.held.setdefault(tier, set()).add(serial)
+            case StepPromoted(serial=serial, tier=tier):
+                self.held.setdefault(tier, set()).add(serial)
+            case StepEvicted(serial=serial, tier=tier):
+                self.held[tier].discard(serial)
+                as_safe = [self.held.get(name, set()) for name in self._tiers[tier != "ram" :]]
+                if not any(max(serials, default=0) >= serial for serials in as_safe):
+                    self.broken.append(f"serial {serial} left {tier} before a newer one was as safe: {self.held}")
 
 
 async def crash(store: CheckpointStore) -> None:

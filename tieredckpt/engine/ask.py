@@ -1,17 +1,24 @@
-"""Asks the policies, and stays safe whatever they answer: one that raises is logged and its step kept."""
+"""Asks the policies, and stays safe whatever they answer: one that raises is logged and its step kept.
+
+What is no answer to the question counts as a failure: an endless iterator is not tried for what it holds.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Set as AbstractSet
 
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy import StoreView
+from tieredckpt.policy import StoreView, TierView
 
 __all__ = ["is_due", "leaving", "save_is_due", "waits_for_promotion"]
 
 _log = logging.getLogger("tieredckpt")
+
+_FAILURES = (Exception, SystemExit)
+"""A policy that wants to exit would take the engine's loop with it."""
 
 
 def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
@@ -35,8 +42,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
         if not tier.config.promote.promotes(mine, tier_view, view):
             return False
         if any(held > step and state.on_line(held.serial) for held in tier.held):
-            return step.serial in tier.config.retain.retains(tier_view, state.view(and_on=(step, tier)))
-    except Exception:
+            return step.serial in _retained(tier, tier_view, state.view(and_on=(step, tier)))
+    except _FAILURES:
         _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
     return True
 
@@ -53,21 +60,30 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
     view = state.view()
     tier_view = state.tier_view(tier)
     try:
-        retained = tier.config.retain.retains(tier_view, view)
+        retained = _retained(tier, tier_view, view)
         found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
         proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
+        if not isinstance(proposed, (list, tuple)):
+            raise TypeError(f"{tier.config.evict.kind}: order() gave a {type(proposed).__name__}, not a list")
         order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
-    except Exception:
+    except _FAILURES:
         _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
         return []
     order.sort(key=lambda serial: found[serial].on_line)
     return [StepId(serial, found[serial].step) for serial in order]
 
 
+def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:
+    retained = tier.config.retain.retains(tier_view, view)
+    if not isinstance(retained, AbstractSet):
+        raise TypeError(f"{tier.config.retain.kind}: retains() gave a {type(retained).__name__}, not a frozenset")
+    return retained
+
+
 def save_is_due(state: State, step: int) -> bool:
     """The schedule's answer; a schedule that fails saves rather than not."""
     try:
-        return state.config.schedule.due(step, state.view(), state.observe())
-    except Exception:
+        return bool(state.config.schedule.due(step, state.view(), state.observe()))
+    except _FAILURES:
         _log.exception("the schedule failed at step %d; the step is saved", step)
         return True

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import assert_same, config, crash, folder, ram, tree
+from scenes import Keeper, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore, policy
 from tieredckpt.blobs.base import Survives, Traits
@@ -21,7 +21,7 @@ from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Held
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
-from tieredckpt.events import Events, StepEvicted, StepPromoted, StepSaved
+from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import Eviction, Promotion, Retention, StepView, StoreView, TierView
 from tieredckpt.testing.tiers import FaultyTiers
@@ -107,7 +107,6 @@ class PromoteNonsense(Promotion):
 
 
 TIERS = ("ram", "disk", "far")
-DURABLE = TIERS[1:]
 RETENTIONS = ["test_nothing", "test_nonsense", "test_raises"]
 EVICTIONS = ["test_newest_first", "test_order_nonsense", "test_order_raises"]
 
@@ -128,27 +127,6 @@ def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
         policy.register(hostile)
 
 
-class Keeper:
-    """Watches the events of a store: which step a tier's copy may not leave before a newer one is there."""
-
-    def __init__(self, store: CheckpointStore) -> None:
-        self.held: dict[str, set[int]] = {}
-        self.broken: list[str] = []
-        store.subscribe(self._hear)
-
-    def _hear(self, event: object) -> None:
-        match event:
-            case StepSaved(serial=serial, tier=tier) if tier is not None:
-                self.held.setdefault(tier, set()).add(serial)
-            case StepPromoted(serial=serial, tier=tier):
-                self.held.setdefault(tier, set()).add(serial)
-            case StepEvicted(serial=serial, tier=tier):
-                self.held[tier].discard(serial)
-                as_safe = [self.held.get(name, set()) for name in (TIERS if tier == "ram" else DURABLE)]
-                if not any(max(serials, default=0) >= serial for serials in as_safe):
-                    self.broken.append(f"serial {serial} left {tier} before a newer one was as safe: {self.held}")
-
-
 @pytest.mark.parametrize(("retain", "evict"), list(itertools.product(RETENTIONS, EVICTIONS)))
 async def test_whatever_policies_answer_the_newest_step_of_every_tier_stays(
     shared_memory: Path, tmp_path: Path, retain: str, evict: str
@@ -162,7 +140,7 @@ async def test_whatever_policies_answer_the_newest_step_of_every_tier_stays(
         }
     )
     async with CheckpointStore.open(settings) as store:
-        keeper = Keeper(store)
+        keeper = Keeper(store, TIERS)
         for step in range(12):
             await store.save(step, tree(step))
             if step % 4 == 3:
