@@ -38,8 +38,8 @@ __all__ = ["plan"]
 
 def plan(
     config: Config,
-    state: State = "1 GiB",
-    step_time: StepTime = "1 s",
+    state: State = "1 TiB",
+    step_time: StepTime = "30 s",
     nodes: Nodes = 1,
     bandwidth: Bandwidth = None,
     read_bandwidth: ReadBandwidth = None,

@@ -36,8 +36,8 @@ _SWEPT_DAYS = 10.0
 
 def simulate(
     config: Config,
-    state: State = "1 GiB",
-    step_time: StepTime = "1 s",
+    state: State = "1 TiB",
+    step_time: StepTime = "30 s",
     nodes: Nodes = 1,
     bandwidth: Bandwidth = None,
     read_bandwidth: ReadBandwidth = None,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.plan.scenario import Scenario
-from tieredckpt.plan.world import Action, World, WorldTier
+from tieredckpt.plan.tiers import WorldTier
+from tieredckpt.plan.world import Action, World
 
 __all__ = ["Pace", "TierPace", "pace"]
 

@@ -17,7 +17,8 @@ from tieredckpt.plan.cluster import Failure, failures, outages
 from tieredckpt.plan.figures import Figures, Ledger, Phase
 from tieredckpt.plan.flows import Flows, Lane
 from tieredckpt.plan.scenario import KINDS, Scenario
-from tieredckpt.plan.world import Action, World, WorldTier
+from tieredckpt.plan.tiers import WorldTier
+from tieredckpt.plan.world import Action, World
 
 __all__ = ["simulate"]
 

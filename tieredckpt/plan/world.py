@@ -12,20 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.base import Survives
 from tieredckpt.engine.ask import is_due, leaving, waits_for_promotion
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Held, Tier
-from tieredckpt.errors import TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
-from tieredckpt.plan.scenario import Rung, Scenario
+from tieredckpt.plan.scenario import Scenario
+from tieredckpt.plan.tiers import WorldTier
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
 
-__all__ = ["Action", "What", "World", "WorldTier"]
+__all__ = ["Action", "What", "World"]
 
 _NOTHING = DictNode([], [])
 """The structure of every step here."""
@@ -43,46 +43,6 @@ class Action:
     tier: str
 
 
-class WorldTier(Tier):
-    """A tier of the engine without a blob store: it counts steps."""
-
-    def __init__(self, rung: Rung, index: int, scenario: Scenario) -> None:
-        super().__init__(rung.name, index, rung.config, _never)
-        self.rung = rung
-        self.seen_bandwidth: float | None = None
-        self.busy = False
-        """A promotion to it is under way."""
-        self.down = False
-        """It does not answer."""
-        self.unseen: dict[StepId, Held] = {}
-        """What it holds and nobody knows of, since it did not answer when the store was opened."""
-        self._scenario = scenario
-
-    @property
-    def healthy(self) -> bool:
-        return not self.down and self.error is None
-
-    @property
-    def answers(self) -> bool:
-        return not self.down
-
-    @property
-    def survives(self) -> Survives:
-        return self.rung.survives
-
-    @property
-    def used(self) -> int:
-        return self._scenario.used(len(self.held) + len(self.unseen))
-
-    @property
-    def capacity(self) -> int | None:
-        return self.rung.capacity
-
-    @property
-    def write_bandwidth(self) -> float | None:
-        return self.seen_bandwidth
-
-
 class _Seen(NamedTuple):
     """What views tell of a step as long as it lies where it lies."""
 
@@ -96,10 +56,6 @@ def _step_view(step: StepId, seen: _Seen, now: float) -> StepView:
     return StepView(
         step.step, step.serial, record.saved_at, now - record.saved_at, record.nbytes, {}, seen.tiers, seen.on_line
     )
-
-
-async def _never() -> BlobStore:
-    raise TierUnavailable("a tier of a simulation has no blob store")
 
 
 class World(State):
@@ -130,9 +86,12 @@ class World(State):
         self._tell = tell
         self._seen: dict[StepId, _Seen] = {}
         """Every step that some tier holds, by age."""
+        self._made: dict[StepId, StepView] = {}
+        """The views of steps at the time `_made_at`."""
+        self._made_at = -1.0
         self._version = 0
         self._kept_view: tuple[object, StoreView] | None = None
-        self._kept_tiers: tuple[int, bool, tuple[TierView, ...]] = (-1, False, ())
+        self._kept_tiers: dict[str, tuple[tuple[int, float | None, bool, bool], TierView]] = {}
         self._failures = 0
         self._trained = 0.0
         self._lags: dict[str, float] = {}
@@ -149,17 +108,23 @@ class World(State):
         which = (now, self._version, at_rest)
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
-        steps = tuple([_step_view(step, seen, now) for step, seen in self._seen.items()])
+        if self._made_at != now:
+            self._made.clear()
+            self._made_at = now
+        made = self._made
+        for step, seen in self._seen.items():
+            if step not in made:
+                made[step] = _step_view(step, seen, now)
+        steps = tuple([made[step] for step in self._seen])
         if and_on is not None:
             serial, name = and_on[0].serial, and_on[1].name
             steps = tuple(
                 dataclasses.replace(step, tiers=self._in_order({*step.tiers, name})) if step.serial == serial else step
                 for step in steps
             )
-        if self._kept_tiers[:2] != (self._version, at_rest):
-            tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
-            self._kept_tiers = self._version, at_rest, tiers
-        view = StoreView(now=now, steps=steps, tiers=self._kept_tiers[2])
+        view = StoreView(
+            now=now, steps=steps, tiers=tuple([self.tier_view(tier, at_rest=at_rest) for tier in self.tiers])
+        )
         if and_on is None:
             self._kept_view = which, view
         return view
@@ -167,6 +132,13 @@ class World(State):
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
         """As of the engine's state."""
         assert isinstance(tier, WorldTier)
+        of = (len(tier.held) + len(tier.unseen), tier.seen_bandwidth, tier.healthy, tier.busy and not at_rest)
+        kept = self._kept_tiers.get(tier.name)
+        if kept is None or kept[0] != of:
+            kept = self._kept_tiers[tier.name] = of, self._tier_view(tier, promoting=of[-1])
+        return kept[1]
+
+    def _tier_view(self, tier: WorldTier, *, promoting: bool) -> TierView:
         return TierView(
             name=tier.name,
             index=tier.index,
@@ -175,11 +147,12 @@ class World(State):
             used=tier.used,
             write_bandwidth=tier.write_bandwidth,
             healthy=tier.healthy,
-            promoting=tier.busy and not at_rest,
+            promoting=promoting,
         )
 
     def _look(self, step: StepId) -> None:
         """See where a step lies after it came to a tier or left one."""
+        self._made.pop(step, None)
         record = next((tier.held[step].record for tier in self.rungs if step in tier.held), None)
         if record is None:
             self._seen.pop(step, None)
@@ -191,6 +164,7 @@ class World(State):
     def _look_again(self) -> None:
         """See all of it anew: much has changed."""
         self._seen.clear()
+        self._made.clear()
         for step in sorted({step for tier in self.rungs for step in tier.held}):
             self._look(step)
         self._version += 1

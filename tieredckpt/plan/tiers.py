@@ -1,0 +1,55 @@
+"""A tier of the engine that holds no bytes: it counts steps, and is as large and as healthy as it is told."""
+
+from __future__ import annotations
+
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.errors import TierUnavailable
+from tieredckpt.format.manifest import StepId
+from tieredckpt.plan.scenario import Rung, Scenario
+
+__all__ = ["WorldTier"]
+
+
+class WorldTier(Tier):
+    """A tier of the engine without a blob store: it counts steps."""
+
+    def __init__(self, rung: Rung, index: int, scenario: Scenario) -> None:
+        super().__init__(rung.name, index, rung.config, _never)
+        self.rung = rung
+        self.seen_bandwidth: float | None = None
+        self.busy = False
+        """A promotion to it is under way."""
+        self.down = False
+        """It does not answer."""
+        self.unseen: dict[StepId, Held] = {}
+        """What it holds and nobody knows of, since it did not answer when the store was opened."""
+        self._scenario = scenario
+
+    @property
+    def healthy(self) -> bool:
+        return not self.down and self.error is None
+
+    @property
+    def answers(self) -> bool:
+        return not self.down
+
+    @property
+    def survives(self) -> Survives:
+        return self.rung.survives
+
+    @property
+    def used(self) -> int:
+        return self._scenario.used(len(self.held) + len(self.unseen))
+
+    @property
+    def capacity(self) -> int | None:
+        return self.rung.capacity
+
+    @property
+    def write_bandwidth(self) -> float | None:
+        return self.seen_bandwidth
+
+
+async def _never() -> BlobStore:
+    raise TierUnavailable("a tier of a simulation has no blob store")
