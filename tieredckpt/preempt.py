@@ -11,9 +11,10 @@
                 break
 
 The warning raises the signal ``"preempt"`` for the policies, and the newest step is promoted at once, behind the
-training, to the tier that survives most. A block that was warned ends with `SystemExit` once that tier has the newest
-step: with the status 143, that of a process which SIGTERM ended. If the time runs out first, the exit's message says
-so, and what was kept where. An exception that ends the block goes on, and the outcome is in the log.
+training, to the tier that survives most; an older step that is on its way there gives way. A block that was warned
+ends with `SystemExit` once that tier has the newest step: with the status 143, that of a process which SIGTERM ended.
+If the time runs out first, the exit's message says so, and what was kept where. An exception that ends the block goes
+on, and the outcome is in the log.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class Preemption:
     async def _keep(self) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
         while (step := self._state.newest()) is not None and step not in self._tier.held:
+            if (promoter := self._store.engine.promoters.get(self._tier.name)) is not None:
+                promoter.give_way(step)
             try:
                 await self._store.engine.promote(step.step, self._tier.name)
             except TieredCkptError as error:

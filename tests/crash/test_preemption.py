@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from scenes import SOON, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
-from tieredckpt.engine import engine
+from tieredckpt.engine import copier, engine
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
@@ -116,6 +117,30 @@ def test_the_newest_step_is_promoted_behind_a_training_that_does_not_look(settin
             train()
         assert ended.value.code == EXIT_STATUS
         assert store.where(1) == ("ram",)
+
+
+def test_an_older_step_that_is_on_its_way_gives_way(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_packs, writing = copier.write_packs, threading.Event()
+
+    async def stall_at_first(*arguments: Any) -> int:
+        if not writing.is_set():
+            writing.set()
+            await asyncio.Event().wait()
+        return await write_packs(*arguments)
+
+    monkeypatch.setattr(copier, "write_packs", stall_at_first)
+    with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})).sync() as store:
+        store.save(1, tree(1))
+        assert writing.wait(SOON)
+        store.save(2, tree(2))
+        with pytest.raises(SystemExit) as ended, preemption(store, seconds=SOON):
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == EXIT_STATUS
+        assert "disk" in store.where(2)
+        store.flush()
+        assert "disk" in store.where(1)
 
 
 async def _held(store: CheckpointStore, step: int, tier: str) -> None:

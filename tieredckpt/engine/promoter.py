@@ -38,6 +38,7 @@ class Promoter:
     ) -> None:
         self.tier = tier
         self.busy: StepId | None = None
+        self._copying: asyncio.Task[int] | None = None
         self._state = state
         self._collector = collector
         self._connect = connect
@@ -71,6 +72,11 @@ class Promoter:
             await self._state.changed.until(lambda: self._rests != before or self.tier.error is not None)
         finally:
             self._waiters -= 1
+
+    def give_way(self, step: StepId) -> None:
+        """Interrupt the promotion of an older step, if one is under way; it is begun again when it is next."""
+        if self.busy is not None and self.busy < step and self._copying is not None:
+            self._copying.cancel()
 
     async def run(self) -> None:
         """Work until cancelled. Errors of the tier are reported and retried, never raised."""
@@ -126,7 +132,14 @@ class Promoter:
     async def _promote(self, step: StepId) -> None:
         self.busy = step
         try:
-            await copy_step(self._state, self._collector, step, self.tier)
+            self._copying = asyncio.create_task(copy_step(self._state, self._collector, step, self.tier))
+            try:
+                await self._copying
+            except asyncio.CancelledError:
+                mine = asyncio.current_task()
+                if mine is None or mine.cancelling():
+                    raise
+                return  # it gave way
             self._succeeded()
             await self._collector.settle(self.tier)
         except (SilentSource, Corrupt, NotFound) as error:
@@ -136,7 +149,7 @@ class Promoter:
                 if isinstance(error, SilentSource):
                     self._retry_at[step] = time.monotonic() + _SOURCE_RETRY
         finally:
-            self.busy = None
+            self.busy = self._copying = None
             self._state.changed.beat()
 
     def _forget_silence(self) -> None:
