@@ -183,6 +183,12 @@ def test_a_tier_that_fails_is_tried_again_until_the_time_is_out(
         assert store.where(1) == ("ram", "disk")
 
 
+async def test_where_no_signal_arrives_it_is_refused(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        with pytest.raises(Invalid, match="SIGTERM reaches the main thread alone"):
+            await asyncio.to_thread(preemption(store).__enter__)
+
+
 def test_it_takes_the_safest_tier_or_the_one_that_is_named(shared_memory: Path, tmp_path: Path) -> None:
     tiers = {
         "ram": ram(shared_memory),
