@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.names import data_for, data_of, is_name
@@ -168,17 +168,28 @@ class ChfsStore:
         async with self._verb(key) as link:
             await self._remember(link)
             path = self._path(key)
+            nbytes = sum(memoryview(part).nbytes for part in parts)
             if create_only:
                 await self._claim(link, key, parts)
+            elif await self._fits_in_place(link, path, nbytes):
+                await self._transfer.overwrite(link, path, b"".join(parts))
             else:
                 await self._transfer.write(link, path, parts)
                 self._objects.add(path)
             # When a server dies, the others may place objects by the smaller ring. What was cut into as many chunks
             # as there are servers has met each of them; anything else is believed only when all still answer. So is
             # the commit of a step, which is small and comes after all of its packs.
-            nbytes = sum(memoryview(part).nbytes for part in parts)
             if create_only or nbytes < self._chunk_size * link.servers:
                 await link.ask(frames.CheckRing())
+
+    async def _fits_in_place(self, link: Link, path: str, nbytes: int) -> bool:
+        """Whether one request replaces all of a small object: a commit or lease that is renewed is never half there."""
+        if path not in self._objects or nbytes >= ALIGNMENT:
+            return False
+        with suppress(NotFound):
+            found = await self._look(link, path)
+            return found.path == path and 0 < found.size <= nbytes < found.chunk_size
+        return False
 
     async def _claim(self, link: Link, key: str, parts: Sequence[Buffer]) -> None:
         path = self._path(key)
