@@ -104,10 +104,14 @@ async def measure_chfs(
             nbytes=objects.size,
         )
         stack.enter_context(bare)
-        for _ in range(rounds + 1):
-            await in_thread(_bare_round, bare, f"{tier.path}/bare", objects.count, seconds)
-            for name, each in stores.items():
-                await objects.round(name, each, seconds)
+        contenders = ["bare", *stores]
+        for turn in range(rounds + 1):
+            first = turn % len(contenders)  # whoever comes after another meets what that left behind
+            for name in contenders[first:] + contenders[:first]:
+                if name == "bare":
+                    await in_thread(_bare_round, bare, f"{tier.path}/bare", objects.count, seconds)
+                else:
+                    await objects.round(name, stores[name], seconds)
         await _checkpoints("tier", tier, objects.nbytes, rounds, seconds)
         if "shared" in folders:
             posix = PosixTier(name="shared", path=folders["shared"] / "store", survives="site")
