@@ -77,7 +77,7 @@ Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) 
   const int look_ms = std::min(options.rpc_timeout_ms, kLongestLookMs);
   if (Status status = FirstAnswering(SplitAddresses(asked.server), look_ms, &server); !status.ok()) return status;
   Library library;
-  if (Status status = LoadLibrary(options.library, &library); !status.ok()) return status;
+  if (Status status = LoadLibrary(asked.library, &library); !status.ok()) return status;
   SetEnvironment(options);
   int result = 0;
   {

@@ -55,7 +55,8 @@ struct Entry {
 
 class Client;
 
-// An open object; closes itself. Use it from any thread, several at a time.
+// An open object; closes itself. Several threads may read and write at a time; closing and moving it wants none
+// of them at work.
 class File {
  public:
   File() = default;

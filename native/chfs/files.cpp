@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "chfs/keys.hpp"
@@ -14,10 +15,15 @@ namespace {
 constexpr int kMostOpen = 64;  // libchfs grows its table of descriptors beyond 100 while others read it
 constexpr mode_t kObjectMode = 0600;
 constexpr std::size_t kMostChunksPerCall = 4096;  // each takes a frame of 170 bytes on the stack
-constexpr std::size_t kLeastChunk = 4096;          // of an object that others wrote; ours are no smaller
+constexpr std::size_t kLeastChunk = 4096;          // of an object whose chunks nobody asked for
 
 std::size_t BytesPerCall(const Options& options, std::size_t chunk_size) {
-  return std::min(options.bytes_per_call, chunk_size * kMostChunksPerCall);
+  return std::min(options.bytes_per_call, std::max<std::size_t>(chunk_size, 1) * kMostChunksPerCall);
+}
+
+// libchfs counts in off_t.
+bool Countable(std::size_t size, std::uint64_t offset) {
+  return offset <= INT64_MAX && size <= INT64_MAX - offset;
 }
 
 }  // namespace
@@ -42,15 +48,20 @@ Status Client::Create(const std::string& path, std::uint32_t chunk_size, File* f
     return {Code::kInvalid, "CHFS: cannot create " + path + " with chunks of " + std::to_string(chunk_size) + " bytes"};
   }
   if (Status status = file->Close(); !status.ok()) return status;
-  if (Status status = state_->Claim(path, "create"); !status.ok()) return status;
+  const std::string folder = ParentOf(path);
+  if (Status status = state_->MakeFolders(folder); !status.ok()) return status;
   struct stat info;
   Status status = state_->StatOnce(path, &info);
   if (status.ok()) {
-    // libchfs would cut the first chunk only: the others would show through, in chunks of their old size.
-    if (KindOf(info.st_mode) == Kind::kLink) {
-      status = state_->Run("remove", path, [&] { return state_->library.unlink(path.c_str()); });
-    } else {
-      status = state_->Empty(path, info);
+    switch (KindOf(info.st_mode)) {
+      case Kind::kFolder:
+        return {Code::kInvalid, "CHFS: cannot create " + path + ": it is a folder"};
+      case Kind::kLink:
+        status = state_->Run("remove", path, [&] { return state_->library.unlink(path.c_str()); });
+        break;
+      case Kind::kObject:
+        // libchfs would cut the first chunk only: the others would show through, in chunks of their old size.
+        status = state_->Empty(path, info);
     }
   }
   if (!status.ok() && status.code != Code::kMissing) return status;
@@ -69,7 +80,7 @@ Status Client::Create(const std::string& path, std::uint32_t chunk_size, File* f
   file->path_ = path;
   file->descriptor_ = descriptor;
   file->bytes_per_call_ = BytesPerCall(state_->options, chunk_size);
-  if (status.ok()) status = state_->KeepFolder(ParentOf(path));
+  if (status.ok()) status = state_->MakeFolders(folder);
   if (!status.ok()) (void)file->Close();
   return status;
 }
@@ -84,7 +95,9 @@ Status Client::Open(const std::string& path, File* file, Info* info) {
             "CHFS: cannot open " + path + ": it is a " + (found.kind == Kind::kFolder ? "folder" : "link")};
   }
   if (info != nullptr) *info = found;
-  return OpenObject(path, file);
+  Status status = OpenObject(path, file);
+  if (status.ok()) file->bytes_per_call_ = BytesPerCall(state_->options, found.chunk_size);
+  return status;
 }
 
 Status Client::OpenObject(const std::string& path, File* file) {
@@ -125,6 +138,7 @@ File::~File() { (void)Close(); }
 
 Status File::Write(const void* data, std::size_t size, std::uint64_t offset) {
   if (descriptor_ < 0) return {Code::kInvalid, "CHFS: cannot write to a closed object"};
+  if (!Countable(size, offset)) return {Code::kInvalid, "CHFS: cannot write beyond 2^63 bytes of " + path_};
   Client::State& state = *client_->state_;
   const char* next = static_cast<const char*>(data);
   while (size > 0) {
@@ -148,6 +162,7 @@ Status File::Write(const void* data, std::size_t size, std::uint64_t offset) {
 
 Status File::Read(void* data, std::size_t size, std::uint64_t offset) {
   if (descriptor_ < 0) return {Code::kInvalid, "CHFS: cannot read from a closed object"};
+  if (!Countable(size, offset)) return {Code::kInvalid, "CHFS: cannot read beyond 2^63 bytes of " + path_};
   Client::State& state = *client_->state_;
   char* next = static_cast<char*>(data);
   while (size > 0) {

@@ -109,14 +109,10 @@ SignalGuard::~SignalGuard() {
     const auto i = static_cast<std::size_t>(number);
     if (saved_->known[i]) sigaction(number, &saved_->actions[i], nullptr);
   }
-  delete saved_;
 }
 
 Status LoadLibrary(const std::string& name, Library* library) {
-  const char* configured = getenv("TIEREDCKPT_LIBCHFS");
-  const std::string wanted = !name.empty()                                        ? name
-                             : configured != nullptr && configured[0] != '\0' ? configured
-                                                                                  : kDefaultName;
+  const std::string wanted = name.empty() ? kDefaultName : name;
   // Else libraries of old interconnects print backtraces and take signals over.
   setenv("IPATH_NO_BACKTRACE", "1", 1);
   setenv("HFI_NO_BACKTRACE", "1", 1);

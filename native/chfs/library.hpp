@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "chfs/client.hpp"
@@ -36,7 +37,7 @@ struct Library {
   int (*readlink)(const char* path, char* target, std::size_t size) = nullptr;
 };
 
-// Loads `name`, a path or a name for the loader's search; empty: $TIEREDCKPT_LIBCHFS, else "libchfs.so".
+// Loads `name`, a path or a name for the loader's search; empty: "libchfs.so".
 // Loaded libraries stay until the process ends. The process's signal handlers stay its own.
 Status LoadLibrary(const std::string& name, Library* library);
 
@@ -51,7 +52,7 @@ class SignalGuard {
 
  private:
   struct Saved;
-  Saved* saved_;
+  const std::unique_ptr<Saved> saved_;
 };
 
 }  // namespace tieredckpt::chfs

@@ -14,7 +14,18 @@ constexpr std::size_t kLongestTarget = 4095;
 
 std::uint64_t SizeOf(const struct stat& info) { return static_cast<std::uint64_t>(std::max<off_t>(info.st_size, 0)); }
 
-std::uint32_t ChunkSizeOf(const struct stat& info) { return static_cast<std::uint32_t>(info.st_blksize); }
+// 0, which no object has, for what libchfs's own type cannot hold.
+std::uint32_t ChunkSizeOf(const struct stat& info) {
+  return info.st_blksize > 0 && info.st_blksize <= INT32_MAX ? static_cast<std::uint32_t>(info.st_blksize) : 0;
+}
+
+// 0 for a time that a server made up.
+std::int64_t NanosecondsOf(const struct timespec& time) {
+  std::int64_t nanoseconds = 0;
+  const bool overflow = __builtin_mul_overflow(std::int64_t{time.tv_sec}, 1'000'000'000, &nanoseconds) ||
+                        __builtin_add_overflow(nanoseconds, std::int64_t{time.tv_nsec}, &nanoseconds);
+  return overflow ? 0 : nanoseconds;
+}
 
 }  // namespace
 
@@ -33,58 +44,22 @@ bool Client::State::UnderObject(const std::string& path) {
 
 Status Client::State::MakeFolders(const std::string& path) {
   if (path == "/") return {};
-  {
-    const std::lock_guard<std::mutex> lock(made_mutex_);
-    if (made_.count(path) != 0) return {};
-  }
-  if (Status status = MakeFolders(ParentOf(path)); !status.ok()) return status;
-  struct stat info;
-  Status status = StatOnce(path, &info);
-  if (status.code == Code::kMissing) {
-    status = Run("make the folder", path, [&] { return library.mkdir(path.c_str(), kFolderMode); });
-    // Another client was first, with a folder or an object.
-    if (status.code == Code::kExists || status.code == Code::kInvalid) status = StatOnce(path, &info);
-    else info.st_mode = S_IFDIR;
-  }
-  if (!status.ok()) return status;
-  if (KindOf(info.st_mode) != Kind::kFolder) {
-    return {Code::kInvalid, "CHFS: " + path + " is an object and can hold nothing"};
-  }
-  const std::lock_guard<std::mutex> lock(made_mutex_);
-  made_.insert(path);
-  return {};
-}
-
-void Client::State::Forget(const std::string& folder) {
-  const std::string inside = folder + "/";
-  const std::lock_guard<std::mutex> lock(made_mutex_);
-  for (auto it = made_.begin(); it != made_.end();) {
-    it = *it == folder || it->compare(0, inside.size(), inside) == 0 ? made_.erase(it) : std::next(it);
-  }
-}
-
-Status Client::State::KeepFolder(const std::string& folder) {
-  struct stat info;
-  if (folder == "/") return {};
-  Status status = StatOnce(folder, &info);
-  if (status.code != Code::kMissing) return status;
-  // Parents may have gone with it.
-  {
-    const std::lock_guard<std::mutex> lock(made_mutex_);
-    made_.clear();
-  }
-  return MakeFolders(folder);
-}
-
-Status Client::State::Claim(const std::string& path, const char* action) {
-  if (Status status = MakeFolders(ParentOf(path)); !status.ok()) return status;
-  struct stat info;
-  if (path != "/") {
+  const auto look = [&] {
+    struct stat info;
     Status status = StatOnce(path, &info);
-    if (!status.ok()) return status.code == Code::kMissing ? Status{} : status;
-    if (KindOf(info.st_mode) != Kind::kFolder) return {};
-  }
-  return {Code::kInvalid, std::string("CHFS: cannot ") + action + " " + path + ": it is a folder"};
+    if (!status.ok() || KindOf(info.st_mode) == Kind::kFolder) return status;
+    return Status{Code::kInvalid, "CHFS: " + path + " is an object or link and can hold nothing"};
+  };
+  Status status = look();
+  if (status.ok() || status.code == Code::kUnavailable) return status;
+  // Below an object, servers fail in ways that depend on where the two lie: that object is the better reason.
+  if (Status parent = MakeFolders(ParentOf(path)); !parent.ok()) return parent;
+  if (status.code != Code::kMissing) return status;
+  status = Run("make the folder", path, [&] { return library.mkdir(path.c_str(), kFolderMode); });
+  // Another client was first, with a folder or an object.
+  if (status.code == Code::kExists || status.code == Code::kInvalid) return look();
+  // The parent may have been removed, as an empty one, before this was in it.
+  return status.ok() ? MakeFolders(ParentOf(path)) : status;
 }
 
 Status Client::State::Empty(const std::string& path, const struct stat& info) {
@@ -115,12 +90,9 @@ Status Client::Stat(const std::string& path, Info* info) {
   if (!status.ok()) return status;
   info->kind = KindOf(found.st_mode);
   info->size = SizeOf(found);
-  info->mtime_ns = std::int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec;
+  info->mtime_ns = NanosecondsOf(found.st_mtim);
   info->chunk_size = ChunkSizeOf(found);
-  // An object that ends where a chunk does may only seem to, because the next one's server is silent.
-  const bool may_go_on = info->kind == Kind::kObject && info->size > 0 && info->chunk_size > 0 &&
-                         info->size % info->chunk_size == 0;
-  return may_go_on ? state_->CheckRing() : Status{};
+  return {};
 }
 
 Status Client::Remove(const std::string& path) {
@@ -154,21 +126,19 @@ Status Client::RemoveFolder(const std::string& path) {
   // A server removes a folder that others still hold entries of, which would then be hidden.
   if (status = List(path, see); !status.ok()) return status;
   if (!empty) return not_empty;
-  state_->Forget(path);
   status = state_->Run("remove the folder", path, [&] { return state_->library.rmdir(path.c_str()); });
   if (status.code == Code::kMissing) return state_->Confirm(std::move(status));
   if (!status.ok()) return status;
   // Whoever created something in between either saw the folder gone and made it again, or is seen here.
   if (status = List(path, see); !status.ok()) return status;
   if (empty) return {};
-  status = state_->KeepFolder(path);
+  status = state_->MakeFolders(path);
   return status.ok() ? not_empty : status;
 }
 
 Status Client::MakeFolder(const std::string& path) {
   if (Status status = CheckPath(path); !status.ok()) return status;
-  if (Status status = state_->MakeFolders(path); !status.ok()) return status;
-  return state_->KeepFolder(path);
+  return state_->MakeFolders(path);
 }
 
 Status Client::Link(const std::string& target, const std::string& path) {
@@ -176,10 +146,10 @@ Status Client::Link(const std::string& target, const std::string& path) {
   if (target.empty() || target.size() > kLongestTarget || target.find('\0') != std::string::npos) {
     return {Code::kInvalid, "CHFS: cannot link " + path + ": the target must have 1 to 4095 bytes and no NUL"};
   }
-  if (Status status = state_->MakeFolders(ParentOf(path)); !status.ok()) return status;
   if (path == "/") return {Code::kExists, "CHFS: cannot link /: it is a folder"};
+  if (Status status = state_->MakeFolders(ParentOf(path)); !status.ok()) return status;
   Status status = state_->Run("link", path, [&] { return state_->library.symlink(target.c_str(), path.c_str()); });
-  return status.ok() ? state_->KeepFolder(ParentOf(path)) : status;
+  return status.ok() ? state_->MakeFolders(ParentOf(path)) : status;
 }
 
 Status Client::ReadLink(const std::string& path, std::string* target) {

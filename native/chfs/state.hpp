@@ -1,4 +1,4 @@
-// What one connection knows: libchfs, the ring as it was, the folders that were made, the descriptors in use.
+// What one connection knows: libchfs, the ring as it was, the descriptors in use.
 #pragma once
 
 #include <sys/stat.h>
@@ -11,8 +11,6 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <string_view>
-#include <unordered_set>
 
 #include "chfs/client.hpp"
 #include "chfs/library.hpp"
@@ -53,14 +51,11 @@ struct Client::State {
   Status StatOnce(const std::string& path, struct stat* info);
   // Whether an ancestor of the path is an object, so that nothing can be there.
   bool UnderObject(const std::string& path);
-  // Folder and ancestors, those in `made` unseen.
+  // A folder that is listed, ancestors included. A client calls it before it makes something in the folder, and
+  // again after: another one may have found the folder empty and removed it in between.
   Status MakeFolders(const std::string& path);
-  void Forget(const std::string& folder);
   // Cuts an object down to nothing, all its chunks gone when it returns.
   Status Empty(const std::string& path, const struct stat& info);
-  Status Claim(const std::string& path, const char* action);
-  // Makes the folder again if another process removed it while something was made in it.
-  Status KeepFolder(const std::string& folder);
 
   // files.cpp
   void AcquireSlot();
@@ -77,9 +72,6 @@ struct Client::State {
   std::uint64_t checks_begun_ = 0;
   std::uint64_t last_check_ = 0;  // that ended, with this result:
   Status last_result_;
-
-  std::mutex made_mutex_;
-  std::unordered_set<std::string> made_;
 
   std::mutex slots_mutex_;
   std::condition_variable slot_free_;

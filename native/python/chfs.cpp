@@ -1,8 +1,11 @@
 // The Python face of the CHFS client: `tieredckpt._chfs`. Its types are in tieredckpt/_chfs.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include <memory>
+#include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -83,6 +86,14 @@ class LentBytes {
   Py_buffer view_{};
 };
 
+// An open object that Python may close while another of its threads reads or writes: closing waits for those.
+// libchfs would give the descriptor to the next object, and they would go on in that one.
+struct OpenFile {
+  explicit OpenFile(File opened) : file(std::move(opened)) {}
+  File file;
+  std::shared_mutex guards_closing;
+};
+
 // The client outlives every object of Python that holds it.
 struct Connection {
   std::shared_ptr<Client> client;
@@ -96,22 +107,33 @@ NB_MODULE(_chfs, module) {
   if (chfs_error == nullptr) throw nb::python_error();
   module.attr("ChfsError") = nb::handle(chfs_error);
 
-  nb::class_<File>(module, "File")
+  nb::class_<OpenFile>(module, "File")
       .def(
           "write",
-          [](File& file, nb::handle data, std::uint64_t offset) {
+          [](OpenFile& self, nb::handle data, std::uint64_t offset) {
             const LentBytes bytes(data, PyBUF_SIMPLE);
-            Call([&] { return file.Write(bytes.data(), bytes.size(), offset); });
+            Call([&] {
+              const std::shared_lock<std::shared_mutex> lock(self.guards_closing);
+              return self.file.Write(bytes.data(), bytes.size(), offset);
+            });
           },
           nb::arg("data"), nb::arg("offset"))
       .def(
           "read_into",
-          [](File& file, nb::handle into, std::uint64_t offset) {
+          [](OpenFile& self, nb::handle into, std::uint64_t offset) {
             const LentBytes bytes(into, PyBUF_WRITABLE);
-            Call([&] { return file.Read(bytes.data(), bytes.size(), offset); });
+            Call([&] {
+              const std::shared_lock<std::shared_mutex> lock(self.guards_closing);
+              return self.file.Read(bytes.data(), bytes.size(), offset);
+            });
           },
           nb::arg("into"), nb::arg("offset"))
-      .def("close", [](File& file) { Call([&] { return file.Close(); }); });
+      .def("close", [](OpenFile& self) {
+        Call([&] {
+          const std::unique_lock<std::shared_mutex> lock(self.guards_closing);
+          return self.file.Close();
+        });
+      });
 
   nb::class_<Connection>(module, "Client")
       .def(
@@ -135,7 +157,7 @@ NB_MODULE(_chfs, module) {
           [](Connection& self, const std::string& path, std::uint32_t chunk_size) {
             File file;
             Call([&] { return self.client->Create(path, chunk_size, &file); });
-            return file;
+            return std::make_unique<OpenFile>(std::move(file));
           },
           nb::arg("path"), nb::arg("chunk_size"))
       .def(
@@ -143,7 +165,7 @@ NB_MODULE(_chfs, module) {
           [](Connection& self, const std::string& path) {
             File file;
             Call([&] { return self.client->Open(path, &file); });
-            return file;
+            return std::make_unique<OpenFile>(std::move(file));
           },
           nb::arg("path"))
       .def(
@@ -151,7 +173,7 @@ NB_MODULE(_chfs, module) {
           [](Connection& self, const std::string& path) {
             File file;
             Call([&] { return self.client->OpenObject(path, &file); });
-            return file;
+            return std::make_unique<OpenFile>(std::move(file));
           },
           nb::arg("path"))
       .def(

@@ -2,30 +2,28 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <climits>
 #include <csignal>
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
+#include <cstdint>
 #include <cstring>
-#include <memory>
-#include <mutex>
-#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "testing/cluster.hpp"
+#include "testing/session.hpp"
 
 using tieredckpt::lookalike::Canonical;
 using tieredckpt::lookalike::ChunkInfo;
 using tieredckpt::lookalike::Cluster;
-using tieredckpt::lookalike::Rule;
+using tieredckpt::lookalike::Crash;
+using tieredckpt::lookalike::Fail;
+using tieredckpt::lookalike::Object;
 using tieredckpt::lookalike::Server;
 using tieredckpt::lookalike::ServerEntry;
+using tieredckpt::lookalike::Session;
+using tieredckpt::lookalike::TheSession;
 
 #define LOOKALIKE_API extern "C" __attribute__((visibility("default")))
 
@@ -34,88 +32,7 @@ namespace {
 constexpr mode_t kNotOwned = mode_t{1} << 30;  // CHFS_S_IFREP
 constexpr int kUnlinkedAtOnce = 10;
 
-enum class State { kNew, kConnecting, kReady, kOver };
-
-struct Object {
-  std::string path;
-  mode_t mode;
-  std::uint32_t chunk_size;
-  std::atomic<off_t> position{0};
-};
-
-// One client per process, as in libchfs.
-std::atomic<State> state{State::kNew};
-std::atomic<int> default_chunk_size{64 * 1024};
-std::atomic<int> rpc_timeout_ms{30'000};
-Cluster* cluster = nullptr;  // never freed: threads may be inside when the process ends
-pid_t owner = 0;
-std::shared_mutex guards_objects;
-std::vector<std::shared_ptr<Object>> objects;
-
-[[noreturn]] void Crash(int signal) {
-  std::raise(signal);
-  std::abort();  // a handler that came back does not save the process
-}
-
-[[noreturn]] void Hang() {
-  for (;;) ::pause();
-}
-
-[[noreturn]] void Fatal(const std::string& message) {
-  std::fprintf(stderr, "libchfs look-alike: %s\n", message.c_str());
-  std::exit(2);
-}
-
-// What libchfs makes of a host's errno on its way back from the server.
-int AsReported(int error) {
-  switch (error) {
-    case 0:
-    case EEXIST:
-    case ENOENT:
-    case ENOMEM:
-    case ENOTSUP:
-    case ENOTCONN:
-      return error;
-    case ENOSPC:
-    case EDQUOT:
-      return cluster->switches()->version == 2 ? EPERM : ENOSPC;
-    default:
-      return EPERM;
-  }
-}
-
-int Fail(int error) {
-  errno = error;
-  return -1;
-}
-
-int Report(int error) { return error == 0 ? 0 : Fail(AsReported(error)); }
-
-// Plays the faults that are due for a call of `verb`; false, with errno set, when the call is to fail.
-bool Faultless(const char* verb, bool* shorten = nullptr) {
-  const auto switches = cluster->switches();
-  int error = 0;
-  for (const Rule& rule : switches->rules) {
-    if ((rule.verb != verb && rule.verb != "any") || !rule.Strikes()) continue;
-    if (rule.action == "delay") std::this_thread::sleep_for(std::chrono::milliseconds(rule.value));
-    if (rule.action == "crash") Crash(SIGSEGV);
-    if (rule.action == "exit") std::exit(rule.value);
-    if (rule.action == "fail") error = rule.value;
-    if (rule.action == "short" && shorten != nullptr) *shorten = true;
-    // Until the file is replaced.
-    while (rule.action == "hang" && cluster->switches() == switches) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  }
-  if (error != 0) errno = error;
-  return error == 0;
-}
-
-bool Enter(const char* verb, bool* shorten = nullptr) {
-  if (state != State::kReady) Crash(SIGSEGV);
-  if (::getpid() != owner) Hang();
-  return Faultless(verb, shorten);
-}
+Session& session = TheSession();
 
 // The path on the servers; false, with errno set, for none and, unless it is allowed, for the root.
 bool ToPath(const char* given, std::string* path, int error_for_root = EINVAL) {
@@ -127,44 +44,12 @@ bool ToPath(const char* given, std::string* path, int error_for_root = EINVAL) {
   return !path->empty() || error_for_root == 0;
 }
 
-int NewDescriptor(const std::string& path, mode_t mode, std::uint32_t chunk_size) {
-  auto object = std::make_shared<Object>();
-  object->path = path;
-  object->mode = mode;
-  object->chunk_size = chunk_size;
-  const std::unique_lock lock(guards_objects);
-  std::size_t number = 0;
-  while (number < objects.size() && objects[number] != nullptr) ++number;
-  if (number == objects.size()) objects.emplace_back();
-  objects[number] = std::move(object);
-  return static_cast<int>(number);
-}
-
-std::shared_ptr<Object> ObjectOf(int descriptor) {
-  const std::shared_lock lock(guards_objects);
-  if (descriptor < 0 || static_cast<std::size_t>(descriptor) >= objects.size()) return nullptr;
-  return objects[static_cast<std::size_t>(descriptor)];
-}
-
 int StatChunk(const std::string& path, int index, ChunkInfo* info) {
-  return cluster->Metadata(path, index, [&](const Server& server) { return server.Stat(path, index, info); });
+  return session.cluster().Metadata(path, index, [&](const Server& s) { return s.Stat(path, index, info); });
 }
 
 int RemoveChunk(const std::string& path, int index) {
-  return cluster->Metadata(path, index, [&](const Server& server) { return server.Remove(path, index); });
-}
-
-void FromEnvironment(const char* name, std::atomic<int>* setting) {
-  const char* text = std::getenv(name);
-  if (text != nullptr && *text != '\0') *setting = std::atoi(text);
-}
-
-std::string FirstOfEnvironment() {
-  char* servers = std::getenv("CHFS_SERVER");
-  if (servers == nullptr) return "";
-  // libchfs cuts the list in the environment itself, and whoever looks there later sees one server.
-  if (char* comma = std::strchr(servers, ',')) *comma = '\0';
-  return servers;
+  return session.cluster().Metadata(path, index, [&](const Server& s) { return s.Remove(path, index); });
 }
 
 ssize_t Write(const Object& object, const char* data, std::size_t size, off_t offset) {
@@ -176,11 +61,11 @@ ssize_t Write(const Object& object, const char* data, std::size_t size, off_t of
     const std::uint64_t within = at % object.chunk_size;
     const std::size_t piece = std::min<std::size_t>(size - done, object.chunk_size - within);
     std::size_t written = 0;
-    const int error = cluster->Data(object.path, index, [&](const Server& server) {
+    const int error = session.cluster().Data(object.path, index, [&](const Server& server) {
       return server.Write(object.path, index, object.mode, object.chunk_size, data + done, piece, within,
-                          cluster->switches()->capacity, &written);
+                          session.cluster().switches()->capacity, &written);
     });
-    if (error != 0) return Report(error);
+    if (error != 0) return session.Report(error);
     done += written;
   }
   return static_cast<ssize_t>(size);
@@ -194,11 +79,11 @@ ssize_t Read(const Object& object, char* data, std::size_t size, off_t offset) {
     const int index = static_cast<int>(at / object.chunk_size);
     const std::uint64_t within = at % object.chunk_size;
     std::size_t read = 0;
-    const int error = cluster->Data(object.path, index, [&](const Server& server) {
+    const int error = session.cluster().Data(object.path, index, [&](const Server& server) {
       return server.Read(object.path, index, data + done, size - done, within, &read);
     });
     // Only the first chunk's failure is told; a missing chunk is no failure at all.
-    if (error != 0 && error != ENOENT && done == 0) return Report(error);
+    if (error != 0 && error != ENOENT && done == 0) return session.Report(error);
     if (error != 0) break;
     done += read;
     if (within + read < object.chunk_size) break;
@@ -211,9 +96,10 @@ using Filler = int (*)(void*, const char*, const struct stat*, off_t);
 // False when the caller has had enough.
 bool Deliver(int server, const std::string& path, bool all, void* buffer, Filler filler) {
   std::vector<ServerEntry> entries;
-  if (cluster->Reach(server) != 0 || cluster->server(server).List(path, &entries) != 0) return true;
+  Cluster& cluster = session.cluster();
+  if (cluster.Reach(server) != 0 || cluster.server(server).List(path, &entries) != 0) return true;
   for (const ServerEntry& entry : entries) {
-    const bool owned = cluster->Owns(server, path.empty() ? entry.name : path + "/" + entry.name);
+    const bool owned = cluster.Owns(server, path.empty() ? entry.name : path + "/" + entry.name);
     if (!owned && !all) continue;
     struct stat st {};
     st.st_mode = entry.host.st_mode | (owned ? 0 : kNotOwned);
@@ -229,18 +115,17 @@ bool Deliver(int server, const std::string& path, bool all, void* buffer, Filler
 
 }  // namespace
 
-LOOKALIKE_API int chfs_initialized() { return state == State::kReady ? 1 : 0; }
+LOOKALIKE_API int chfs_initialized() { return session.ready() ? 1 : 0; }
 
 LOOKALIKE_API const char* chfs_version() {
-  const bool old = cluster != nullptr && cluster->switches()->version == 2;
-  return old ? "2.1.2 (tieredckpt look-alike over a directory, not CHFS)"
-             : "3.0.2 (tieredckpt look-alike over a directory, not CHFS)";
+  return session.plays_version_2() ? "2.1.2 (tieredckpt look-alike over a directory, not CHFS)"
+                                   : "3.0.2 (tieredckpt look-alike over a directory, not CHFS)";
 }
 
 LOOKALIKE_API void chfs_set_chunk_size(int size) {
-  if (size > 0) default_chunk_size = size;
+  if (size > 0) session.default_chunk_size = size;
 }
-LOOKALIKE_API void chfs_set_rpc_timeout_msec(int timeout) { rpc_timeout_ms = timeout; }
+LOOKALIKE_API void chfs_set_rpc_timeout_msec(int timeout) { session.rpc_timeout_ms = timeout; }
 LOOKALIKE_API void chfs_set_buf_size(int) {}
 LOOKALIKE_API void chfs_set_async_access(int) {}
 LOOKALIKE_API void chfs_set_rdma_thresh(size_t) {}
@@ -248,102 +133,81 @@ LOOKALIKE_API void chfs_set_node_list_cache_timeout(int) {}
 LOOKALIKE_API void chfs_sync() {}
 
 LOOKALIKE_API int chfs_init(const char* server) {
-  State before = State::kNew;
-  if (!state.compare_exchange_strong(before, State::kConnecting)) {
-    if (before == State::kReady) return 0;
-    Fatal(before == State::kOver ? "chfs_init after chfs_term" : "two threads in chfs_init");
-  }
-  const std::string address = server != nullptr && *server != '\0' ? server : FirstOfEnvironment();
-  if (address.empty()) Fatal("no server: pass one or set CHFS_SERVER");
-  const std::string scheme = "directory:";
-  if (address.rfind(scheme, 0) != 0 || address.size() == scheme.size()) {
-    Fatal(address + ": this is not CHFS but a look-alike, which serves directory:PATH only");
-  }
-  FromEnvironment("CHFS_CHUNK_SIZE", &default_chunk_size);
-  FromEnvironment("CHFS_RPC_TIMEOUT_MSEC", &rpc_timeout_ms);
-  std::string message;
-  auto connected = Cluster::Connect(address.substr(scheme.size()), rpc_timeout_ms, &message);
-  if (connected == nullptr) Fatal(message);
-  cluster = connected.release();
-  owner = ::getpid();
-  if (!Faultless("init")) Fatal("told to fail in chfs_init");
-  state = State::kReady;
+  session.Connect(server);
   return 0;
 }
 
 LOOKALIKE_API int chfs_term() {
-  if (state != State::kReady) Crash(SIGSEGV);
-  state = State::kOver;
+  session.End();
   return 0;
 }
 LOOKALIKE_API int chfs_term_without_sync() { return chfs_term(); }
 
 LOOKALIKE_API int chfs_size() {
-  if (state != State::kReady) Crash(SIGSEGV);
-  return cluster->size();
+  if (!session.ready()) Crash(SIGSEGV);
+  return session.cluster().size();
 }
 
 LOOKALIKE_API int chfs_create_chunk_size(const char* given, int32_t, mode_t mode, int chunk_size) {
   std::string path;
-  if (!Enter("create") || !ToPath(given, &path)) return -1;
+  if (!session.Enter("create") || !ToPath(given, &path)) return -1;
   if (chunk_size <= 0) return Fail(EINVAL);
   const auto size = static_cast<std::uint32_t>(chunk_size);
   // The owner keeps access: the servers of CHFS do not run as the user of a file.
   const mode_t permissions = (mode & 0777) | 0600;
-  const int error = cluster->Metadata(path, 0, [&](const Server& s) { return s.Create(path, permissions, size); });
-  return error == 0 ? NewDescriptor(path, permissions, size) : Report(error);
+  const auto create = [&](const Server& s) { return s.Create(path, permissions, size); };
+  const int error = session.cluster().Metadata(path, 0, create);
+  return error == 0 ? session.descriptors.Add(path, permissions, size) : session.Report(error);
 }
 
 LOOKALIKE_API int chfs_create(const char* given, int32_t flags, mode_t mode) {
-  return chfs_create_chunk_size(given, flags, mode, default_chunk_size);
+  return chfs_create_chunk_size(given, flags, mode, session.default_chunk_size);
 }
 
 LOOKALIKE_API int chfs_open(const char* given, int32_t) {
   std::string path;
-  if (!Enter("open") || !ToPath(given, &path, EISDIR)) return -1;
+  if (!session.Enter("open") || !ToPath(given, &path, EISDIR)) return -1;
   ChunkInfo info;
-  if (const int error = StatChunk(path, 0, &info)) return Report(error);
+  if (const int error = StatChunk(path, 0, &info)) return session.Report(error);
   if (S_ISDIR(info.host.st_mode)) return Fail(EISDIR);
-  return NewDescriptor(path, info.host.st_mode & 0777, info.chunk_size);
+  return session.descriptors.Add(path, info.host.st_mode & 0777, info.chunk_size);
 }
 
 LOOKALIKE_API int chfs_close(int descriptor) {
-  if (!Enter("close")) return -1;
-  if (ObjectOf(descriptor) == nullptr) Crash(SIGSEGV);
-  const std::unique_lock lock(guards_objects);
-  objects[static_cast<std::size_t>(descriptor)] = nullptr;
+  if (!session.Enter("close")) return -1;
+  if (!session.descriptors.Drop(descriptor)) Crash(SIGSEGV);
   return 0;
 }
 
 LOOKALIKE_API int chfs_fsync(int descriptor) {
-  if (!Enter("fsync")) return -1;
-  if (ObjectOf(descriptor) == nullptr) Crash(SIGSEGV);
+  if (!session.Enter("fsync")) return -1;
+  if (session.descriptors.Find(descriptor) == nullptr) Crash(SIGSEGV);
   return 0;
 }
 
 LOOKALIKE_API ssize_t chfs_pwrite(int descriptor, const void* data, size_t size, off_t offset) {
-  if (!Enter("pwrite")) return -1;
-  const auto object = ObjectOf(descriptor);
+  if (!session.Enter("pwrite")) return -1;
+  const auto object = session.descriptors.Find(descriptor);
   if (object == nullptr) return Fail(EBADF);
   return Write(*object, static_cast<const char*>(data), size, offset);
 }
 
 LOOKALIKE_API ssize_t chfs_pread(int descriptor, void* data, size_t size, off_t offset) {
   bool shorten = false;
-  if (!Enter("pread", &shorten)) return -1;
-  const auto object = ObjectOf(descriptor);
+  if (!session.Enter("pread", &shorten)) return -1;
+  const auto object = session.descriptors.Find(descriptor);
   if (object == nullptr) return Fail(EBADF);
   return Read(*object, static_cast<char*>(data), shorten ? size / 2 : size, offset);
 }
 
 LOOKALIKE_API ssize_t chfs_write(int descriptor, const void* data, size_t size) {
-  const auto object = ObjectOf(descriptor);
+  const auto object = session.descriptors.Find(descriptor);
   if (object == nullptr) return Fail(EBADF);
   return chfs_pwrite(descriptor, data, size, object->position.fetch_add(static_cast<off_t>(size)));
 }
 
 LOOKALIKE_API ssize_t chfs_read(int descriptor, void* data, size_t size) {
-  const auto object = ObjectOf(descriptor);
+  const auto object = session.descriptors.Find(descriptor);
   if (object == nullptr) return Fail(EBADF);
   const ssize_t done = chfs_pread(descriptor, data, size, object->position);
   if (done > 0) object->position += done;
@@ -352,18 +216,18 @@ LOOKALIKE_API ssize_t chfs_read(int descriptor, void* data, size_t size) {
 
 LOOKALIKE_API int chfs_truncate(const char* given, off_t length) {
   std::string path;
-  if (!Enter("truncate")) return -1;
+  if (!session.Enter("truncate")) return -1;
   if (length < 0) return Fail(EINVAL);
   if (!ToPath(given, &path)) return -1;
   ChunkInfo info;
-  if (const int error = StatChunk(path, 0, &info)) return Report(error);
+  if (const int error = StatChunk(path, 0, &info)) return session.Report(error);
   if (!S_ISREG(info.host.st_mode)) return Fail(EINVAL);
   const auto wanted = static_cast<std::uint64_t>(length);
   int index = static_cast<int>(wanted / info.chunk_size);
   // The chunk that holds the new end has to exist, even when it is to be empty.
-  const int error = cluster->Metadata(
+  const int error = session.cluster().Metadata(
       path, index, [&](const Server& s) { return s.Truncate(path, index, wanted % info.chunk_size); });
-  if (error != 0) return Report(error);
+  if (error != 0) return session.Report(error);
   while (RemoveChunk(path, ++index) == 0) {
   }
   return 0;
@@ -371,8 +235,8 @@ LOOKALIKE_API int chfs_truncate(const char* given, off_t length) {
 
 LOOKALIKE_API int chfs_unlink(const char* given) {
   std::string path;
-  if (!Enter("unlink") || !ToPath(given, &path)) return -1;
-  if (const int error = RemoveChunk(path, 0)) return Report(error);
+  if (!session.Enter("unlink") || !ToPath(given, &path)) return -1;
+  if (const int error = RemoveChunk(path, 0)) return session.Report(error);
   int index = 1;
   while (index < kUnlinkedAtOnce && RemoveChunk(path, index) == 0) ++index;
   if (index < kUnlinkedAtOnce) return 0;
@@ -380,7 +244,7 @@ LOOKALIKE_API int chfs_unlink(const char* given) {
     for (int tail = kUnlinkedAtOnce; RemoveChunk(path, tail) == 0; ++tail) {
     }
   };
-  const int late_ms = cluster->switches()->tail_ms;
+  const int late_ms = session.cluster().switches()->tail_ms;
   if (late_ms == 0) {
     remove_tail();
     return 0;
@@ -394,27 +258,28 @@ LOOKALIKE_API int chfs_unlink(const char* given) {
 
 LOOKALIKE_API int chfs_mkdir(const char* given, mode_t mode) {
   std::string path;
-  if (!Enter("mkdir") || !ToPath(given, &path)) return -1;
+  if (!session.Enter("mkdir") || !ToPath(given, &path)) return -1;
   const mode_t permissions = (mode & 0777) | 0700;
-  return Report(cluster->Metadata(path, 0, [&](const Server& s) { return s.MakeFolder(path, permissions); }));
+  const auto make = [&](const Server& s) { return s.MakeFolder(path, permissions); };
+  return session.Report(session.cluster().Metadata(path, 0, make));
 }
 
 LOOKALIKE_API int chfs_rmdir(const char* given) {
   std::string path;
-  if (!Enter("rmdir") || !ToPath(given, &path)) return -1;
-  return Report(RemoveChunk(path, 0));
+  if (!session.Enter("rmdir") || !ToPath(given, &path)) return -1;
+  return session.Report(RemoveChunk(path, 0));
 }
 
 LOOKALIKE_API int chfs_stat(const char* given, struct stat* st) {
   std::string path;
-  if (!Enter("stat") || !ToPath(given, &path, 0)) return -1;
+  if (!session.Enter("stat") || !ToPath(given, &path, 0)) return -1;
   if (path.empty()) {
     std::memset(st, 0, sizeof *st);
     st->st_mode = S_IFDIR | 0755;
     return 0;
   }
   ChunkInfo info;
-  if (const int error = StatChunk(path, 0, &info)) return Report(error);
+  if (const int error = StatChunk(path, 0, &info)) return session.Report(error);
   // The inode, device and access time stay as the caller left them.
   st->st_mode = info.host.st_mode;
   st->st_uid = info.host.st_uid;
@@ -435,7 +300,7 @@ LOOKALIKE_API int chfs_stat(const char* given, struct stat* st) {
 }
 
 LOOKALIKE_API off_t chfs_seek(int descriptor, off_t offset, int whence) {
-  const auto object = ObjectOf(descriptor);
+  const auto object = session.descriptors.Find(descriptor);
   if (object == nullptr) return Fail(EBADF);
   off_t start = whence == SEEK_CUR ? object->position.load() : 0;
   struct stat st {};
@@ -447,11 +312,11 @@ LOOKALIKE_API off_t chfs_seek(int descriptor, off_t offset, int whence) {
 
 LOOKALIKE_API int chfs_readdir(const char* given, void* buffer, Filler filler) {
   std::string path;
-  if (!Enter("readdir") || !ToPath(given, &path, 0)) return -1;
-  const int servers = cluster->size();
+  if (!session.Enter("readdir") || !ToPath(given, &path, 0)) return -1;
+  const int servers = session.cluster().size();
   if (servers == 0) Crash(SIGFPE);
   std::vector<int> ring;
-  for (int index = 0; index < servers; ++index) ring.push_back(cluster->At(index));
+  for (int index = 0; index < servers; ++index) ring.push_back(session.cluster().At(index));
   for (const int server : ring) {
     if (server >= 0) Deliver(server, path, false, buffer, filler);
   }
@@ -460,25 +325,26 @@ LOOKALIKE_API int chfs_readdir(const char* given, void* buffer, Filler filler) {
 
 LOOKALIKE_API int chfs_readdir_index(const char* given, int index, void* buffer, Filler filler) {
   std::string path;
-  if (!Enter("readdir_index") || !ToPath(given, &path, 0)) return -1;
-  const int server = cluster->At(index);
+  if (!session.Enter("readdir_index") || !ToPath(given, &path, 0)) return -1;
+  const int server = session.cluster().At(index);
   if (server >= 0 && filler != nullptr) Deliver(server, path, true, buffer, filler);
   return 0;
 }
 
 LOOKALIKE_API int chfs_symlink(const char* target, const char* given) {
   std::string path;
-  if (!Enter("symlink")) return -1;
+  if (!session.Enter("symlink")) return -1;
   if (target == nullptr) return Fail(ENOENT);
   if (!ToPath(given, &path)) return -1;
-  return Report(cluster->Metadata(path, 0, [&](const Server& s) { return s.MakeLink(target, path); }));
+  const auto link = [&](const Server& s) { return s.MakeLink(target, path); };
+  return session.Report(session.cluster().Metadata(path, 0, link));
 }
 
 LOOKALIKE_API int chfs_readlink(const char* given, char* buffer, size_t size) {
   std::string path;
-  if (!Enter("readlink") || !ToPath(given, &path)) return -1;
+  if (!session.Enter("readlink") || !ToPath(given, &path)) return -1;
   std::size_t length = 0;
   const int error =
-      cluster->Data(path, 0, [&](const Server& s) { return s.ReadLink(path, buffer, size, &length); });
-  return error == 0 ? static_cast<int>(length) : Report(error);
+      session.cluster().Data(path, 0, [&](const Server& s) { return s.ReadLink(path, buffer, size, &length); });
+  return error == 0 ? static_cast<int>(length) : session.Report(error);
 }

@@ -91,6 +91,7 @@ int GetHeader(int file, std::uint32_t* chunk_size) {
   Header header;
   const ssize_t done = ::pread(file, &header, sizeof header, 0);
   if (done < 0) return errno;
+  if (done == 0) return ENOENT;  // another process is about to make it
   if (done != static_cast<ssize_t>(sizeof header) || std::memcmp(header.magic, Header{}.magic, 8) != 0) return EIO;
   *chunk_size = header.chunk_size;
   return 0;
@@ -161,14 +162,16 @@ int RemoveFolders(int parent, const char* name) {
 }  // namespace
 
 int Server::Create(const std::string& path, mode_t mode, std::uint32_t chunk_size) const {
-  const int flags = O_WRONLY | O_CREAT | O_TRUNC;
+  const int flags = O_WRONLY | O_CREAT;  // cut after the header is there, so that none sees a chunk without one
   int number = Open(folder_, path, flags, mode);
   if (number < 0 && errno == ENOENT) {
     MakeParents(path);  // another may be making them: the second attempt decides
     number = Open(folder_, path, flags, mode);
   }
   const Descriptor file(number);
-  return file.ok() ? PutHeader(file.get(), chunk_size) : errno;
+  if (!file.ok()) return errno;
+  if (const int error = PutHeader(file.get(), chunk_size)) return error;
+  return ::ftruncate(file.get(), off_t{sizeof(Header)}) == 0 ? 0 : errno;
 }
 
 int Server::Write(const std::string& path, int index, mode_t mode, std::uint32_t chunk_size, const void* data,

@@ -32,9 +32,7 @@ struct Registration {
   static void name()
 
 #define CHECK(condition) \
-  if (condition) {       \
-  } else                 \
-    ::tieredckpt::testing::Fail(__FILE__, __LINE__, "not so: " #condition)
+  ((condition) ? void() : ::tieredckpt::testing::Fail(__FILE__, __LINE__, "not so: " #condition))
 
 // `expression` gives a Status.
 #define CHECK_CODE(expression, expected)                                                                   \

@@ -9,7 +9,7 @@
 namespace {
 
 using namespace tieredckpt::chfs;
-using Names_t = std::vector<std::string>;
+using Strings = std::vector<std::string>;
 
 TEST(what_was_written_is_read_back_whole_and_in_ranges) {
   Scene scene;
@@ -82,7 +82,7 @@ TEST(folders_list_every_entry_once_and_implied_parents_too) {
   Scene scene;
   const auto client = scene.Connect();
   CHECK(Names(*client, scene.root + "/none").empty());
-  Names_t expected;
+  Strings expected;
   for (char c = 'a'; c < 'u'; ++c) {
     expected.push_back(std::string(1, c));
     if (c % 2 == 0) {
@@ -107,8 +107,53 @@ TEST(a_folder_goes_only_when_it_is_empty_and_is_listed_when_used_again) {
   CHECK_OK(client->RemoveFolder(folder));
   CHECK(Names(*client, scene.root).empty());
   for (char c = 'a'; c < 'g'; ++c) Put(*client, folder + "/" + c, "1", 1);
-  CHECK(Names(*client, scene.root) == Names_t{"f"});
+  CHECK(Names(*client, scene.root) == Strings{"f"});
   CHECK(Names(*client, folder).size() == 6);
+}
+
+TEST(folders_that_another_process_removed_are_made_again) {
+  constexpr int kFolders = 24;
+  Scene scene;
+  const auto folder = [&](int i) { return scene.root + "/f" + std::to_string(i); };
+  Gate ready;
+  const pid_t remover = Fork([&] {
+    ready.Pass();
+    const auto client = scene.Connect();
+    for (int i = 0; i < kFolders; ++i) {
+      CHECK_OK(client->RemoveFolder(folder(i) + "/g"));
+      CHECK_OK(client->RemoveFolder(folder(i)));
+    }
+  });
+  const auto client = scene.Connect();
+  for (int i = 0; i < kFolders; ++i) {
+    Put(*client, folder(i) + "/g/o", "1", 1);
+    CHECK_OK(client->Remove(folder(i) + "/g/o"));
+  }
+  ready.Open();
+  CHECK(Wait(remover) == 0);
+  CHECK(Names(*client, scene.root).empty());
+  for (int i = 0; i < kFolders; ++i) {
+    if (i % 3 == 0) Put(*client, folder(i) + "/g/o", "1", 1);
+    if (i % 3 == 1) CHECK_OK(client->Link("1", folder(i) + "/g/o"));
+    if (i % 3 == 2) CHECK_OK(client->MakeFolder(folder(i) + "/g/o"));
+  }
+  CHECK(Names(*client, scene.root).size() == kFolders);
+  for (int i = 0; i < kFolders; ++i) {
+    CHECK(Names(*client, folder(i)) == Strings{"g"});
+    CHECK(Names(*client, folder(i) + "/g") == Strings{"o"});
+  }
+}
+
+TEST(ranges_that_no_file_offset_can_name_are_invalid) {
+  Scene scene;
+  const auto client = scene.Connect();
+  File file;
+  CHECK_OK(client->Create(scene.root + "/o", 512, &file));
+  char byte = 0;
+  for (const std::uint64_t offset : {std::uint64_t{INT64_MAX}, std::uint64_t{1} << 63, UINT64_MAX}) {
+    CHECK_CODE(file.Write(&byte, 1, offset), Code::kInvalid);
+    CHECK_CODE(file.Read(&byte, 1, offset), Code::kInvalid);
+  }
 }
 
 TEST(one_of_many_claims_of_a_link_wins) {

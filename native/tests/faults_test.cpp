@@ -1,7 +1,7 @@
 // What the client makes of servers that die, hang, fill up or fail; the look-alike plays them.
-#include <sys/wait.h>
-
+#include <functional>
 #include <thread>
+#include <vector>
 
 #include "scene.hpp"
 
@@ -110,21 +110,128 @@ TEST(a_short_read_of_libchfs_is_asked_on_and_a_failing_chunk_is_an_error) {
   CHECK_CODE(file.Read(read.data(), read.size(), 0), Code::kFailed);
 }
 
+TEST(the_size_of_an_object_of_full_chunks_is_right_or_unavailable) {
+  Scene scene(kServers);
+  const auto client = scene.Connect();
+  for (int i = 0; i < 12; ++i) Put(*client, scene.root + "/" + std::to_string(i), RandomBytes(3 * 512, 1), 512);
+  scene.Switch(std::string(kServers) + "hang = 1");
+  for (int i = 0; i < 12; ++i) {
+    Info info;
+    const Status status = client->Stat(scene.root + "/" + std::to_string(i), &info);
+    CHECK(status.ok() ? info.size == 3 * 512 : status.code == Code::kUnavailable);
+  }
+}
+
+// `make` is held up by `hang` after it made sure of its folder; the folder goes away meanwhile.
+void ExpectListed(const char* hang, const std::function<void(Client&, const std::string&)>& make) {
+  constexpr int kFolders = 8;
+  Scene scene(std::string(kServers) + hang + " = *");
+  const auto folder = [&](int i) { return scene.root + "/f" + std::to_string(i); };
+  const pid_t remover = Fork([&] {
+    const auto client = scene.Connect();
+    for (int i = 0; i < kFolders; ++i) {
+      for (Status status; (status = client->RemoveFolder(folder(i))).code != Code::kOk;) {
+        CHECK_CODE(status, Code::kMissing);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+  });
+  const auto client = scene.Connect();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kFolders; ++i) threads.emplace_back([&, i] { make(*client, folder(i) + "/o"); });
+  CHECK(Wait(remover) == 0);
+  scene.Switch(kServers);
+  for (auto& thread : threads) thread.join();
+  CHECK(Names(*client, scene.root).size() == kFolders);
+}
+
+TEST(an_object_is_listed_though_its_folder_was_removed_while_it_was_made) {
+  ExpectListed("hang.create", [](Client& client, const std::string& path) { Put(client, path, "1", 1); });
+}
+
+TEST(a_link_is_listed_though_its_folder_was_removed_while_it_was_made) {
+  ExpectListed("hang.symlink", [](Client& client, const std::string& path) { CHECK_OK(client.Link("1", path)); });
+}
+
+// The sleeps below give a broken client the time to go wrong; a right one passes with any other order as well.
+constexpr std::chrono::milliseconds kAhead{60};
+
+TEST(an_object_is_listed_though_its_folder_was_seen_empty_and_removed_after) {
+  constexpr int kFolders = 8;
+  Scene scene(std::string(kServers) + "delay.rmdir = 150");  // in which the object comes
+  const auto folder = [&](int i) { return scene.root + "/f" + std::to_string(i); };
+  Gate made;
+  Gate begun;
+  const pid_t remover = Fork([&] {
+    made.Pass();
+    const auto client = scene.Connect();
+    begun.Open();
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kFolders; ++i) {
+      threads.emplace_back([&, i] { CHECK(client->RemoveFolder(folder(i)).code != Code::kUnavailable); });
+    }
+    for (auto& thread : threads) thread.join();
+  });
+  const auto client = scene.Connect();
+  for (int i = 0; i < kFolders; ++i) CHECK_OK(client->MakeFolder(folder(i)));
+  made.Open();
+  begun.Pass();
+  std::this_thread::sleep_for(kAhead);
+  for (int i = 0; i < kFolders; ++i) Put(*client, folder(i) + "/o", "1", 1);
+  CHECK(Wait(remover) == 0);
+  CHECK(Names(*client, scene.root).size() == kFolders);
+}
+
+TEST(a_folder_is_listed_though_its_parent_was_removed_while_it_was_made) {
+  constexpr int kFolders = 8;
+  Scene scene(kServers);
+  const auto folder = [&](int i) { return scene.root + "/f" + std::to_string(i); };
+  Gate begun;
+  const pid_t remover = Fork([&] {
+    begun.Pass();
+    const auto client = scene.Connect();
+    for (int i = 0; i < kFolders; ++i) CHECK_OK(client->RemoveFolder(folder(i)));
+  });
+  const auto client = scene.Connect();
+  for (int i = 0; i < kFolders; ++i) CHECK_OK(client->MakeFolder(folder(i)));
+  scene.Switch(std::string(kServers) + "hang.mkdir = *");
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kFolders; ++i) {
+    threads.emplace_back([&, i] { CHECK_OK(client->MakeFolder(folder(i) + "/g")); });
+  }
+  std::this_thread::sleep_for(kAhead);
+  begun.Open();
+  CHECK(Wait(remover) == 0);
+  scene.Switch(kServers);
+  for (auto& thread : threads) thread.join();
+  CHECK(Names(*client, scene.root).size() == kFolders);
+}
+
+TEST(a_check_of_the_ring_does_not_take_over_the_result_of_an_earlier_one) {
+  Scene scene(kServers);
+  scene.options.rpc_timeout_ms = 500;
+  const auto client = scene.Connect();
+  scene.Switch(std::string(kServers) + "hang = 2");
+  std::thread earlier([&] { (void)client->CheckRing(); });
+  std::this_thread::sleep_for(kAhead);  // it has asked the first server
+  scene.Switch(std::string(kServers) + "hang = 0 2");
+  std::thread later([&] { CHECK_CODE(client->CheckRing(), Code::kUnavailable); });
+  std::this_thread::sleep_for(kAhead);
+  scene.Switch(std::string(kServers) + "hang = 0");
+  earlier.join();
+  later.join();
+}
+
 TEST(a_forked_child_is_refused_and_does_not_hang) {
   Scene scene(kServers);
   const auto client = scene.Connect();
   File file;
   CHECK_OK(client->Create(scene.root + "/o", 1, &file));
-  const pid_t child = fork();
-  if (child == 0) {
+  CHECK(Wait(Fork([&] {
     Info info;
-    const bool refused = client->Stat(scene.root + "/o", &info).code == Code::kUnavailable &&
-                         file.Write("x", 1, 0).code == Code::kUnavailable;
-    _exit(refused ? 0 : 1);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK_CODE(client->Stat(scene.root + "/o", &info), Code::kUnavailable);
+    CHECK_CODE(file.Write("x", 1, 0), Code::kUnavailable);
+  })) == 0);
 }
 
 }  // namespace

@@ -1,12 +1,16 @@
 // A connection to servers of the case's own: the look-alike's in a folder, or those that TEST_CHFS_SERVER names.
 #pragma once
 
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -34,8 +38,6 @@ class Scene {
     root = "/" + std::filesystem::path(folder_).filename().string();
   }
   ~Scene() { std::filesystem::remove_all(folder_); }
-
-  static bool Real() { return getenv("TEST_CHFS_SERVER") != nullptr; }
 
   std::shared_ptr<Client> Connect() {
     std::shared_ptr<Client> client;
@@ -84,5 +86,43 @@ inline std::vector<std::string> Names(Client& client, const std::string& path) {
   CHECK_OK(client.List(path, [&](const Entry& entry) { names.push_back(entry.name); }));
   return names;
 }
+
+// A process that does this and exits with 0; it ends with this one. To be begun before a connection is there.
+inline pid_t Fork(const std::function<void()>& run) {
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  alarm(30);
+  run();
+  _exit(0);
+}
+
+// How the child ended, as waitpid tells it; 0 for success.
+inline int Wait(pid_t child) {
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  return status;
+}
+
+// Holds one process until another lets it on.
+class Gate {
+ public:
+  Gate() { CHECK(pipe(ends_) == 0); }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() {
+    close(ends_[0]);
+    close(ends_[1]);
+  }
+  void Open() { CHECK(write(ends_[1], "", 1) == 1); }
+  void Pass() {
+    char byte = 0;
+    CHECK(read(ends_[0], &byte, 1) == 1);
+  }
+
+ private:
+  int ends_[2];
+};
 
 }  // namespace tieredckpt::chfs

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.bare import BareLoop
 from tieredckpt.blobs.chfs.erase import erase
 from tieredckpt.blobs.chfs.store import ChfsStore
@@ -83,6 +84,7 @@ async def measure_chfs(
         link = store.link
         assert link is not None
         stack.push_async_callback(_tidy, store, tier.path)
+        await link.ask(frames.MakeFolder(tier.path))  # else what the bare loop has left there may not be listed
         objects = _Objects(nbytes)
         stack.push_async_callback(in_thread, objects.slab.close)
         stores: dict[str, BlobStore] = {"worker": store}
@@ -102,10 +104,14 @@ async def measure_chfs(
             nbytes=objects.size,
         )
         stack.enter_context(bare)
-        for _ in range(rounds + 1):
-            await in_thread(_bare_round, bare, f"{tier.path}-bare", objects.count, seconds)
-            for name, each in stores.items():
-                await objects.round(name, each, seconds)
+        contenders = ["bare", *stores]
+        for turn in range(rounds + 1):
+            first = turn % len(contenders)  # whoever comes after another meets what that left behind
+            for name in contenders[first:] + contenders[:first]:
+                if name == "bare":
+                    await in_thread(_bare_round, bare, f"{tier.path}/bare", objects.count, seconds)
+                else:
+                    await objects.round(name, stores[name], seconds)
         await _checkpoints("tier", tier, objects.nbytes, rounds, seconds)
         if "shared" in folders:
             posix = PosixTier(name="shared", path=folders["shared"] / "store", survives="site")
@@ -174,9 +180,10 @@ class _Objects:
 
 
 async def _tidy(store: ChfsStore, path: str) -> None:
-    if store.link is not None:
-        with suppress(NotFound):  # nothing was written yet
-            await erase(store.link, path)
+    await store.connect()  # anew, where what failed has ended the worker
+    assert store.link is not None
+    with suppress(NotFound):  # nothing was written yet
+        await erase(store.link, path)
 
 
 def _folder_store(folder: Path, fsync: bool) -> PosixStore:

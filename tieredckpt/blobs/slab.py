@@ -202,6 +202,7 @@ class Slab:
             del self.array
             with contextlib.suppress(BufferError):
                 self._map.close()
+            del self._map  # it has a descriptor of its own, which goes with the last view
             os.close(self._fd)
             self._fd = -1
 

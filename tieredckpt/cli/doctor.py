@@ -16,11 +16,12 @@ import typer
 from tieredckpt import __version__
 from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.checkup import Check, Facts, check_up
+from tieredckpt.blobs.chfs.choice import choose_path
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram import shared_memory_root
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
-from tieredckpt.config import RamTier, TierConfig, load
+from tieredckpt.config import ChfsTier, RamTier, TierConfig, load
 from tieredckpt.engine.connect import open_slower
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format import crc
@@ -40,7 +41,7 @@ def doctor(
     tier: Annotated[str | None, typer.Option(help="Only this tier.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and try every tier: write, read, list and delete. Leaves nothing behind on them.
+    """Check this machine, and try every tier: write, read, list and delete. Leaves no object behind on them.
 
     May run beside a trainer. Exits with 1 when something is wrong.
     """
@@ -125,6 +126,13 @@ async def _ram(tier: RamTier) -> AsyncIterator[Check]:
 
 
 async def _slower(tier: TierConfig, nbytes: int) -> AsyncIterator[Check]:
+    if isinstance(tier, ChfsTier):
+        try:
+            way, why = choose_path(tier)
+        except TieredCkptError as error:
+            yield Check("way", False, f"{type(error).__name__}: {error}")
+            return
+        yield Check("way", True, f"{way}: {why}")
     try:
         async with asyncio.timeout(2 * tier.deadline):
             store = await open_slower(tier)

@@ -23,6 +23,8 @@ from tieredckpt.format import layout
 __all__ = ["Holder", "Lease"]
 
 _SIZE_MAX = 4096
+_TORN_PAUSES = (0.0, 0.05, 0.2, 0.5)
+"""Seconds before each look at a lease that may be being renewed."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,17 +114,30 @@ class Lease:
         async for info in self.store.list(layout.LEASES):
             if info.key == self._key:
                 continue
-            try:
-                data = await self.store.get(info.key, limit=_SIZE_MAX)
-                holder = msgspec.json.decode(data, type=Holder)
-            except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
-                continue  # released just now, or torn by a crash: neither holds anything
+            holder = await self._read(info.key)
+            if holder is None:
+                continue
             if await asyncio.to_thread(_is_alive, holder, self._ttl):
                 found.append((holder, info.key))
             else:
                 await self.store.delete(info.key)
                 self.left_behind.append(holder)
         return found
+
+    async def _read(self, key: str) -> Holder | None:
+        """The holder; None when it was released just now, or torn by a crash: neither holds anything.
+
+        Where a put is not atomic, what is torn may be being renewed, so it is looked at again.
+        """
+        for pause in (0.0,) if self.store.traits.atomic_put else _TORN_PAUSES:
+            await asyncio.sleep(pause)
+            try:
+                return msgspec.json.decode(await self.store.get(key, limit=_SIZE_MAX), type=Holder)
+            except NotFound:
+                return None
+            except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+        return None
 
     async def _give_way(self) -> None:
         """Refuse to hold it beside another who took it earlier: of several at the same moment one remains."""

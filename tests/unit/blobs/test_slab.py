@@ -236,3 +236,22 @@ def test_views_outlive_the_slab() -> None:
 def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbytes: int) -> None:
     with pytest.raises(Corrupt, match="outside the slab"):
         slab.bytes_at(offset, nbytes)
+
+
+def test_a_closed_slab_keeps_its_memory_and_no_descriptor_beyond_its_last_view() -> None:
+    def descriptors() -> int:
+        found = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the listing's own
+                found += "slab-of-views" in os.readlink(f"/proc/self/fd/{fd}")
+        return found
+
+    fd = os.memfd_create("slab-of-views", os.MFD_CLOEXEC)
+    os.ftruncate(fd, ALIGNMENT)
+    slab = Slab(fd, ALIGNMENT)
+    view = slab.array[:10]
+    slab.close()
+    assert view.sum() == 0
+    assert descriptors() == 1
+    del view
+    assert descriptors() == 0

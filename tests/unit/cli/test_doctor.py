@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lookalike import missing
 from typer.testing import Result
 
 from tieredckpt import SyncStore
+from tieredckpt.blobs.chfs import choice
+from tieredckpt.config import load, to_toml
 
 Run = Callable[..., Result]
 Told = Callable[..., Any]
@@ -66,3 +72,54 @@ def test_more_ram_than_there_is_is_told(run: Run, config: Path) -> None:
     result = run("doctor", config, "--tier", "ram")
     assert result.exit_code == 1
     assert "3.91 PiB" in result.stdout
+
+
+def chfs_tier(config: Path, chfs: Path, **more: object) -> Path:
+    """A configuration with one tier, over a look-alike in that directory."""
+    config.write_text(to_toml(load({"tiers": {"pmem": {"kind": "chfs", "server": f"directory:{chfs}", **more}}})))
+    return config
+
+
+def test_it_says_which_way_a_tier_goes_to_chfs_and_why(told: Told, config: Path, tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    checks = told("doctor", chfs_tier(config, tmp_path / "chfs"), "--size", "1 MiB")["tiers"]["pmem"]
+    assert all(check["ok"] for check in checks)
+    details = {check["name"]: check["detail"] for check in checks}
+    assert details["way"].startswith("worker: ")
+    assert details["worker"].startswith("process ")
+    assert "look-alike" in details["libchfs"]
+    assert details["servers"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"library": "/nowhere/libchfs.so"}, "/nowhere/libchfs.so"),
+        ({"server": "ofi+tcp://127.0.0.1:1", "library": "/nowhere/libchfs.so"}, "ofi+tcp://127.0.0.1:1"),
+        ({"server": None}, "CHFS_SERVER"),
+    ],
+)
+def test_it_says_what_chfs_lacks(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], told: str
+) -> None:
+    if why := missing():
+        pytest.skip(why)
+    monkeypatch.delenv("CHFS_SERVER", raising=False)
+    result = run("doctor", chfs_tier(config, tmp_path / "chfs", **more), "--json")
+    assert result.exit_code == 1
+    way, failed = json.loads(result.stdout)["tiers"]["pmem"]
+    assert (way["name"], way["ok"], failed["name"], failed["ok"]) == ("way", True, "open", False)
+    assert told in failed["detail"]
+
+
+def test_it_says_that_the_client_of_chfs_is_missing(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "_has_driver", lambda: False)
+    result = run("doctor", chfs_tier(config, tmp_path / "chfs"), "--json")
+    assert result.exit_code == 1
+    (way,) = json.loads(result.stdout)["tiers"]["pmem"]
+    assert (way["name"], way["ok"]) == ("way", False)
+    assert "C++17 compiler" in way["detail"]

@@ -15,10 +15,12 @@ import pytest
 from scenes import Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.kvstore import KvStoreBlobs
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.lease import Lease
 from tieredckpt.errors import Conflict, Invalid
 from tieredckpt.events import TierFailed, TierRecovered
+from tieredckpt.testing.faulty import Faulty
 from tieredckpt.testing.tiers import FaultyTiers
 
 HOLDER = """
@@ -190,3 +192,18 @@ async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(sha
             await store.save(2, tree(2))
             await store.flush()
             assert [info.step for info in await reader.steps()] == [1]
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+async def test_a_lease_that_is_being_renewed_in_place_is_looked_at_again(disk: Path, looks: int) -> None:
+    spec = {"driver": "file", "path": str(disk), "file_io_locking": {"mode": "non_atomic"}}
+    store = Faulty(await KvStoreBlobs.open(spec))
+    assert not store.traits.atomic_put
+    holder = Lease(store, "disk", ttl=60.0)
+    await holder.acquire()
+    store.cut("get", 20, key="leases/*", times=looks)
+    with pytest.raises(Conflict):
+        await Lease(store, "disk", ttl=60.0).acquire()
+    await holder.release()
+    await Lease(store, "disk", ttl=60.0).acquire()
+    await store.close()

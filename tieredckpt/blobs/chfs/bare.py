@@ -66,14 +66,14 @@ class BareLoop:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            print(verb, path, file=self._process.stdin, flush=True)
+            print(json.dumps([verb, path]), file=self._process.stdin, flush=True)
             return float(self._process.stdout.readline())
         except (OSError, ValueError) as error:
             raise TierUnavailable(f"the bare loop over libchfs ended at {verb} {path}: {error}") from error
 
 
 def main(job: str) -> None:
-    """Answer lines of a verb and a path with seconds, until the input ends."""
+    """Answer lines of ``[verb, path]`` with seconds, until the input ends."""
     _Loop(**json.loads(job)).serve()
     os._exit(0)
 
@@ -93,7 +93,7 @@ class _Loop:
     def serve(self) -> None:
         verbs = {"write": self._write, "read": self._read, "remove": self._remove}
         for line in sys.stdin:
-            verb, path = line.split()
+            verb, path = json.loads(line)
             begin = time.perf_counter()
             verbs[verb](os.fsencode(path))
             sys.stdout.write(f"{time.perf_counter() - begin}\n")
@@ -108,6 +108,7 @@ class _Loop:
         self._pieces(self._libchfs.chfs_open(path, os.O_RDONLY), self._libchfs.chfs_pread)
 
     def _remove(self, path: bytes) -> None:
+        self._libchfs.chfs_truncate(path, ctypes.c_int64(0))  # at once, where unlink would leave it for later
         self._libchfs.chfs_unlink(path)
 
     def _pieces(self, descriptor: int, call: Any) -> None:

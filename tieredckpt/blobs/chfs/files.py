@@ -139,6 +139,7 @@ class Files:
     async def _close(self) -> None:
         while self._leaving:
             entry = self._leaving.pop()
+            entry.opening.cancel()  # where it is still under way, nobody wants it any more, and it may hang
             await asyncio.wait([entry.opening])
             if not entry.opening.cancelled() and entry.opening.exception() is None:
                 await self.clean_up(entry.link, frames.Close(entry.opening.result()))

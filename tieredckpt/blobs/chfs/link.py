@@ -172,8 +172,11 @@ class Link:
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 return
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 pass  # its end is noticed where it is reaped
+            except OSError as error:
+                if self._socket.fileno() >= 0:
+                    self.process.kill(f"nothing could be sent to it: {error}")  # or whoever asked would wait for ever
             self._outgoing.popleft()
             for fd in fds:
                 os.close(fd)
@@ -215,6 +218,8 @@ class Link:
             return
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
+        with suppress(OSError):  # it has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)  # a process that was forked from this one may hold the socket too
         self._socket.close()
         while self._outgoing:
             for fd in self._outgoing.popleft()[1]:

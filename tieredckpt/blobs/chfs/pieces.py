@@ -18,8 +18,11 @@ def piece_size(chunk_size: int) -> int:
 
 
 def chunk_size_for(nbytes: int, chunk_size: int) -> int:
-    """The CHFS chunk of an object: small objects are one chunk of just their size."""
-    return min(chunk_size, max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT)
+    """The CHFS chunk of an object: small objects are one chunk of hardly more than their size.
+
+    Of more, since an object that ends with a full chunk may go on: looking at it means to ask every server.
+    """
+    return min(chunk_size, (nbytes // ALIGNMENT + 1) * ALIGNMENT)
 
 
 def cut(parts: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[memoryview]]]:

