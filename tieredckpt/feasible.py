@@ -19,6 +19,8 @@ __all__ = ["doubtful", "impossible"]
 
 _SAFETY = {"process": 0, "node": 1, "site": 2}
 _SAMPLES_MAX = 1000
+_FAILURES = (Exception, SystemExit)
+"""What a stranger's policy may raise."""
 
 
 def impossible(store: StoreConfig) -> list[Problem]:
@@ -28,7 +30,7 @@ def impossible(store: StoreConfig) -> list[Problem]:
 
 def doubtful(store: StoreConfig) -> list[Problem]:
     """What works and is hardly meant; it is told when the store is opened."""
-    found: list[Problem] = []
+    found: list[Problem] = [*_fails(store)]
     for nearer, slower in combinations(store.tiers, 2):
         if nearer.survives and slower.survives and _SAFETY[slower.survives] < _SAFETY[nearer.survives]:
             text = (
@@ -93,15 +95,12 @@ def _nested(store: StoreConfig) -> Iterator[Problem]:
 
 
 def _keeps_nothing(store: StoreConfig) -> Iterator[Problem]:
-    for tier in store.tiers:
-        view, tier_view = _sample(tier)
+    for index, tier in enumerate(store.tiers):
         try:
-            kept = tier.retain.retains(tier_view, view)
-        except Exception as error:
-            text = f"`{tier.retain.kind}` fails on a sample of steps ({type(error).__name__}: {error}); correct it"
-            yield ("tiers", tier.name, "retain"), text
-            continue
-        if kept == frozenset():
+            kept = [tier.retain.retains(view.tiers[index], view) for view in _samples(store, tier)]
+        except _FAILURES:
+            continue  # told as doubtful, for the sample may be what is wrong
+        if not any(kept):
             text = (
                 f"`{tier.retain.kind}` keeps no step, not even one that was just saved; let it keep one, for example "
                 "with { kind = 'last_n', n = 1 }"
@@ -109,15 +108,31 @@ def _keeps_nothing(store: StoreConfig) -> Iterator[Problem]:
             yield ("tiers", tier.name, "retain"), text
 
 
-def _sample(tier: TierConfig) -> tuple[StoreView, TierView]:
-    """A tier full of steps that were just saved, with all metrics, of all numbers that its retention may mean."""
-    numbers = sorted({*range(11), *_numbers_in(tier.retain.model_dump())})[:_SAMPLES_MAX]
-    steps = tuple(
-        StepView(step=number, serial=serial, saved_at=0.0, age=0.0, nbytes=1, metrics=_Any(), tiers=(tier.name,))
-        for serial, number in enumerate(numbers, start=1)
+def _fails(store: StoreConfig) -> Iterator[Problem]:
+    for index, tier in enumerate(store.tiers):
+        try:
+            for view in _samples(store, tier):
+                tier.retain.retains(view.tiers[index], view)
+        except _FAILURES as error:
+            text = f"`{tier.retain.kind}` fails on a sample of steps ({type(error).__name__}: {error})"
+            yield ("tiers", tier.name, "retain"), f"{text}; what it fails on stays"
+
+
+def _samples(store: StoreConfig, tier: TierConfig) -> Iterator[StoreView]:
+    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics."""
+    meant = {*range(11), *_numbers_in(tier.retain.model_dump())}
+    numbers = sorted({*meant, *(number + 1 for number in meant)})[:_SAMPLES_MAX]
+    names = tuple(each.name for each in store.tiers)
+    tiers = tuple(
+        TierView(each.name, index, each.survives or "process", None, 0, None, healthy=True)
+        for index, each in enumerate(store.tiers)
     )
-    seen = TierView(tier.name, 0, "process", None, 0, None, healthy=True)
-    return StoreView(now=0.0, steps=steps, tiers=(seen,)), seen
+    for value in (0.0, 1e300, -1e300):
+        steps = tuple(
+            StepView(step=number, serial=serial, saved_at=0.0, age=0.0, nbytes=1, metrics=_Any(value), tiers=names)
+            for serial, number in enumerate(numbers, start=1)
+        )
+        yield StoreView(now=0.0, steps=steps, tiers=tiers)
 
 
 def _numbers_in(value: object) -> Iterator[int]:
@@ -131,13 +146,17 @@ def _numbers_in(value: object) -> Iterator[int]:
 
 
 class _Any(dict[str, float]):
-    """Metrics of every name."""
+    """Metrics of every name, all of one value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(loss=value)
+        self._value = value
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __getitem__(self, name: str) -> float:
-        return 0.0
+        return self._value
 
     def get(self, name: str, default: Any = None) -> Any:
-        return 0.0
+        return self._value

@@ -77,6 +77,8 @@ class Preemption:
     def __init__(self, store: CheckpointStore, seconds: float, tier: str | None, name: str, on: signal.Signals) -> None:
         if not seconds > 0:
             raise Invalid(f"a warning leaves a positive number of seconds, not {seconds!r}")
+        if not name:
+            raise Invalid("a signal needs a name")
         self.raised = False
         """Whether the warning came: the training should save and stop."""
         self._state = store.engine.state
@@ -139,7 +141,8 @@ class Preemption:
 
     def _promote_newest(self) -> bool:
         """Whether the tier has the newest step, before the time is out."""
-        if (newest := self._state.newest()) is None or newest in self._tier.held:
+        newest = self._state.newest()
+        if not self._store.captures.pending and (newest is None or newest in self._tier.held):
             return True
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store.engine_loop.submit(self._keep())
@@ -157,12 +160,13 @@ class Preemption:
 
     async def _keep(self) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
+        await self._store.captures.settled()
         while (step := self._state.newest()) is not None and step not in self._tier.held:
             if (promoter := self._store.engine.promoters.get(self._tier.name)) is not None:
                 promoter.give_way(step)
             try:
                 await self._store.engine.promote(step.step, self._tier.name)
-            except TieredCkptError as error:
+            except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)
                 await self._state.changed.wait(_TRY_AGAIN)
         return step
@@ -172,7 +176,7 @@ class Preemption:
 
     def _what_was_kept(self) -> str:
         newest = self._state.newest()
-        there = [step for step in self._tier.held if self._state.on_line(step.serial)]
+        there = [step for step in tuple(self._tier.held) if self._state.on_line(step.serial)]
         holders = ", ".join(repr(tier.name) for tier in self._state.tiers if newest in tier.held)
         text = f"preempted, and time ran out after {self._passed():.1f} s: {newest} is on {holders} alone; "
         text += f"tier {self._tier.name!r} has {max(there)}" if there else f"tier {self._tier.name!r} has no step"

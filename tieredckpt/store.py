@@ -171,6 +171,11 @@ class CheckpointStore:
         return self._loop
 
     @property
+    def captures(self) -> Captures:
+        """The saves under way behind the trainer; for the library's own parts."""
+        return self._captures
+
+    @property
     def engine(self) -> Engine:
         """What does the work; for the library's own parts."""
         return self._engine

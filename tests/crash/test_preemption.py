@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from scenes import SOON, assert_same, config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, StoreConfig
+from tieredckpt import CheckpointStore, StoreConfig, SyncStore
 from tieredckpt.engine import copier, engine
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.preempt import EXIT_STATUS, preemption
@@ -206,3 +206,47 @@ def test_it_takes_the_safest_tier_or_the_one_that_is_named(shared_memory: Path, 
             preemption(store, tier="neat")
         with pytest.raises(Invalid, match="positive"):
             preemption(store, seconds=0)
+
+
+def test_a_step_that_is_still_being_captured_is_the_newest(
+    settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = engine.Engine.save
+
+    async def takes_its_time(self: engine.Engine, step: int, *arguments: Any, **options: Any) -> Any:
+        if step == 2:
+            await asyncio.sleep(0.3)
+        return await save(self, step, *arguments, **options)
+
+    monkeypatch.setattr(engine.Engine, "save", takes_its_time)
+
+    def train(store: SyncStore) -> None:
+        with preemption(store, seconds=60):
+            signal.raise_signal(signal.SIGTERM)
+            store.save(2, {"epoch": 2, "name": "nothing in it can change"}, capture="reference")
+
+    with CheckpointStore.open(settings).sync() as store:
+        store.save(1, tree(1)).reached("ram")
+        with pytest.raises(SystemExit) as ended:
+            train(store)
+        assert ended.value.code == EXIT_STATUS
+        assert "disk" in store.where(2)
+
+
+def test_what_a_tiers_code_raises_is_tried_again(settings: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote, failures = engine.Engine.promote, iter([OSError("no library of ours"), TimeoutError("neither")])
+
+    async def fails_at_first(self: engine.Engine, step: int, tier: str) -> object:
+        for failure in failures:
+            raise failure
+        return await promote(self, step, tier)
+
+    monkeypatch.setattr(engine.Engine, "promote", fails_at_first)
+    with CheckpointStore.open(settings).sync() as store:
+        store.save(1, tree(1))
+        with pytest.raises(SystemExit) as ended, preemption(store, seconds=60):
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == EXIT_STATUS
+        assert "disk" in store.where(1)
+        with pytest.raises(Invalid):
+            preemption(store, name="")

@@ -329,6 +329,22 @@ class Fails(Retention):
         raise ZeroDivisionError("a policy with a bug")
 
 
+class Above(Retention):
+    kind: Literal["test_above"] = "test_above"
+    least: float
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset(step.serial for step in store.line_on(tier.name) if step.metrics["accuracy"] > self.least)
+
+
+class After(Retention):
+    kind: Literal["test_after"] = "test_after"
+    step: int
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset(step.serial for step in store.line_on(tier.name) if step.step > self.step)
+
+
 class Chosen(Retention):
     kind: Literal["test_chosen"] = "test_chosen"
     steps: tuple[int, ...]
@@ -341,7 +357,6 @@ class Chosen(Retention):
     ("retain", "told"),
     [
         (KeepsNothing(), "`test_keeps_nothing` keeps no step, not even one that was just saved; let it keep one"),
-        (Fails(), r"`test_fails` fails on a sample of steps \(ZeroDivisionError: a policy with a bug\)"),
         (Chosen(steps=()), "`test_chosen` keeps no step"),
     ],
 )
@@ -359,10 +374,18 @@ def test_a_retention_that_keeps_nothing_is_refused_before_the_first_save(retain:
         retention.DenseThenSparse(),
         retention.Union(policies=(retention.EveryK(k=10**9),)),
         Chosen(steps=(777_777,)),
+        Above(least=0.9),
+        After(step=1000),
     ],
 )
 def test_a_retention_that_keeps_some_step_is_not_refused(retain: Retention) -> None:
     assert load(disk(retain=retain)).tiers[0].retain is retain
+
+
+def test_a_retention_that_fails_on_a_sample_is_told_of_and_not_refused() -> None:
+    ((place, text),) = doubtful(load(disk(retain=Fails())))
+    assert place == ("tiers", "disk", "retain")
+    assert text.startswith("`test_fails` fails on a sample of steps (ZeroDivisionError: a policy with a bug)")
 
 
 def tiers(**tiers: Any) -> StoreConfig:

@@ -75,9 +75,9 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
 
 def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:
     retained = tier.config.retain.retains(tier_view, view)
-    if not isinstance(retained, AbstractSet):
+    if not isinstance(retained, (AbstractSet, list, tuple)):
         raise TypeError(f"{tier.config.retain.kind}: retains() gave a {type(retained).__name__}, not a frozenset")
-    return retained
+    return frozenset(retained)
 
 
 def save_is_due(state: State, step: int) -> bool:

@@ -235,7 +235,8 @@ def _refuse_what_cannot_fit(state: State) -> None:
     small = [
         (tier, tier.capacity)
         for tier in slower
-        if tier.capacity is not None
+        if tier.marker is not None  # else what it holds is not known
+        and tier.capacity is not None
         and tier.capacity < record.nbytes
         and all(held.record.nbytes < record.nbytes for held in tier.held.values())  # else its chunks are shared ones
     ]

@@ -132,14 +132,15 @@ class Promoter:
     async def _promote(self, step: StepId) -> None:
         self.busy = step
         try:
-            self._copying = asyncio.create_task(copy_step(self._state, self._collector, step, self.tier))
-            try:
-                await self._copying
-            except asyncio.CancelledError:
-                mine = asyncio.current_task()
-                if mine is None or mine.cancelling():
-                    raise
-                return  # it gave way
+            with self._state.promoting(self.tier):  # from now on, not from when the task first runs
+                self._copying = asyncio.create_task(copy_step(self._state, self._collector, step, self.tier))
+                try:
+                    await self._copying
+                except asyncio.CancelledError:
+                    mine = asyncio.current_task()
+                    if mine is None or mine.cancelling():
+                        raise
+                    return  # it gave way
             self._succeeded()
             await self._collector.settle(self.tier)
         except (SilentSource, Corrupt, NotFound) as error:

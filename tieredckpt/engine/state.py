@@ -83,7 +83,8 @@ class State:
 
     def newest(self) -> StepId | None:
         """What a restore takes: the newest step of the live line."""
-        return max((step for tier in self.tiers for step in tier.held if self.on_line(step.serial)), default=None)
+        held = (step for tier in self.tiers for step in tuple(tier.held))  # at once: asked from other threads too
+        return max((step for step in held if self.on_line(step.serial)), default=None)
 
     def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:
         """The step of that number (the newest without one); on the live line if there, else the newest such.
