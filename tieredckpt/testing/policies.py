@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tieredckpt.config import load
 from tieredckpt.errors import Invalid
 from tieredckpt.policy import (
     QUESTIONS,
@@ -178,6 +179,12 @@ class PolicyTests:
                 else:
                     assert isinstance(answer, list)
                     assert sorted(answer) == held
+
+    def test_it_never_proposes_to_lose_everything(self) -> None:
+        """Of a tier with steps of every number and any metric, a retention keeps some: others are not configured."""
+        for policy in self.policies:
+            if isinstance(policy, Retention):
+                load({"tiers": {"disk": {"kind": "posix", "path": "/checkpoints", "retain": policy}}})
 
     def test_it_cannot_be_changed(self) -> None:
         for policy in self.policies:
