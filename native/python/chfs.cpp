@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "chfs/client.hpp"
+#include "python/lent_bytes.hpp"
 
 namespace nb = nanobind;
 using tieredckpt::chfs::Client;
@@ -21,6 +22,7 @@ using tieredckpt::chfs::Info;
 using tieredckpt::chfs::Kind;
 using tieredckpt::chfs::Options;
 using tieredckpt::chfs::Status;
+using tieredckpt::python::LentBytes;
 
 namespace {
 
@@ -68,23 +70,6 @@ void Call(Function function) {
   PyErr_SetObject(chfs_error, args.ptr());
   throw nb::python_error();
 }
-
-// Bytes that a Python object lends for as long as this lives; its memory can neither move nor go away.
-class LentBytes {
- public:
-  LentBytes(nb::handle object, int flags) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
-  }
-  LentBytes(const LentBytes&) = delete;
-  LentBytes& operator=(const LentBytes&) = delete;
-  ~LentBytes() { PyBuffer_Release(&view_); }
-
-  void* data() const { return view_.buf; }
-  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-
- private:
-  Py_buffer view_{};
-};
 
 // An open object that Python may close while another of its threads reads or writes: closing waits for those.
 // libchfs would give the descriptor to the next object, and they would go on in that one.

@@ -2,27 +2,11 @@
 #include <nanobind/nanobind.h>
 
 #include "crc32c/crc32c.hpp"
+#include "python/lent_bytes.hpp"
 
 namespace nb = nanobind;
 
 namespace {
-
-// Bytes that a Python object lends for as long as this lives; its memory can neither move nor go away.
-class LentBytes {
- public:
-  explicit LentBytes(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  }
-  LentBytes(const LentBytes&) = delete;
-  LentBytes& operator=(const LentBytes&) = delete;
-  ~LentBytes() { PyBuffer_Release(&view_); }
-
-  const void* data() const { return view_.buf; }
-  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-
- private:
-  Py_buffer view_{};
-};
 
 // Below this many bytes (a few microseconds of work) the GIL is kept: a thread that gives it up while
 // another computes in Python waits a whole switch interval (5 ms) to get it back.
@@ -30,7 +14,7 @@ constexpr std::size_t kWorthReleasing = 64 * 1024;
 
 template <typename Function>
 std::uint32_t over_lent_bytes(Function function, nb::handle object, std::uint32_t crc) {
-  const LentBytes bytes(object);
+  const tieredckpt::python::LentBytes bytes(object, PyBUF_SIMPLE);
   if (bytes.size() < kWorthReleasing) return function(bytes.data(), bytes.size(), crc);
   const nb::gil_scoped_release released;
   return function(bytes.data(), bytes.size(), crc);

@@ -49,6 +49,7 @@ __all__ = [
     "Traits",
     "check_key",
     "check_prefix",
+    "is_key",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -174,6 +175,15 @@ def check_key(key: str) -> str:
     if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")):
         raise Invalid(f"{key!r} is not a blob key: components of [A-Za-z0-9._-], no '.' or '..'")
     return key
+
+
+def is_key(name: str) -> bool:
+    """Whether ``name`` obeys the alphabet."""
+    try:
+        check_key(name)
+    except Invalid:
+        return False
+    return True
 
 
 def check_prefix(prefix: str) -> str:

@@ -20,7 +20,7 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
 from tieredckpt.units import format_size
 
-__all__ = ["CHECKUP", "Check", "Facts", "check_up"]
+__all__ = ["CHECKUP", "Check", "Facts", "check_up", "warm_memory"]
 
 CHECKUP = "checkup/"
 """The folder of keys that a trial uses; the engine has none there."""
@@ -87,7 +87,7 @@ class _Trial:
         self._store = store
         self._folder = f"{CHECKUP}{secrets.token_hex(8)}/"
         self._small = np.random.default_rng().bytes(1000)
-        self._large = _warm_memory(nbytes)
+        self._large = warm_memory(nbytes)
         self._large[:] = np.random.default_rng().integers(0, 256, self._large.size, dtype=np.uint8)
 
     def parts(self) -> list[tuple[str, Callable[[], Awaitable[str]]]]:
@@ -152,7 +152,7 @@ class _Trial:
         return f"{_rate(self._large.size, time.perf_counter() - begin)}, {what}"
 
     async def _read(self) -> str:
-        into = await asyncio.to_thread(_warm_memory, self._large.size)
+        into = await asyncio.to_thread(warm_memory, self._large.size)
         begin = time.perf_counter()
         await self._store.get_into(self._folder + "large", 0, memoryview(into))
         seconds = time.perf_counter() - begin
@@ -181,7 +181,7 @@ class _Trial:
         return f"{len(found)} of {len(expected)} objects, with their sizes"
 
 
-def _warm_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+def warm_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory that direct I/O takes and whose pages are there before a clock runs."""
     room = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
     room[:] = 0

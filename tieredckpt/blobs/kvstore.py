@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
 from tieredckpt.blobs.settle import settle
 from tieredckpt.errors import (
     Closed,
@@ -144,7 +144,7 @@ class KvStoreBlobs:
                 if _NO_FOLDER not in str(error):
                     raise
                 return
-        names = [name for name in (raw.decode("latin-1") for raw in found) if _is_key(name)]
+        names = [name for name in (raw.decode("latin-1") for raw in found) if is_key(name)]
         for first in range(0, len(names), _SIZES_AT_A_TIME):
             self._check_open()
             some = names[first : first + _SIZES_AT_A_TIME]
@@ -293,14 +293,6 @@ def _location(store: ts.KvStore) -> str:
     except Exception:
         # Some drivers have no URL form.
         return str(store.spec().to_json())
-
-
-def _is_key(name: str) -> bool:
-    try:
-        check_key(name)
-    except Invalid:
-        return False
-    return True
 
 
 def _joined(parts: Sequence[Buffer]) -> bytes:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.checkup import CHECKUP
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.checkup import CHECKUP, warm_memory
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.connect import open_slower
 from tieredckpt.units import format_size
@@ -17,7 +18,6 @@ from tieredckpt.units import format_size
 __all__ = ["measure_copy", "measure_tier"]
 
 _ROUNDS = 3
-_PAGE = 4096
 
 
 def measure_copy(nbytes: int) -> float:
@@ -51,13 +51,9 @@ async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
 
 
 def _warm(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory that direct I/O takes, whose pages are there before a clock runs."""
-    if nbytes < _PAGE:
+    if nbytes < ALIGNMENT:
         raise ValueError(f"{format_size(nbytes)} are too few to measure with")
-    room = np.zeros(nbytes + _PAGE, dtype=np.uint8)
-    room[:] = 0
-    start = -room.ctypes.data % _PAGE
-    return room[start : start + nbytes]
+    return warm_memory(nbytes)
 
 
 def _timed(work: Callable[[], object]) -> float:

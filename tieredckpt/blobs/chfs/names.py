@@ -9,21 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 
-from tieredckpt.blobs.base import check_key
-from tieredckpt.errors import Invalid
-
-__all__ = ["data_for", "data_of", "is_name", "name_of"]
+__all__ = ["data_for", "data_of", "name_of"]
 
 _DATA = re.compile(r"([A-Za-z0-9._-]+)~[0-9a-f]{16}")
-
-
-def is_name(entry: str) -> bool:
-    """Whether an entry can be a component of a key; what is the store's own cannot."""
-    try:
-        check_key(entry)
-    except Invalid:
-        return False
-    return True
 
 
 def data_for(path: str) -> str:

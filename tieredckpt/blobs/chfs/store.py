@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.chfs.names import data_for, data_of, is_name
+from tieredckpt.blobs.chfs.names import data_for, data_of
 from tieredckpt.blobs.chfs.sweep import clean
 from tieredckpt.blobs.chfs.transfer import Transfer
 from tieredckpt.blobs.settle import note, outlast, together, whole
@@ -217,7 +217,7 @@ class ChfsStore:
         while folders:
             folder = folders.pop()
             async with self._verb() as link:
-                names = [(name, kind) for name, kind in await self._entries(link, folder) if is_name(name)]
+                names = [(name, kind) for name, kind in await self._entries(link, folder) if is_key(name)]
                 infos = await self._infos(link, [folder + name for name, kind in names if kind != "folder"])
                 if not folders and all(kind != "folder" for _, kind in names):
                     await link.ask(frames.CheckRing())  # a server that is gone is a list that is shorter

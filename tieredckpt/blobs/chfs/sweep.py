@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from tieredckpt.blobs.base import is_key
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.chfs.names import is_name, name_of
+from tieredckpt.blobs.chfs.names import name_of
 from tieredckpt.errors import Conflict, NotFound
 
 __all__ = ["clean"]
@@ -29,7 +30,7 @@ async def clean(link: Link, folder: str, age: float, *, root: bool) -> tuple[int
     entries = await link.ask(frames.ListFolder(folder or "/"))
     for name, kind in entries:
         if kind == "folder":
-            folders += [f"{folder}/{name}"] if is_name(name) else []
+            folders += [f"{folder}/{name}"] if is_key(name) else []
         elif key := name_of(name):
             swept += await _data(link, f"{folder}/{key}", name, age)
     if not entries and not root:
