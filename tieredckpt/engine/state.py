@@ -168,6 +168,29 @@ class State:
         """
         (self.signals.add if on else self.signals.discard)(name)
 
+    # -- what policies see of the trainer -----------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def observe_save(self, step: int, saved_at: float, seconds: float) -> None:
+        """Learn from a save that has just been made, and took so many seconds."""
+        before = self.observed
+        step_seconds = before.step_seconds
+        if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
+            each = (saved_at - before.last_save_at) / (step - before.last_save_step)
+            step_seconds = blend(step_seconds, each)
+        self.observed = dataclasses.replace(
+            before,
+            last_save_step=step,
+            last_save_at=saved_at,
+            save_count=before.save_count + 1,
+            stall_seconds=blend(before.stall_seconds, seconds),
+            stalled_seconds=before.stalled_seconds + seconds,
+            step_seconds=step_seconds,
+        )
+
     # -- views for policies -------------------------------------------------------------------------------
 
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
@@ -175,7 +198,7 @@ class State:
 
         With ``at_rest``, as it would be if no promotion were under way.
         """
-        now = time.time()
+        now = self.now()
         steps = []
         for step, record in self.records().items():
             names = tuple(
@@ -224,10 +247,9 @@ class State:
 
         Steps of earlier trainers teach nothing: what kept them was not the tier.
         """
-        seconds = max(0.0, time.time() - step.saved_at)
+        seconds = max(0.0, self.now() - step.saved_at)
         if step.saved_at >= self.observed.started_at:
-            before = tier.promotion_seconds
-            tier.promotion_seconds = seconds if before is None else blend(before, seconds)
+            tier.promotion_seconds = blend(tier.promotion_seconds, seconds)
         return seconds
 
     def observe(self) -> Observed:
@@ -240,7 +262,7 @@ class State:
             observed,
             promotion_seconds=seen[-1] if seen else None,
             failures=self.history.failures,
-            trained_seconds=self.history.trained_seconds + max(0.0, time.time() - observed.started_at),
+            trained_seconds=self.history.trained_seconds + max(0.0, self.now() - observed.started_at),
             stalled_seconds=self.history.stalled_seconds + observed.stalled_seconds,
             lost_seconds=self.history.lost_seconds,
         )
@@ -254,9 +276,9 @@ _SURVIVAL_NAMES: dict[Survives, Literal["process", "node", "site"]] = {
 }
 
 
-def blend(mean: float, value: float) -> float:
-    """A recent mean with one more value: the last three weigh two thirds."""
-    return 0.7 * mean + 0.3 * value
+def blend(mean: float | None, value: float) -> float:
+    """A recent mean with one more value, or its first: the last three weigh two thirds."""
+    return value if mean is None else 0.7 * mean + 0.3 * value
 
 
 def numbers(metrics: Mapping[str, float | str]) -> dict[str, float]:

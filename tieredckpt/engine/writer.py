@@ -7,7 +7,6 @@ thread left that touches them.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import os
 import platform
@@ -24,7 +23,7 @@ import numpy as np
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
-from tieredckpt.engine.state import State, blend
+from tieredckpt.engine.state import State
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
@@ -99,7 +98,7 @@ class Writer:
             state.line = record.line
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
-            self._observe(step, record, seconds)
+            self._state.observe_save(step, record.saved_at, seconds)
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
         state.changed.beat()
         return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
@@ -189,23 +188,6 @@ class Writer:
             if key in self._digests and len(self._digests[key]) == len(digests)
         }
         self._digests = now
-
-    def _observe(self, step: int, record: StepRecord, seconds: float) -> None:
-        before = self._state.observed
-        stall = seconds if before.stall_seconds is None else blend(before.stall_seconds, seconds)
-        step_seconds = before.step_seconds
-        if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
-            each = (record.saved_at - before.last_save_at) / (step - before.last_save_step)
-            step_seconds = each if step_seconds is None else blend(step_seconds, each)
-        self._state.observed = dataclasses.replace(
-            before,
-            last_save_step=step,
-            last_save_at=record.saved_at,
-            save_count=before.save_count + 1,
-            stall_seconds=stall,
-            stalled_seconds=before.stalled_seconds + seconds,
-            step_seconds=step_seconds,
-        )
 
 
 def _storable(value: float) -> float | str:

@@ -16,7 +16,7 @@ from tieredckpt.blobs.base import Survives
 from tieredckpt.engine.ask import is_due, leaving, waits_for_promotion
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.state import State
+from tieredckpt.engine.state import State, blend
 from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -92,11 +92,12 @@ class World(State):
         self._version = 0
         self._kept_view: tuple[object, StoreView] | None = None
         self._kept_tiers: dict[str, tuple[tuple[int, float | None, bool, bool], TierView]] = {}
-        self._failures = 0
-        self._trained = 0.0
-        self._lags: dict[str, float] = {}
 
     # -- what policies see --------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """By the clock of this world."""
+        return self._clock()
 
     def records(self) -> dict[StepId, StepRecord]:
         """As of the engine's state."""
@@ -104,7 +105,7 @@ class World(State):
 
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
         """As of the engine's state, at the time of this world; what did not change since the last one is kept."""
-        now = self._clock()
+        now = self.now()
         which = (now, self._version, at_rest)
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
@@ -174,15 +175,7 @@ class World(State):
 
     def due(self, step: int) -> bool:
         """Whether the schedule wants a save of the step that was just trained."""
-        view = self.view()
-        lags = [self._lags[tier.name] for tier in self.rungs if tier.healthy and tier.name in self._lags]
-        observed = dataclasses.replace(
-            self.observed,
-            promotion_seconds=lags[-1] if lags else None,
-            failures=self._failures,
-            trained_seconds=self._trained + view.now - self.observed.started_at,
-        )
-        return self.config.schedule.due(step, view, observed)
+        return self.config.schedule.due(step, self.view(), self.observe())
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -197,7 +190,7 @@ class World(State):
 
     def saved(self, step: int, tier: WorldTier, stall: float) -> StepId:
         """Commit a save that took ``stall`` seconds from the training."""
-        now = self._clock()
+        now = self.now()
         identity = StepId(self.last_serial + 1, step)
         self.last_serial = identity.serial
         record = StepRecord(
@@ -215,24 +208,10 @@ class World(State):
         )
         self.line = record.line
         self._hold(identity, record, tier)
-        self._observe_save(step, now, stall)
+        self.observe_save(step, now, stall)
         self._happened("saved", identity, tier)
         self.apply_retention(tier)
         return identity
-
-    def _observe_save(self, step: int, now: float, stall: float) -> None:
-        before = self.observed
-        seconds = before.step_seconds
-        if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
-            seconds = _blend(seconds, (now - before.last_save_at) / (step - before.last_save_step))
-        self.observed = dataclasses.replace(
-            before,
-            last_save_step=step,
-            last_save_at=now,
-            save_count=before.save_count + 1,
-            stall_seconds=_blend(before.stall_seconds, stall),
-            step_seconds=seconds,
-        )
 
     def skipped(self, step: int, tier: WorldTier) -> None:
         """Note a save that was not made."""
@@ -298,9 +277,9 @@ class World(State):
     def promoted(self, step: StepId, record: StepRecord, tier: WorldTier, bandwidth: float | None) -> None:
         """Commit a promotion."""
         self._hold(step, record, tier)  # which makes new views
-        tier.seen_bandwidth = _blend(tier.seen_bandwidth, bandwidth) if bandwidth is not None else tier.seen_bandwidth
-        if record.saved_at >= self.observed.started_at:
-            self._lags[tier.name] = _blend(self._lags.get(tier.name), self._clock() - record.saved_at)
+        if bandwidth is not None:
+            tier.seen_bandwidth = blend(tier.seen_bandwidth, bandwidth)
+        self.observe_promotion(record, tier)
         self._happened("promoted", step, tier)
         self.apply_retention(tier)
 
@@ -317,8 +296,13 @@ class World(State):
 
     def fail(self, least: Survives) -> None:
         """End the trainer, and lose what lies on tiers that survive less than ``least``."""
-        self._failures += 1
-        self._trained += self._clock() - self.observed.started_at
+        before, ended = self.history, self.observed
+        self.history = dataclasses.replace(
+            before,
+            failures=before.failures + 1,
+            trained_seconds=before.trained_seconds + self.now() - ended.started_at,
+            stalled_seconds=before.stalled_seconds + ended.stalled_seconds,
+        )
         for tier in self.rungs:
             tier.pins.clear()
             tier.busy = False
@@ -332,7 +316,7 @@ class World(State):
         for tier in self.rungs:
             tier.dismissed.clear()
             tier.error = None
-            tier.seen_bandwidth = None
+            tier.seen_bandwidth = tier.promotion_seconds = None
             if tier.down:
                 tier.unseen, tier.held = tier.unseen | tier.held, {}
         self._look_again()
@@ -341,8 +325,7 @@ class World(State):
         known = (step.serial for tier in self.rungs for step in (*tier.held, *tier.unseen))
         self.last_serial = max(known, default=self.last_serial)
         self.restored_from = None
-        self.observed = Observed(started_at=self._clock())
-        self._lags.clear()
+        self.observed = Observed(started_at=self.now())
         self._look_again()
         return newest
 
@@ -363,9 +346,4 @@ class World(State):
         self._look_again()
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:
-        self._tell(Action(self._clock(), what, step.step, tier.name))
-
-
-def _blend(mean: float | None, value: float) -> float:
-    """As the engine keeps its recent means."""
-    return value if mean is None else 0.7 * mean + 0.3 * value
+        self._tell(Action(self.now(), what, step.step, tier.name))
