@@ -355,11 +355,11 @@ class CheckpointStore:
 
         Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.promote(step, tier))
+        return await self.engine_loop.call(self._engine.by_hand.promote(step, tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self.engine_loop.call(self._engine.evict(step, tier))
+        await self.engine_loop.call(self._engine.by_hand.evict(step, tier))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
@@ -383,7 +383,9 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
-        return await self.engine_loop.call(self._engine.verify(step, serial, tier, repair=repair, progress=progress))
+        return await self.engine_loop.call(
+            self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+        )
 
 
 def _checked_step(step: int) -> int:

@@ -24,18 +24,17 @@ from tieredckpt.blobs.settle import whole
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import heal as healing
 from tieredckpt.engine.ask import save_is_due
+from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.promoter import Promoter
 from tieredckpt.engine.reader import fill
-from tieredckpt.engine.repack import collect_on
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.verifier import Verified, verify_on
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
@@ -87,6 +86,7 @@ class Engine:
             read_only=self._read_only,
         )
         self.collector = Collector(self.state)
+        self.by_hand = ByHand(self.state, self.collector, partial(copy_step, self.state, self.collector))
         self._writer = Writer(self.state, self.collector)
         try:
             await self._open_tiers()
@@ -151,6 +151,10 @@ class Engine:
             except Exception:
                 _log.exception("collection: unexpected failure")
 
+    async def collect(self) -> list[Collected]:
+        """See `ByHand.collect`."""
+        return await self.by_hand.collect()
+
     async def close(self, *, flush: bool, keep_ram: bool) -> None:
         """Finish what is due on the tiers that work, and let everything go.
 
@@ -191,7 +195,7 @@ class Engine:
 
     async def save(self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool) -> Saved:
         """See `Writer.save`."""
-        self._check_writable("save")
+        self.state.check_writable("save")
         reserved = self._slab_reserved()
         saved = await self._writer.save(step, flat, metrics, overwrite=overwrite)
         if saved.tier is not None:
@@ -203,10 +207,6 @@ class Engine:
     def _slab_reserved(self) -> int:
         ram = self.state.tiers[0].ram
         return ram.slab.reserved if ram is not None else 0
-
-    def _check_writable(self, what: str) -> None:
-        if self._read_only:
-            raise Invalid(f"cannot {what}: the store was opened with read_only=True")
 
     def is_due(self, step: int) -> bool:
         """The schedule's answer."""
@@ -326,72 +326,6 @@ class Engine:
         task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
         self._heals.add(task)
         task.add_done_callback(self._heals.discard)
-
-    # -- by hand ------------------------------------------------------------------------------------------
-
-    async def promote(self, number: int, name: str) -> int:
-        """Copy a step to a tier now, whatever its policy says; the bytes written."""
-        self._check_writable("promote")
-        step, tier = self.state.find(number), self.state.tier(name)
-        if tier.ram is not None:
-            raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
-        tier.dismissed.discard(step)
-        written = await copy_step(self.state, self.collector, step, tier)
-        await self.collector.settle(tier)
-        return written
-
-    async def evict(self, number: int, name: str) -> None:
-        """See `Collector.evict`."""
-        self._check_writable("evict")
-        step, tier = self.state.find(number, damaged=True), self.state.tier(name)
-        tier.dismissed.add(step)
-        try:
-            await self.collector.evict(step, tier)
-        except BaseException:
-            tier.dismissed.discard(step)
-            raise
-        await self.collector.collect(tier, orphans=False)
-
-    async def collect(self) -> list[Collected]:
-        """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead.
-
-        Raises the first error, after the other tiers were collected.
-        """
-        self._check_writable("collect")
-        reclaimed: list[Collected] = []
-        errors: list[Exception] = []
-        for tier in self.state.tiers:
-            if not tier.healthy:
-                continue
-            try:
-                reclaimed.append(await collect_on(self.state, self.collector, tier))
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return reclaimed
-
-    async def verify(
-        self,
-        number: int | None,
-        serial: int | None,
-        name: str | None,
-        *,
-        repair: bool,
-        progress: Callable[[int], None] | None,
-    ) -> list[Verified]:
-        """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
-        if repair:
-            self._check_writable("repair")
-        step = self.state.find(number, serial, damaged=number is not None)
-        tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
-        holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
-        if not holding:
-            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        return [
-            await verify_on(self.state, self.collector, step, tier, repair=repair, progress=progress)
-            for tier in holding
-        ]
 
 
 def empty_targets(index: StepIndex, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:

@@ -19,7 +19,7 @@ from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
@@ -150,6 +150,11 @@ class State:
         near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NotFound(f"there is no tier {name!r} (tiers: {', '.join(names)}){hint}")
+
+    def check_writable(self, what: str) -> None:
+        """Raise `Invalid` in a store that is only looked at."""
+        if self.read_only:
+            raise Invalid(f"cannot {what}: the store was opened with read_only=True")
 
     def report(self, tier: Tier, error: Exception) -> None:
         """Note that a tier failed, and tell everybody; its promoter brings it back."""
