@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import numpy as np
 from tieredckpt.errors import Corrupt, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout, ocdbt, zarr
+from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
@@ -87,6 +88,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     policy: dict[str, Any]
     """The configuration in force, as ``StoreConfig`` dumps it."""
     structure: Node
+    rank: int | None = None
+    """The rank whose part of the step this is; its arrays may be incomplete. None for a whole step."""
+    ranks: int = 1
+    """How many ranks saved the step together."""
     format_version: int = layout.FORMAT_VERSION
     digest: str = digests.NAME
 
@@ -125,10 +130,26 @@ class ArrayIndex:
 
 @dataclass(frozen=True, slots=True)
 class StepIndex:
-    """A committed step: its record, and its arrays by key."""
+    """A committed step: its record, and its arrays by storage key: whole ones by their key, blocks by `block_key`."""
 
     record: StepRecord
     arrays: dict[str, ArrayIndex]
+    _blocks: dict[str, list[tuple[Box, str]]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, array in self.arrays.items():
+            if (block := layout.parse_block_key(name)) is not None:
+                key, offset = block
+                self._blocks.setdefault(key, []).append((Box(offset, array.grid.shape), name))
+
+    def blocks(self, key: str) -> list[tuple[Box, str]]:
+        """Where an array is: boxes of it, by offset, each with its storage key; one for an array stored whole.
+
+        Empty for an array that is not there. In the part of a rank the boxes may leave some of the array out.
+        """
+        if (array := self.arrays.get(key)) is not None:
+            return [(Box.whole(array.grid.shape), key)]
+        return sorted(self._blocks.get(key, ()))
 
 
 def encode_marker(marker: StoreMarker) -> bytes:
