@@ -29,6 +29,7 @@ from tieredckpt.errors import (
 from tieredckpt.inventory import ArrayInfo, StepDetails, StepInfo, TierInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncCheckpoint, SyncRestored, SyncStore
+from tieredckpt.tree.shards import Shard, Sharded
 
 __all__ = [
     "ArrayInfo",
@@ -42,6 +43,8 @@ __all__ = [
     "NotFound",
     "RanksUnavailable",
     "Restored",
+    "Shard",
+    "Sharded",
     "ShortRead",
     "StepDetails",
     "StepInfo",
