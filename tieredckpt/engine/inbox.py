@@ -15,7 +15,7 @@ class Inbox:
     def __init__(self) -> None:
         self._early: dict[tuple[int, str], bytes] = {}
         self._waiting: dict[tuple[int, str], asyncio.Future[bytes]] = {}
-        self._closed = False
+        self.closed = False
         self.trouble: Exception | None = None
         """What keeps messages from coming, for the error of those who wait."""
 
@@ -26,7 +26,7 @@ class Inbox:
 
     def check_open(self) -> None:
         """Raise `Closed` after `close`."""
-        if self._closed:
+        if self.closed:
             raise Closed("the coordinator of the ranks was closed, with the store it belonged to")
 
     def arrived(self, source: int, topic: str, data: bytes) -> None:
@@ -67,7 +67,7 @@ class Inbox:
 
     def close(self) -> None:
         """Let everybody who waits go with `Closed`, and forget what came."""
-        self._closed = True
+        self.closed = True
         self._early.clear()
         for (source, _), waiting in self._waiting.items():
             if not waiting.done():

@@ -15,6 +15,7 @@ __all__ = [
     "LEASES",
     "MARKER",
     "PACKS",
+    "RANKS",
     "STEPS",
     "STEP_RECORD",
     "block_key",
@@ -42,6 +43,8 @@ ALIGNMENT = 4096
 STEPS = "steps/"
 PACKS = "packs/"
 LEASES = "leases/"
+RANKS = "ranks/"
+"""Messages that ranks leave each other where they have no other way to speak; no part of any step."""
 
 STEP_RECORD = "tieredckpt/step.json"
 """Key in a step index: the record of the step, JSON."""
