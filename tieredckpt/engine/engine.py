@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.settle import whole
@@ -28,6 +27,7 @@ from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.pieces import Form, empty
 from tieredckpt.engine.promoter import Promoter
 from tieredckpt.engine.reader import fill
 from tieredckpt.engine.safety import why_not
@@ -43,7 +43,7 @@ from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Engine", "Read", "empty_targets"]
+__all__ = ["Engine", "Read"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -271,7 +271,7 @@ class Engine:
         return Read(step, record, dict(targets), sources)
 
     async def view(
-        self, step: StepId, keys: Sequence[str]
+        self, step: StepId, forms: Mapping[str, Form]
     ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
         """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
 
@@ -280,15 +280,15 @@ class Engine:
             not in RAM.
         """
         begin = time.monotonic()
-        found = await view_step(self.state, step, keys)
+        found = await view_step(self.state, step, forms)
         if found is None:
             return None
         index, arrays = found
         check = partial(self._check_views, step, index, dict(arrays))
         sources = {self.state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
-        rest = [key for key in keys if key not in arrays]
+        rest = {name: form for name, form in forms.items() if name not in arrays}
         if rest:
-            copied = await self._fill(step, lambda index: empty_targets(index, rest))
+            copied = await self._fill(step, lambda _: empty(rest))
             for key, array in copied.arrays.items():
                 array.flags.writeable = False
                 arrays[key] = array
@@ -326,8 +326,3 @@ class Engine:
         task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
         self._heals.add(task)
         task.add_done_callback(self._heals.discard)
-
-
-def empty_targets(index: StepIndex, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """New arrays for the given keys of a step."""
-    return {key: np.empty(index.arrays[key].grid.shape, index.arrays[key].dtype) for key in keys}

@@ -13,16 +13,15 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread, settle, together
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.pieces import NOTHING, Piece, deliver, pieces_of
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
-from tieredckpt.format.digest import BLOCK, Digester, digest
-from tieredckpt.format.grid import cells
-from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.digest import digest
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["check", "fill", "verify_and_copy"]
+__all__ = ["check", "fill"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,17 +35,6 @@ _RUN_GAP = 64 << 10
 """Bytes between two extents that are read rather than skipped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A chunk and where it goes: ``target`` is the part of the array that the cell covers, without padding."""
-
-    key: str
-    ordinal: int
-    nbytes: int
-    chunk: Chunk
-    target: Bytes
-
-
 @dataclass(slots=True)
 class Run:
     """Extents of one pack that are read in one go."""
@@ -57,60 +45,47 @@ class Run:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
-    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch.
-
-    What is digested is the copy, while it is still in the cache, so that it is the copy that is verified.
-    """
-    digester = Digester()
-    for start in range(0, source.size, BLOCK):
-        block = source[start : start + BLOCK]
-        copy = target[start : start + BLOCK]
-        np.copyto(copy, block[: copy.size])
-        digester.update(copy)
-        if copy.size < block.size:
-            digester.update(block[copy.size :])
-    return digester.digest() == expected
-
-
 async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
-    """Fill every target array with the array of its key, and return the bytes that came from each tier.
+    """Fill every target array with the array, or box of an array, of its name; the bytes that came from each tier.
 
     Args:
         state: of the engine.
         source: the step.
-        targets: C-contiguous writable arrays of the stored shape and dtype, by key.
+        targets: as `tieredckpt.engine.pieces.pieces_of` takes them.
 
     Raises:
         Corrupt: a chunk is intact on no tier; the message names the array.
+        NotFound: the step does not have all of a target.
     """
     sources: dict[str, int] = {}
-    inline, pieces = _pieces(source, targets)
-    for piece in inline:
-        assert isinstance(piece.chunk.where, bytes)
-        if digest(piece.chunk.where) != piece.chunk.digest:
+    pieces: list[Piece] = []
+    for piece in pieces_of(source.index, targets):
+        where = piece.chunk.where
+        if not isinstance(where, bytes):
+            pieces.append(piece)
+            continue
+        if digest(where) != piece.chunk.digest:
             raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
-        piece.target[:] = np.frombuffer(piece.chunk.where, dtype=np.uint8)[: piece.target.size]
-        sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.target.size
+        piece.put(np.frombuffer(where, dtype=np.uint8))
+        sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
     if source.tier.ram is not None:
         failed = await _from_slab(state, source, pieces)
     else:
         failed = await _from_packs(state, source, pieces)
     lost = {id(piece) for piece in failed}
-    good = sum(piece.target.size for piece in pieces if id(piece) not in lost)
+    good = sum(piece.wanted for piece in pieces if id(piece) not in lost)
     if good:
         sources[source.tier.name] = sources.get(source.tier.name, 0) + good
     for piece in failed:
         tier = await _from_elsewhere(state, source, piece)
-        sources[tier.name] = sources.get(tier.name, 0) + piece.target.size
+        sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
     return sources
 
 
 async def check(state: State, source: StepSource) -> None:
     """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage."""
-    nothing = np.empty(0, dtype=np.uint8)
     pieces = [
-        Piece(key, ordinal, array.grid.cell_nbytes, chunk, nothing)
+        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
         for key, array in source.index.arrays.items()
         for ordinal, chunk in enumerate(array.chunks)
     ]
@@ -128,19 +103,6 @@ async def check(state: State, source: StepSource) -> None:
     await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
 
 
-def _pieces(source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> tuple[list[Piece], list[Piece]]:
-    inline: list[Piece] = []
-    stored: list[Piece] = []
-    for key, target in targets.items():
-        array = source.index.arrays[key]
-        flat = target.reshape(-1).view(np.uint8) if target.size else np.empty(0, np.uint8)
-        for ordinal, (cell, chunk) in enumerate(zip(cells(array.grid), array.chunks, strict=True)):
-            part = flat[cell.start : cell.start + cell.nbytes]
-            piece = Piece(key, ordinal, array.grid.cell_nbytes, chunk, part)
-            (inline if isinstance(chunk.where, bytes) else stored).append(piece)
-    return inline, stored
-
-
 async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
     assert source.tier.ram is not None
     slab = source.tier.ram.slab
@@ -156,7 +118,7 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
             assert isinstance(piece.chunk.where, Extent)
             try:
                 memory = slab.bytes_at(piece.chunk.where.offset, piece.nbytes)
-                intact = verify_and_copy(memory, piece.target, piece.chunk.digest)
+                intact = deliver(piece, memory)
             except Corrupt:
                 intact = False
             if not intact:
@@ -209,7 +171,7 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         for piece in run.pieces:
             assert isinstance(piece.chunk.where, Extent)
             start = piece.chunk.where.offset - run.offset
-            if not verify_and_copy(memory[start : start + piece.nbytes], piece.target, piece.chunk.digest):
+            if not deliver(piece, memory[start : start + piece.nbytes]):
                 bad.append(piece)
         return bad
 
@@ -247,5 +209,5 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
 async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:
     async with state.scratch.lend(aligned(piece.nbytes)) as memory:
         tier = await source.read(piece.key, piece.ordinal, memory, bad=source.tier)
-        await in_thread(np.copyto, piece.target, memory[: piece.target.size], pool=state.pool)
+        await in_thread(piece.put, memory[: piece.nbytes], pool=state.pool)
         return tier
