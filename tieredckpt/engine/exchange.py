@@ -137,7 +137,9 @@ class _Give(NamedTuple):
 
 
 def plan(stocks: Mapping[int, Stock], *, group: int | None = None) -> dict[int, list[Task]]:
-    """The tasks of every rank, by rank, such that each gets all that it needs.
+    """The tasks of every rank, by rank, such that each gets all that another needs too or has.
+
+    What one rank alone needs, and none has, is in no task: it is read by that rank as it likes.
 
     Args:
         stocks: of every rank that takes part.
@@ -160,7 +162,8 @@ def plan(stocks: Mapping[int, Stock], *, group: int | None = None) -> dict[int, 
             gives.share(digests, having, needing, from_ram=True)
         else:
             for near in _groups(needing, group):
-                gives.share(digests, near, near, from_ram=False)
+                if len(near) > 1:
+                    gives.share(digests, near, near, from_ram=False)
     tasks: dict[int, list[Task]] = {rank: [] for rank in stocks}
     for give in sorted(gives.made):
         source = give.source if give.from_ram else None
