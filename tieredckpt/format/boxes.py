@@ -38,10 +38,12 @@ class Box(NamedTuple):
 
     def contains(self, other: Box) -> bool:
         """Whether every item of ``other`` is in this box; an empty box lies where its offset and end do."""
-        return len(self.offset) == len(other.offset) and all(
-            a <= b and b + m <= a + n
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
+        if not len(self.offset) == len(other.offset) == len(other.shape):
+            return False
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            if b < a or b + m > a + n:
+                return False
+        return True
 
     def intersection(self, other: Box) -> Box | None:
         """The items that both have, None when there are none."""

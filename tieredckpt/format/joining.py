@@ -70,7 +70,7 @@ def _array(node: ArrayNode, blocks: list[_Block], step: str) -> dict[str, ArrayI
     if any(array.dtype != dtype or len(offset) != len(node.shape) for offset, array in blocks):
         raise Conflict(f"{step}: array {node.key!r} has blocks of another dtype or number of axes")
     if 0 not in node.shape:
-        blocks = [block for block in blocks if block[1].grid.size]
+        blocks = [block for block in blocks if block[1].chunks]
     whole = _on_one_grid(node.shape, blocks)
     if whole is not None:
         return {node.key: whole}
@@ -90,8 +90,8 @@ def _on_one_grid(shape: tuple[int, ...], blocks: Sequence[_Block]) -> ArrayIndex
     grid = Grid(shape, sample.grid.cell, sample.grid.itemsize)
     if grid.size == 0:
         return ArrayIndex(grid, sample.dtype, [])
-    sizes = [array.grid.size for _, array in blocks]
-    if any(array.grid.cell != grid.cell for _, array in blocks) or sum(sizes) != grid.size:
+    count = sum(len(array.chunks) for _, array in blocks)
+    if any(array.grid.cell != grid.cell for _, array in blocks) or count != grid.size:
         return None
     cell, full = np.array(grid.cell, np.int64), np.array(shape, np.int64)
     offsets = np.array([offset for offset, _ in blocks], np.int64)

@@ -41,7 +41,10 @@ def merge(parts: Iterable[Part]) -> StepIndex:
     ordered = sorted(parts, key=_rank)
     record = _record(ordered)
     structure = merge_structures({_rank(part): part.record.structure for part in ordered})
-    arrays = join(structure, _arrays(ordered, f"{record.id}"), f"{record.id}")
+    pieces = _arrays(ordered, f"{record.id}")
+    # A million chunks take hundreds of MiB: the parts go before the whole is made.
+    ordered.clear()
+    arrays = join(structure, pieces, f"{record.id}")
     nbytes = sum(array.grid.nbytes for array in arrays.values())
     return StepIndex(msgspec.structs.replace(record, structure=structure, nbytes=nbytes), arrays)
 
@@ -189,7 +192,10 @@ def _places(arrays: Iterable[PartArray]) -> dict[bytes, Extent | bytes]:
 
 
 def _located(key: str, array: PartArray, places: Mapping[bytes, Extent | bytes], step: str) -> ArrayIndex:
-    chunks: list[Chunk] = []
+    chunks = [chunk for chunk in array.chunks if isinstance(chunk, Chunk)]
+    if len(chunks) == len(array.chunks):
+        return ArrayIndex(array.grid, array.dtype, chunks)
+    chunks = []
     for digest, where in array.chunks:
         place = places.get(digest) if where is None else where
         if place is None:

@@ -143,26 +143,21 @@ def decode_part(data: bytes, where: str) -> Part:
         raise Corrupt(f"{where}: a part of rank {record.rank} of {record.ranks}")
     kinds = np.frombuffer(body.kinds, np.uint8)
     found: dict[str, tuple[Grid, np.dtype[Any]]] = {}
-    room = kinds.size
+    sizes: list[int] = []
     for array in body.arrays:
-        grid, dtype = _place(array, nodes, where)
-        if array.key in found or grid.size > room:
-            raise Corrupt(f"{where}: array {array.key!r} is there twice, or has more chunks than the part")
-        room -= grid.size
+        grid, dtype, size = _place(array, nodes, where)
         found[array.key] = grid, dtype
-    if room:
-        raise Corrupt(f"{where}: {room} chunks more than its arrays have")
-    cells = np.repeat(
-        np.fromiter((grid.cell_nbytes for grid, _ in found.values()), np.int64, len(found)),
-        np.fromiter((grid.size for grid, _ in found.values()), np.int64, len(found)),
-    )
+        sizes.append(size)
+    if len(found) != len(sizes) or sum(sizes) != kinds.size:
+        raise Corrupt(f"{where}: an array is there twice, or its arrays have {sum(sizes)} chunks and not {kinds.size}")
+    cells = np.repeat(np.fromiter((grid.cell_nbytes for grid, _ in found.values()), np.int64, len(found)), sizes)
     wheres = _locations(body, kinds, cells, where)
     if len(body.digests) != digests.SIZE * kinds.size:
         raise Corrupt(f"{where}: {len(body.digests)} bytes of digests for {kinds.size} chunks")
     # tolist() of "V16" gives bytes objects without a Python call for each.
     columns = zip(np.frombuffer(body.digests, "V16").tolist(), wheres, strict=True)
     chunks: list[PartChunk] = [(digest, None) if place is None else Chunk(digest, place) for digest, place in columns]
-    ends = accumulate((grid.size for grid, _ in found.values()), initial=0)
+    ends = accumulate(sizes, initial=0)
     arrays = {
         key: PartArray(grid, dtype, chunks[start:end])
         for (key, (grid, dtype)), (start, end) in zip(found.items(), pairwise(ends), strict=True)
@@ -203,29 +198,28 @@ def _structure(data: bytes) -> tuple[Node, dict[str, ArrayNode]]:
     return structure, {node.key: node for node in array_nodes(structure)}
 
 
-def _place(array: _Array, nodes: Mapping[str, ArrayNode], where: str) -> tuple[Grid, np.dtype[Any]]:
-    """Grid and dtype of what a part has of an array, checked against the structure."""
+def _place(array: _Array, nodes: Mapping[str, ArrayNode], where: str) -> tuple[Grid, np.dtype[Any], int]:
+    """Grid, dtype and number of chunks of what a part has of an array, checked against the structure."""
     key, offset = layout.parse_block_key(array.key) or (array.key, None)
     node = nodes.get(key)
     if node is None:
         raise Corrupt(f"{where}: array {array.key!r} is not in the tree of its rank")
     dtype = dtype_from_name(node.dtype)
     try:
-        grid = _grid(array.shape, array.cell, dtype.itemsize)
+        grid, size = _grid(array.shape, array.cell, dtype.itemsize)
     except Invalid as error:
         raise Corrupt(f"{where}: array {array.key!r}: {error}") from error
-    if offset is None:
-        fits = grid.shape == node.shape
-    else:
-        fits = len(offset) == len(grid.shape) and Box.whole(node.shape).contains(Box(offset, grid.shape))
+    fits = grid.shape == node.shape if offset is None else Box.whole(node.shape).contains(Box(offset, grid.shape))
     if not fits:
         raise Corrupt(f"{where}: {array.key!r} of shape {grid.shape} is no part of an array of shape {node.shape}")
-    return grid, dtype
+    return grid, dtype, size
 
 
 @lru_cache(maxsize=4096)
-def _grid(shape: tuple[int, ...], cell: tuple[int, ...], itemsize: int) -> Grid:
-    return check(Grid(shape, cell, itemsize))
+def _grid(shape: tuple[int, ...], cell: tuple[int, ...], itemsize: int) -> tuple[Grid, int]:
+    """A grid and its size, one for all arrays of the kind: a step has few kinds and many arrays."""
+    grid = check(Grid(shape, cell, itemsize))
+    return grid, grid.size
 
 
 def _locations(
@@ -251,7 +245,9 @@ def _locations(
     if sum(cells[inside].tolist()) != len(body.inline):
         raise Corrupt(f"{where}: {len(body.inline)} bytes are not those of its {int(inside.sum())} inline chunks")
     paths = map(body.packs.__getitem__, files.tolist())
-    extents = map(Extent, paths, offsets.tolist(), lengths.tolist())
+    # Most chunks of a step have one length: that is one int and not a million.
+    known = {length: length for length in np.unique(lengths).tolist()}
+    extents = map(Extent, paths, offsets.tolist(), map(known.__getitem__, lengths.tolist()))
     if count == kinds.size:
         return extents
     pieces = (body.inline[a:b] for a, b in pairwise(accumulate(cells[inside].tolist(), initial=0)))
