@@ -40,6 +40,8 @@ class Flat:
     arrays: tuple[ArrayLeaf, ...]
     elsewhere: frozenset[str] = frozenset()
     """Keys of the arrays that another rank has too and will write to the slower tiers."""
+    in_pieces: bool = False
+    """Whether some array is given in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def flatten(tree: object) -> Flat:
     key (the dict keys 1 and "1"), a container inside itself, and one deeper than `MAX_DEPTH`.
     """
     found = skeleton(tree, as_array_leaf)
-    return Flat(found.structure, found.leaves)
+    in_pieces = any(isinstance(array, Pieces) for array in found.arrays)
+    return Flat(found.structure, found.leaves, in_pieces=in_pieces)
 
 
 def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces | None]) -> Skeleton:

@@ -89,7 +89,7 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
             if share != found.shares.written:
                 elsewhere.update(part.key for part in parts)
         begins[line_of[i]] += grid.size * grid.cell_nbytes
-    return Flat(flat.structure, tuple(arrays), frozenset(elsewhere))
+    return dataclasses.replace(flat, arrays=tuple(arrays), elsewhere=frozenset(elsewhere), in_pieces=True)
 
 
 def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:
