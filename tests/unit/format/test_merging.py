@@ -75,10 +75,8 @@ def rows(rank: int, ranks: int) -> Part:
     """The part of a rank that has a few rows of the array ``w``."""
     height = SHAPE[0] // ranks
     box = Box((rank * height, 0), (height, SHAPE[1]))
-    array = block(plan_block(SHAPE, 1, 16), rank * 100)
-    return Part(
-        record(rank, ranks, DictNode(["w"], [node("w")]), **changes), {layout.block_key("w", box.offset): array}
-    )
+    array = block(plan_block(box, SHAPE, 1, 16), rank * 100)
+    return Part(record(rank, ranks, DictNode(["w"], [node("w")])), {layout.block_key("w", box.offset): array})
 
 
 def test_the_step_has_the_record_of_the_lowest_rank_and_the_metrics_of_all() -> None:
@@ -99,7 +97,7 @@ def test_every_item_is_found_in_the_chunk_that_its_rank_wrote(
     for rank in range(world):
         arrays: dict[str, PartArray] = {}
         for box in boxes[rank::world]:
-            grid = plan_block(shape, 1, 16)
+            grid = plan_block(box, shape, 1, 16)
             arrays[layout.block_key("w", box.offset)] = block(grid, first)
             expected[box.slices()] = first + of_cell(grid)
             first += grid.size
@@ -178,7 +176,7 @@ def test_ranks_without_items_do_not_keep_an_array_from_being_joined() -> None:
     parts = [
         Part(
             record(rank, 4, structure),
-            {layout.block_key("w", box.offset): block(plan_block((3, 4), 1, 16, (1, 4)), rank)},
+            {layout.block_key("w", box.offset): block(plan_block(box, (3, 4), 1, 16, (1, 4)), rank)},
         )
         for rank, box in enumerate(boxes)
     ]
@@ -191,7 +189,7 @@ def test_an_array_without_items_is_joined_from_blocks_without_any() -> None:
     box = Box((0, 0), (0, 4))
     part = Part(
         record(0, 1, DictNode(["w"], [node("w", (0, 8))])),
-        {layout.block_key("w", (0, 0)): block(plan_block((0, 8), 1, 16))},
+        {layout.block_key("w", (0, 0)): block(plan_block(box, (0, 8), 1, 16))},
     )
     assert merge([part]).arrays["w"].grid.shape == (0, 8)
 
