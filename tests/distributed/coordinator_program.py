@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +150,28 @@ def speak_beside_training(me: Rank) -> None:
     steps = train_until(done, me)
     told = outcome.result()
     loop.stop()
+    me.tell(told | {"steps": steps, "left": left_behind(me)})
+
+
+def left_behind(me: Rank) -> list[str]:
+    """What messages have left in the engine's store once every rank has closed."""
     if me.engine == "torch":
         import torch.distributed as dist
 
+        dist.barrier()
         store = dist.distributed_c10d._get_default_store()
-        dist.barrier()
         keys = store.list_keys() if hasattr(store, "list_keys") else []
-        told["left"] = [key for key in keys if "tieredckpt" in key and "gloo" not in key]
         dist.barrier()
-    elif me.engine == "jax":
+        return [key for key in keys if "tieredckpt" in key and "gloo" not in key]
+    if me.engine == "jax":
         from jax._src import distributed
 
-        distributed.global_state.client.wait_at_barrier("spoken", 30_000)
-        left = distributed.global_state.client.key_value_dir_get_bytes("tieredckpt/")
-        told["left"] = [key for key, _ in left]
-    me.tell(told | {"steps": steps})
+        client = distributed.global_state.client
+        client.wait_at_barrier("spoken", 30_000)
+        keys = [key for key, _ in client.key_value_dir_get_bytes("tieredckpt/")]
+        client.wait_at_barrier("looked", 30_000)
+        return keys
+    return []
 
 
 async def outlive(me: Rank) -> None:
@@ -173,8 +182,7 @@ async def outlive(me: Rank) -> None:
     if me.rank == me.size - 1:
         await asyncio.sleep(3600)
     deadline = me.arguments["deadline"]
-    Path(me.arguments["disk"], f"waiting-{me.rank}").touch()
-    while not Path(me.arguments["disk"], "gone").exists():
+    while not Path(me.arguments["disk"], "gone").exists():  # noqa: ASYNC110  # another process makes it
         await asyncio.sleep(0.01)
     begin = time.monotonic()
     try:
@@ -183,7 +191,7 @@ async def outlive(me: Rank) -> None:
         told: dict[str, Any] = {"missing": list(error.ranks), "seconds": time.monotonic() - begin}
     else:
         told = {"missing": []}
-    await coordinator.post([me.size - 1], "into the void", bytes(1 << 20))
+    await coordinator.post([me.size - 1], "into the void", bytes(1 << 20))  # does not wait for the dead
     others = [rank for rank in range(me.size - 1) if rank != me.rank]
     await coordinator.post(others, "still", bytes([me.rank]))
     told["still"] = [list(await coordinator.take(other, "still", timeout=DEADLINE)) for other in others]
@@ -192,12 +200,39 @@ async def outlive(me: Rank) -> None:
     await coordinator.close()
 
 
+async def meet_again(me: Rank) -> None:
+    """The first attempt leaves messages that nobody takes, and is killed; the second must not see them."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    coordinator = await opened(me)
+    everybody = range(me.size)
+    if attempt == 0:
+        for number in range(20):
+            await coordinator.post(everybody, f"word/{number}", b"first")
+        await barrier(coordinator, "posted", timeout=DEADLINE)
+        if me.rank == me.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(3600)
+    await coordinator.post(everybody, "word/0", b"second")
+    words = [await coordinator.take(other, "word/0", timeout=DEADLINE) for other in everybody]
+    stale = []
+    for other in everybody:
+        with suppress(RanksUnavailable):
+            stale.append(str(await coordinator.take(other, "word/1", timeout=0.2)))
+    await barrier(coordinator, "end", timeout=DEADLINE)
+    await coordinator.close()
+    me.tell({"words": [word.decode() for word in words], "stale": stale})
+
+
 def main() -> None:
     with rank_of_this_process() as me:
-        if me.arguments["task"] == "outlive":
-            asyncio.run(outlive(me))
-            os._exit(0)  # without a farewell to the engine, which would wait for the dead
-        speak_beside_training(me)
+        match me.arguments["task"]:
+            case "speak":
+                speak_beside_training(me)
+            case "meet again":
+                asyncio.run(meet_again(me))
+            case "outlive":
+                asyncio.run(outlive(me))
+                os._exit(0)  # without a farewell to the engine, which would wait for the dead
 
 
 if __name__ == "__main__":

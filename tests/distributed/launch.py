@@ -154,6 +154,7 @@ def launch(
     arguments: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     restarts: int = 0,
+    notice: float = 0.1,
 ) -> Iterator[Job]:
     """Start ``program`` as ``ranks`` ranks; what is left of them at the end is killed.
 
@@ -161,6 +162,7 @@ def launch(
         folder: of this launch alone; made if it is not there.
         arguments: what the program finds as `Rank.arguments`.
         restarts: how often torchrun starts all ranks again when one has failed.
+        notice: seconds between torchrun's looks at its ranks; it ends the others when one has died.
     """
     need(engine)
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,14 +179,14 @@ def launch(
     commands: list[tuple[list[str], dict[str, str]]]
     if engine == "torch":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        commands = [([*torchrun, f"--max-restarts={restarts}", "--monitor-interval=0.1", str(program)], common)]
+        commands = [([*torchrun, f"--max-restarts={restarts}", f"--monitor-interval={notice}", str(program)], common)]
     elif engine == "mpi":
         commands = [([str(_mpiexec()), "-n", str(ranks), *python], common)]
     else:
         port = _free_port()
         each = {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)}
         commands = [(python, {**common, **each, "RANK": str(rank)}) for rank in range(ranks)]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
     job = Job(processes, folder)
     try:
         for number, (command, variables) in enumerate(commands):
@@ -233,9 +235,12 @@ def rank_of_this_process() -> Iterator[Rank]:
         if engine == "torch":
             import torch.distributed as dist
 
-            dist.init_process_group("gloo")
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            # torchrun keeps its store when it starts all ranks again, with the addresses of the dead in it.
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             ending.callback(dist.destroy_process_group)
-            rank, size = dist.get_rank(), dist.get_world_size()
         elif engine == "mpi":
             from mpi4py import MPI
 

@@ -26,7 +26,7 @@ from tieredckpt.engine.coordinators.mailbox import Mailbox
 from tieredckpt.engine.ranks import exchange
 from tieredckpt.errors import Invalid, RanksUnavailable
 
-__all__ = ["TorchRanks"]
+__all__ = ["StoreCarrier", "TorchRanks"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -50,7 +50,7 @@ class TorchRanks(Mailbox):
         if not dist.is_available() or not dist.is_initialized():
             raise Invalid("torch.distributed is not initialised; call init_process_group before the store is opened")
         store = _connection(dist.distributed_c10d._get_default_store())
-        carrier = _Values(dist.PrefixStore(f"tieredckpt/{name}", store))
+        carrier = StoreCarrier(dist.PrefixStore(f"tieredckpt/{name}", store))
         super().__init__(carrier, rank=dist.get_rank(), size=dist.get_world_size(), node=node)
         self._store = store
         self._wants_bulk = bulk and dist.is_gloo_available()
@@ -136,8 +136,8 @@ def _tensor_over(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * len(memory)).from_address(address), dtype=torch.uint8)
 
 
-class _Values:
-    """A carrier whose boxes are numbered values of a store, with the count beside them."""
+class StoreCarrier:
+    """A carrier whose boxes are numbered values of a store of torch.distributed, with the count beside them."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
