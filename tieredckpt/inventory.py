@@ -132,16 +132,20 @@ async def describe(
     record = index.record
     structure = record.structure if keys is None else select(record.structure, keys)
     leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
-    arrays = [(node, index.arrays[key]) for key, node in leaves if isinstance(node, ArrayNode)]
+    arrays = [
+        (node, [index.arrays[name] for _, name in index.blocks(key)])
+        for key, node in leaves
+        if isinstance(node, ArrayNode)
+    ]
     return StepDetails(
         info=_info(state, found, record),
         store=record.store,
         line=record.line,
         provenance=record.provenance,
         policy=record.policy,
-        arrays=tuple(_array(node, array) for node, array in arrays),
+        arrays=tuple(_array(node, blocks) for node, blocks in arrays),
         scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
-        distinct_nbytes=_distinct_nbytes(array for _, array in arrays),
+        distinct_nbytes=_distinct_nbytes(block for _, blocks in arrays for block in blocks),
     )
 
 
@@ -170,8 +174,10 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
     )
 
 
-def _array(node: ArrayNode, index: ArrayIndex) -> ArrayInfo:
-    return ArrayInfo(node.key, node.dtype, node.shape, index.grid.nbytes, index.grid.size, node.kind)
+def _array(node: ArrayNode, blocks: Sequence[ArrayIndex]) -> ArrayInfo:
+    nbytes = sum(block.grid.nbytes for block in blocks)
+    chunks = sum(block.grid.size for block in blocks)
+    return ArrayInfo(node.key, node.dtype, node.shape, nbytes, chunks, node.kind)
 
 
 def _scalar(node: Node) -> Scalar:
