@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from functools import lru_cache
 
 from tieredckpt.errors import Invalid
 
@@ -57,7 +58,7 @@ BLOCKS = "tieredckpt/blocks/"
 
 _MAX_AXES = 32
 _LARGEST = (1 << 63) - 1
-_BLOCK_KEY = re.compile(BLOCKS + r"(.+)/((?:0|[1-9]\d{0,18})(?:\.(?:0|[1-9]\d{0,18}))*)", re.ASCII | re.DOTALL)
+_OFFSET = re.compile(r"(?:0|[1-9]\d{0,18})(?:\.(?:0|[1-9]\d{0,18}))*", re.ASCII)
 _PART_KEY = re.compile(r"(steps/.*/)parts/(0|[1-9]\d{0,9})", re.ASCII)
 _STEP_FOLDER = re.compile(r"steps/(\d{10,})-(\d{6,})/", re.ASCII)
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
@@ -126,11 +127,18 @@ def parse_block_key(storage_key: str) -> tuple[str, tuple[int, ...]] | None:
     """``(key, offset)`` of a name that `block_key` makes, None for any other, as the key of a whole array is."""
     if not storage_key.startswith(BLOCKS):
         return None
-    match = _BLOCK_KEY.fullmatch(storage_key)
-    if match is None:
+    key, _, tail = storage_key.removeprefix(BLOCKS).rpartition("/")
+    offset = _parse_offset(tail)
+    return (key, offset) if key and offset is not None else None
+
+
+# A step of many ranks has a million blocks at a few thousand offsets.
+@lru_cache(maxsize=16384)
+def _parse_offset(text: str) -> tuple[int, ...] | None:
+    if not _OFFSET.fullmatch(text):
         return None
-    offset = tuple(map(int, match[2].split(".")))
-    return (match[1], offset) if len(offset) <= _MAX_AXES and max(offset) <= _LARGEST else None
+    offset = tuple(map(int, text.split(".")))
+    return offset if len(offset) <= _MAX_AXES and max(offset) <= _LARGEST else None
 
 
 def new_pack_id() -> str:
