@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
@@ -64,13 +65,22 @@ class TestSharedKvstore(CoordinatorTests):
         return lambda: [SharedStore(open_store, rank=rank, size=2) for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def connections() -> list[Any]:
+    """To a store of torch, one for each rank; to make one may take seconds where names are looked up slowly."""
+    dist = pytest.importorskip("torch.distributed")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [server, server.clone(), server.clone()]
+
+
 class TestTorchStore(CoordinatorTests):
     """Messages through the store of a job that goes on while its ranks are started again."""
 
     @pytest.fixture
-    def processes(self) -> Processes:
-        dist = pytest.importorskip("torch.distributed")
+    def processes(self, connections: list[Any], request: pytest.FixtureRequest) -> Processes:
+        from torch.distributed import PrefixStore
+
         from tieredckpt.engine.coordinators.torch import StoreCarrier
 
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return lambda: [Mailbox(StoreCarrier(store.clone()), rank=rank, size=3) for rank in range(3)]
+        stores = [PrefixStore(request.node.name, store) for store in connections]
+        return lambda: [Mailbox(StoreCarrier(store), rank=rank, size=3) for rank, store in enumerate(stores)]

@@ -45,6 +45,8 @@ class _Service:
         self._aside = Aside("tieredckpt service of jax")
         self._kept: dict[str, list[bytes]] = {}
         """By box, what was taken by a call that failed or came too late."""
+        self._taken: set[str] = set()
+        """Keys of letters that were taken and may be there still."""
 
     async def put(self, box: str, name: str, letter: bytes) -> None:
         await self._call(self._put, f"{self._folder}{box}/{name}", letter)
@@ -70,5 +72,8 @@ class _Service:
 
     def _take(self, box: str) -> None:
         for key, letter in self._client.key_value_dir_get_bytes(f"{self._folder}{box}/"):
+            if key not in self._taken:
+                self._taken.add(key)
+                self._kept.setdefault(box, []).append(letter)
             self._client.key_value_delete(key)
-            self._kept.setdefault(box, []).append(letter)
+            self._taken.discard(key)

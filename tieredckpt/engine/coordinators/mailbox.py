@@ -290,6 +290,10 @@ class Mailbox:
                 _log.warning("rank %d: %s", self.rank, error)
             self._inbox.trouble = error
             return []
+        except Exception as error:
+            _log.exception("rank %d: unexpected failure to look for messages", self.rank)
+            self._inbox.trouble = error
+            return []
         self._inbox.trouble = None
         found = []
         for letter in letters:

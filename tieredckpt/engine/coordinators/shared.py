@@ -65,6 +65,8 @@ class _Objects:
         self._opened: BlobStore | None = None
         self._kept: dict[str, list[bytes]] = {}
         """By box, what was taken by a call that failed or was cancelled with the rest."""
+        self._taken: set[str] = set()
+        """Keys of letters that were taken and may be there still."""
 
     async def open(self) -> None:
         self._opened = await self._open_store()
@@ -94,15 +96,18 @@ class _Objects:
         return letters
 
     async def _take_one(self, key: str, kept: list[bytes]) -> None:
-        try:
-            whole = await self._store.get(key, limit=_LETTER_MAX)
-        except NotFound:
-            return
-        letter = whole[4:]
-        if len(whole) < 4 or crc32c(letter) != int.from_bytes(whole[:4], "little"):
-            return  # it is being put
+        if key not in self._taken:
+            try:
+                whole = await self._store.get(key, limit=_LETTER_MAX)
+            except NotFound:
+                return
+            letter = whole[4:]
+            if len(whole) < 4 or crc32c(letter) != int.from_bytes(whole[:4], "little"):
+                return  # it is being put
+            kept.append(letter)
+            self._taken.add(key)
         await self._store.delete(key)
-        kept.append(letter)
+        self._taken.discard(key)
 
     async def drop(self, box: str) -> None:
         await self._delete([info async for info in self._store.list(f"{self._folder}{box}/")])

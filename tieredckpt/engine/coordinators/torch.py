@@ -143,8 +143,8 @@ class StoreCarrier:
         self._store = store
         self._aside = Aside("tieredckpt store of torch")
         self._seen: dict[str, int] = {}
-        self._holes: dict[str, list[int]] = {}
-        """By box, what was counted and is not there yet."""
+        self._due: dict[str, set[int]] = {}
+        """By box, what was counted and not taken: who counted it has not set it yet, or died in between."""
         self._kept: dict[str, list[bytes]] = {}
         """By box, what was taken by a call that failed or came too late."""
 
@@ -173,20 +173,17 @@ class StoreCarrier:
 
     def _take(self, box: str) -> None:
         count = self._store.add(f"{box}/count", 0)
-        seen = self._seen.get(box, 0)
-        numbers = [*self._holes.pop(box, []), *range(seen + 1, count + 1)]
-        self._seen[box] = max(seen, count)
-        holes = self._holes.setdefault(box, [])
-        for number in numbers:
+        due = self._due.setdefault(box, set())
+        due.update(range(self._seen.get(box, 0) + 1, count + 1))
+        self._seen[box] = count
+        for number in sorted(due):
             key = f"{box}/{number}"
-            if not self._store.check([key]):
-                holes.append(number)
-                continue
-            letter = self._store.get(key)
-            self._store.delete_key(key)
-            self._kept.setdefault(box, []).append(letter)
+            if self._store.check([key]):
+                self._kept.setdefault(box, []).append(self._store.get(key))
+                due.discard(number)
+                self._store.delete_key(key)
 
     def _forget(self, box: str) -> None:
         self._store.delete_key(f"{box}/count")
         self._seen.pop(box, None)
-        self._holes.pop(box, None)
+        self._due.pop(box, None)
