@@ -170,6 +170,13 @@ def test_shards_that_leave_a_gap_or_overlap_are_a_conflict_that_names_their_arra
     assert "no rank saved array 'w'" in conflict(*empty)
 
 
+def test_a_block_that_begins_inside_a_cell_of_the_array_is_not_taken_for_all_of_it() -> None:
+    array = PartArray(Grid((3, 4), (4, 4), 1), U1, [Chunk(bytes(16), extent(0))])
+    structure = DictNode(["w"], [node("w", (4, 4))])
+    part = Part(record(0, 1, structure), {layout.block_key("w", (1, 0)): array})
+    assert "shards of array 'w' do not add up" in conflict(part)
+
+
 def test_ranks_without_items_do_not_keep_an_array_from_being_joined() -> None:
     structure = DictNode(["w"], [node("w", (3, 4))])
     boxes = [*boxes_between([[0, 1, 2, 3], [0, 4]]), Box((3, 0), (0, 4))]
