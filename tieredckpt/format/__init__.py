@@ -25,7 +25,10 @@ step index
 manifest
     The small file that names the root of a step index and carries its own length and CRC-32C. It is written
     last: a step exists exactly when its manifest does.
+part
+    What one rank contributes to a step: a file with the chunks of its blocks, which the commit merges and deletes.
 
-Modules: `layout` names files, `digest` hashes, `boxes` and `grid` divide arrays, `zarr` describes them, `pack` writes
-footers, `ocdbt` writes and reads step indexes, `manifest` assembles a step from all of these.
+Modules: `layout` names files, `digest` hashes, `boxes` and `grid` divide arrays, `zarr` describes them, `pack`
+writes footers, `ocdbt` writes and reads step indexes, `manifest` assembles a step from all of these, `part` writes
+what a rank contributes, `merging` makes one step of all parts, and `joining` one array of blocks.
 """
