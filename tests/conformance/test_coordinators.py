@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,5 +83,8 @@ class TestTorchStore(CoordinatorTests):
 
         from tieredckpt.engine.coordinators.torch import StoreCarrier
 
-        stores = [PrefixStore(request.node.name, store) for store in connections]
-        return lambda: [Mailbox(StoreCarrier(store), rank=rank, size=3) for rank, store in enumerate(stores)]
+        name = request.node.name
+        return lambda: [
+            Mailbox(StoreCarrier(partial(PrefixStore, name, store)), rank=rank, size=3)
+            for rank, store in enumerate(connections)
+        ]

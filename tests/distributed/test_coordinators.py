@@ -26,7 +26,7 @@ def test_ranks_speak_while_a_training_runs_collectives_and_leave_nothing_behind(
     engine: str, tmp_path: Path, disk: Path
 ) -> None:
     size = RANKS[engine]
-    messages = 50 if engine == "none" else 300
+    messages = 25 if engine == "none" else 100
     arguments = {"task": "speak", "disk": str(disk), "messages": messages, "sessions": 2}
     with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments) as job:
         job.succeed()

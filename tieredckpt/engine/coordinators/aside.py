@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -18,12 +17,15 @@ T = TypeVar("T")
 
 
 class Aside:
-    """Runs calls one after the other on a daemon thread, which an exiting process does not wait for."""
+    """Runs calls one after the other on a daemon thread: an exiting process does not wait for it.
+
+    The thread begins with the first call.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     async def call(self, function: Callable[..., T], *arguments: Any, timeout: float) -> T:
         """What ``function`` returns or raises; `TimeoutError` after so many seconds.
@@ -33,6 +35,8 @@ class Aside:
         """
         if self._closed:
             raise Closed("the coordinator of the ranks was closed, with the store it belonged to")
+        if self._thread.ident is None:
+            self._thread.start()
         outcome: Future[T] = Future()
 
         def run() -> None:
@@ -55,6 +59,5 @@ class Aside:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            with contextlib.suppress(asyncio.InvalidStateError):
-                call()
+            call()
             del call  # it holds what its caller gave it

@@ -49,8 +49,8 @@ class TorchRanks(Mailbox):
     def __init__(self, *, name: str = "tieredckpt", node: str | None = None, bulk: bool = True) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise Invalid("torch.distributed is not initialised; call init_process_group before the store is opened")
-        store = _connection(dist.distributed_c10d._get_default_store())
-        carrier = StoreCarrier(dist.PrefixStore(f"tieredckpt/{name}", store))
+        store = dist.distributed_c10d._get_default_store()
+        carrier = StoreCarrier(lambda: dist.PrefixStore(f"tieredckpt/{name}", _connection(store)))
         super().__init__(carrier, rank=dist.get_rank(), size=dist.get_world_size(), node=node)
         self._store = store
         self._wants_bulk = bulk and dist.is_gloo_available()
@@ -75,7 +75,7 @@ class TorchRanks(Mailbox):
         self.bulk = all(made)
 
     def _make_group(self, timeout: float) -> Any:
-        store = dist.PrefixStore(f"tieredckpt/gloo/{self.session}", self._store.clone())
+        store = dist.PrefixStore(f"tieredckpt/gloo/{self.session}", _connection(self._store))
         return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout))
 
     async def close(self) -> None:
@@ -137,10 +137,14 @@ def _tensor_over(memory: memoryview) -> torch.Tensor:
 
 
 class StoreCarrier:
-    """A carrier whose boxes are numbered values of a store of torch.distributed, with the count beside them."""
+    """A carrier whose boxes are numbered values of a store of torch.distributed, with the count beside them.
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    ``connect`` gives the store, on a thread of the carrier's: a new connection may take seconds.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._connected: Any = None
         self._aside = Aside("tieredckpt store of torch")
         self._seen: dict[str, int] = {}
         self._due: dict[str, set[int]] = {}
@@ -167,6 +171,12 @@ class StoreCarrier:
             await self._aside.call(function, *arguments, timeout=_CALL_TIMEOUT)
         except (RuntimeError, TimeoutError) as error:
             raise RanksUnavailable(f"the key-value store of torch.distributed does not answer: {error}") from error
+
+    @property
+    def _store(self) -> Any:
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
 
     def _put(self, box: str, letter: bytes) -> None:
         self._store.set(f"{box}/{self._store.add(f'{box}/count', 1)}", letter)
