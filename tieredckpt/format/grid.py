@@ -132,8 +132,9 @@ def plan_block(
         shape: of the array.
         itemsize: bytes of an item, at least 1.
         target: bytes of a cell, at least 1.
-        cut: shape of a full block of the mesh, of which the last along an axis may be shorter; without it, a
-            short last block is planned as if the mesh were its own, and may not join.
+        cut: what every block of the array begins at multiples of, such as the shape of a full block of a mesh, of
+            which the last along an axis may be shorter; without it, a short last block is planned as if the mesh
+            were its own, and may not join.
 
     Returns:
         The grid of an array of ``box.shape``. Its cell may be larger than that.
@@ -161,7 +162,7 @@ def _step(start: int, size: int, full: int, cut: int) -> int:
     if size == full:
         return 0
     last = start + size == full
-    if cut >= 1 and start % cut == 0 and (size == cut or (last and size < cut)):
+    if cut >= 1 and start % cut == 0 and (last or size % cut == 0):
         return cut
     # Two blocks of unequal size join: the first is cut by its size, and the last by its offset, which equals that.
     return start if last and start % size else gcd(start, size)

@@ -51,6 +51,8 @@ def spans(length: int, cuts: Sequence[Cut], coordinates: Sequence[int]) -> list[
 @lru_cache(maxsize=4096)
 def common_step(length: int, cuts: tuple[Cut, ...]) -> int:
     """The largest number that every boundary between two processes on the axis is a multiple of."""
+    if len(cuts) == 1 and cuts[0].stride == 1:
+        return max(1, -(-length // cuts[0].parts))
     counts = [cut.parts for cut in cuts]
     step = 0
     boundaries = 0

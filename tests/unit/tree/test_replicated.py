@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from trees import indexed
 
 from tieredckpt.errors import Conflict
 from tieredckpt.format.boxes import tile
-from tieredckpt.format.digest import digest
 from tieredckpt.format.joining import join
-from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
+from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex
 from tieredckpt.format.structure import array_nodes
 from tieredckpt.tree import Flat, Place, flatten, host_view, replicated
 from tieredckpt.tree.replicated import split
-from tieredckpt.tree.snapshot import Snapshot
 
 CHUNK = 8192
 
@@ -55,17 +54,6 @@ def stored(flat: Flat, *, written: bool = False) -> dict[str, list[Any]]:
         if not (written and leaf.key in flat.elsewhere):
             found.setdefault(leaf.place.key if leaf.place else leaf.key, []).append(leaf.box)
     return found
-
-
-def indexes(flat: Flat) -> dict[str, ArrayIndex]:
-    """What a save of the rank would store."""
-    snapshot = Snapshot.of(flat.arrays, CHUNK, {})
-    located = {}
-    for cell in snapshot.pending:
-        memory = np.zeros(cell.nbytes, np.uint8)
-        cell.copy_to(memory)
-        located[cell.array, cell.ordinal] = Chunk(digest(memory.tobytes()), memory.tobytes())
-    return snapshot.index(located)
 
 
 @settings(max_examples=60)
@@ -132,7 +120,7 @@ def test_what_the_ranks_store_joins_to_whole_arrays(shapes: list[tuple[int, ...]
     ranks = parts(tree, nodes)
     arrays: dict[str, ArrayIndex] = {}
     for flat in ranks:
-        for key, array in indexes(flat).items():
+        for key, array in indexed(flat, CHUNK).items():
             assert key not in arrays or arrays[key].chunks == array.chunks
             arrays[key] = array
     assert join(ranks[0].structure, arrays, "step 1").keys() == tree.keys()
@@ -153,7 +141,7 @@ def test_shards_of_some_ranks_are_split_among_these() -> None:
     boxes = [box for flat in alike for box in stored(flat)["w"]]
     assert tile(whole.shape, boxes)
     assert not any(flat.elsewhere for flat in alike)
-    arrays = {key: array for flat in alike for key, array in indexes(flat).items()}
+    arrays = {key: array for flat in alike for key, array in indexed(flat, CHUNK).items()}
     assert join(alike[0].structure, arrays, "step 1").keys() == {"w"}
 
     apart = [
@@ -178,7 +166,7 @@ def test_what_no_pattern_chooses_stays_as_it_is() -> None:
 def test_what_one_rank_alone_stores_is_missed_when_its_part_is() -> None:
     tree = {"w": np.zeros((400, 60))}
     ranks = parts(tree, ["a"] * 3)
-    arrays = {key: array for flat in ranks[:2] for key, array in indexes(flat).items()}
+    arrays = {key: array for flat in ranks[:2] for key, array in indexed(flat, CHUNK).items()}
     assert [node.key for node in array_nodes(ranks[0].structure)] == ["w"]
     with pytest.raises(Conflict, match="'w'"):
         join(ranks[0].structure, arrays, "step 1")

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trees import indexed
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import tile
+from tieredckpt.format.joining import join
+from tieredckpt.format.manifest import ArrayIndex
 from tieredckpt.format.structure import array_nodes
 from tieredckpt.tree import flatten, host_view, match
 from tieredckpt.tree.arrays import writable_part
@@ -77,16 +80,18 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "placements"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("rows", [12, 7, 3])
-def test_the_pieces_of_all_ranks_are_the_tensor_each_item_once_per_replica(
+def test_the_pieces_of_all_ranks_join_to_the_tensor_each_item_once_per_replica(
     shape: tuple[int, ...], placements: list[Any], rows: int
 ) -> None:
     whole = np.arange(rows * 10.0).reshape(rows, 10)
     boxes: dict[int, list[Any]] = {}
+    arrays: dict[str, ArrayIndex] = {}
     for rank in range(int(np.prod(shape))):
         with rank_of(rank, shape) as mesh:
             flat = flatten({"w": distributed(whole, mesh, placements)})
             (node,) = array_nodes(flat.structure)
             assert (node.key, node.shape, node.dtype, node.kind) == ("w", whole.shape, "float64", "torch")
+            arrays |= indexed(flat, 1 << 20)
             for leaf in flat.arrays:
                 assert host_view(leaf).tolist() == whole[leaf.box.slices()].tolist()
                 replicas = leaf.place.replicas if leaf.place is not None else ()
@@ -94,6 +99,7 @@ def test_the_pieces_of_all_ranks_are_the_tensor_each_item_once_per_replica(
                 if rank == min(replicas, default=rank):
                     boxes.setdefault(rank, []).append(leaf.box)
     assert tile(whole.shape, [box for found in boxes.values() for box in found])
+    assert join(flat.structure, arrays, "step 1").keys() == {"w"}
     assert len(boxes) <= np.prod([n for n, p in zip(shape, placements, strict=True) if not p.is_replicate()])
 
 
