@@ -122,6 +122,29 @@ async def test_wherever_a_rank_dies_while_they_meet_its_next_process_meets_the_o
     await close(ranks)
 
 
+class Slow(Office):
+    """An office far from the leader."""
+
+    async def put(self, box: str, name: str, letter: bytes) -> None:
+        if box != "hello" and not box.startswith("0-"):
+            await asyncio.sleep(0.03)
+        await super().put(box, name, letter)
+
+    async def take(self, box: str) -> list[bytes]:
+        if box.startswith("0-"):
+            await asyncio.sleep(0.03)
+        return await super().take(box)
+
+
+async def test_no_hello_is_left_for_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_HELLO_AGAIN", 0.0)  # they go on until they hear of their welcome
+    office = Slow()
+    ranks = boxes(office)
+    await meet(ranks)
+    assert "hello" not in office.boxes
+    await close(ranks)
+
+
 async def test_a_card_that_a_dead_process_left_gives_way_to_the_living(office: Office) -> None:
     dead = boxes(office)
     leaving = asyncio.gather(*(each.open(timeout=0.3) for each in dead[1:]), return_exceptions=True)
