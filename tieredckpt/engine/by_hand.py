@@ -32,6 +32,7 @@ class ByHand:
         step, tier = self._state.find(number), self._state.tier(name)
         if tier.ram is not None:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
+        self._check_managed("promote to", tier)
         tier.dismissed.discard(step)
         written = await self._promote(step, tier)
         await self._collector.settle(tier)
@@ -41,6 +42,7 @@ class ByHand:
         """See `Collector.evict`."""
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
+        self._check_managed("evict from", tier)
         tier.dismissed.add(step)
         try:
             await self._collector.evict(step, tier)
@@ -48,6 +50,12 @@ class ByHand:
             tier.dismissed.discard(step)
             raise
         await self._collector.collect(tier, orphans=False)
+
+    def _check_managed(self, what: str, tier: Tier) -> None:
+        if not self._state.manages(tier):
+            raise Invalid(
+                f"cannot {what} tier {tier.name!r} on rank {self._state.rank}: rank 0 does that for all ranks"
+            )
 
     async def collect(self) -> list[Collected]:
         """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead.

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, RanksUnavailable, TieredCkptError
 from tieredckpt.format.digest import digest_array
 
-__all__ = ["PEERS", "Passing", "agree_on_tasks"]
+__all__ = ["PEERS", "Bulk", "Passing", "agree_on_tasks"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -38,12 +38,22 @@ _IN_FLIGHT = 32
 """Chunks on their way at a time, if the memory for them is there."""
 
 
+class Bulk(Protocol):
+    """What carries bytes between ranks: a `Coordinator` that can, or what takes its place."""
+
+    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """See `Coordinator.send`."""
+
+    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """See `Coordinator.receive`."""
+
+
 async def agree_on_tasks(
-    coordinator: Coordinator, number: int, stock: Stock, *, group: int | None, timeout: float
+    coordinator: Coordinator, number: int, stock: Stock, *, group: int | None, timeout: float, worth: bool = True
 ) -> list[Task]:
     """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
 
-    Ranks that do not answer in time take no part. Without the leader there is no plan and nothing to do.
+    At the leader, ``worth`` tells whether there is one at all. Ranks that do not answer in time take no part. Without the leader there is no plan and nothing to do.
     """
     topic = f"exchange/{number}/stock"
     if coordinator.rank == LEADER:
@@ -52,7 +62,7 @@ async def agree_on_tasks(
         except RanksMissing as error:
             _log.warning("%s; they take no part in the exchange of chunks", error)
             came = error.came
-        messages = await in_thread(_plan, came, group)
+        messages = await in_thread(_plan, came, group) if worth else dict.fromkeys(came, encode_tasks([]))
         for rank, message in messages.items():
             if rank != LEADER:
                 await coordinator.post([rank], f"exchange/{number}/tasks", message)
@@ -113,7 +123,9 @@ class _Turn:
 class Passing:
     """One rank's end of an exchange. Lives on the engine's loop."""
 
-    coordinator: Coordinator
+    rank: int
+    """This one."""
+    bulk: Bulk
     tag: int
     """New for every exchange, and the same on all ranks."""
     timeout: float
@@ -138,7 +150,7 @@ class Passing:
                 # Taken in the common order, so that no task holds what an earlier one needs.
                 await window.acquire()
                 memory, give_back = None, None
-                if task.source != self.coordinator.rank:
+                if task.source != self.rank:
                     memory, give_back = await self.scratch.take(task.nbytes)
                 turns = self._line_up(task)
                 doing = group.create_task(self._do(task, memory, turns))
@@ -147,7 +159,7 @@ class Passing:
         return self.came
 
     def _line_up(self, task: Task) -> dict[int, _Turn]:
-        outwards = task.source in (None, self.coordinator.rank)
+        outwards = task.source in (None, self.rank)
         ranks = task.to if outwards else (task.source,)
         return {rank: self._lanes.setdefault((rank, outwards), _Lane()).line_up() for rank in ranks if rank is not None}
 
@@ -161,8 +173,10 @@ class Passing:
 
     def _memory_of(self, task: Task) -> Bytes:
         held = self.held(task.digest)
-        # What is gone all the same is answered with what will be refused: the others are not to wait for nothing.
-        return held if held is not None else np.zeros(task.nbytes, np.uint8)
+        if held is not None and held.size == task.nbytes:
+            return held
+        # Answered with what will be refused: the others are not to wait for nothing.
+        return np.zeros(task.nbytes, np.uint8)
 
     async def _read_and_send(self, task: Task, chunk: Bytes, memory: Bytes, turns: Mapping[int, _Turn]) -> None:
         name = None
@@ -180,7 +194,7 @@ class Passing:
         async def send(to: int, turn: _Turn) -> None:
             if await turn.comes():
                 try:
-                    await self.coordinator.send(to, memoryview(chunk), tag=self.tag, timeout=self.timeout)
+                    await self.bulk.send(to, memoryview(chunk), tag=self.tag, timeout=self.timeout)
                 except TieredCkptError as error:
                     turn.lane.end(to, error)
             turn.ended.set()
@@ -194,7 +208,7 @@ class Passing:
         if not await turn.comes():
             return
         try:
-            await self.coordinator.receive(task.source, memoryview(chunk), tag=self.tag, timeout=self.timeout)
+            await self.bulk.receive(task.source, memoryview(chunk), tag=self.tag, timeout=self.timeout)
         except TieredCkptError as error:
             turn.lane.end(task.source, error)
             return

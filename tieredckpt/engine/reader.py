@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,18 +68,29 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
             raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
         piece.put(np.frombuffer(where, dtype=np.uint8))
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
-    if source.tier.ram is not None:
-        failed = await _from_slab(state, source, pieces)
-    else:
-        failed = await _from_packs(state, source, pieces)
-    lost = {id(piece) for piece in failed}
-    good = sum(piece.wanted for piece in pieces if id(piece) not in lost)
-    if good:
-        sources[source.tier.name] = sources.get(source.tier.name, 0) + good
-    for piece in failed:
+    near, far = source.near_ones(pieces)
+    for tier, some in near:
+        far += await _counted(sources, tier, some, _from_slab(state, source, tier, some))
+    if source.passing is not None:
+        far = await source.passing(source, far, sources)
+    tier, far, absent = await source.on_one_tier(far)
+    absent += await _counted(sources, tier, far, (_from_slab if tier.ram else _from_packs)(state, source, tier, far))
+    for piece in absent:
         tier = await _from_elsewhere(state, source, piece)
         sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
     return sources
+
+
+async def _counted(
+    sources: dict[str, int], tier: Tier, pieces: list[Piece], reading: Awaitable[list[Piece]]
+) -> list[Piece]:
+    """Count the bytes of what was read; what was not intact."""
+    failed = await reading
+    lost = {id(piece) for piece in failed}
+    good = sum(piece.wanted for piece in pieces if id(piece) not in lost)
+    if good:
+        sources[tier.name] = sources.get(tier.name, 0) + good
+    return failed
 
 
 async def check(state: State, source: StepSource) -> None:
@@ -100,12 +111,12 @@ async def check(state: State, source: StepSource) -> None:
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
+    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, source.tier, stored)
 
 
-async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
-    assert source.tier.ram is not None
-    slab = source.tier.ram.slab
+async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
+    assert tier.ram is not None
+    slab = tier.ram.slab
     waiting = deque(pieces)
     failed: list[Piece] = []
 
@@ -132,7 +143,7 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
     await settle(everyone, waiting.clear)  # nobody writes into the caller's arrays any more
     for piece in failed:
         source.note(
-            source.tier,
+            tier,
             piece.key,
             piece.chunk,
             Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"),
@@ -160,10 +171,10 @@ def _runs(pieces: list[Piece]) -> list[Run]:
     return runs
 
 
-async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
+async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
     """Read runs of extents through scratch memory, several at a time, as much as that holds."""
     failed: list[Piece] = []
-    at_once = _DEVICE_READS if source.tier.store.traits.direct_io else _REMOTE_READS
+    at_once = _DEVICE_READS if tier.store.traits.direct_io else _REMOTE_READS
     reading = asyncio.Semaphore(at_once)
 
     def unpack(run: Run, memory: Bytes) -> list[Piece]:
@@ -180,7 +191,7 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         async with state.scratch.lend(size) as memory:
             try:
                 async with reading:
-                    await source.tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
+                    await tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
             except (Corrupt, NotFound, TierUnavailable) as error:
                 if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
                     waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
@@ -188,9 +199,9 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
                 bad, why = run.pieces, error
             else:
                 bad = await in_thread(unpack, run, memory, pool=state.pool)
-                why = Corrupt(f"tier {source.tier.name!r}: bytes of {run.path} are not what was saved")
+                why = Corrupt(f"tier {tier.name!r}: bytes of {run.path} are not what was saved")
         for piece in bad:
-            source.note(source.tier, piece.key, piece.chunk, why)
+            source.note(tier, piece.key, piece.chunk, why)
         failed.extend(bad)
         if source.progress is not None:
             source.progress(sum(piece.nbytes for piece in run.pieces))
