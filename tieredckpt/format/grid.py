@@ -66,7 +66,8 @@ class Grid:
     @property
     def contiguous(self) -> bool:
         """Whether every cell is one range of the row-major array, and its padding the end of its chunk."""
-        return self.cell[_cut_axis(self) + 1 :] == self.shape[_cut_axis(self) + 1 :]
+        inner = _cut_axis(self) + 1
+        return self.cell[inner:] == self.shape[inner:]
 
 
 class Cell(NamedTuple):

@@ -108,7 +108,7 @@ class Snapshot:
             if grid.size == 1 and grid.cell_nbytes <= INLINE_MAX:
                 snapshot.inline[i] = _padded(view, grid)
                 continue
-            flat = row_major_bytes(view) if grid.contiguous else None
+            flat = row_major_bytes(view) if leaf.place is None or grid.contiguous else None
             known = expected.get(leaf.key, ())
             if len(known) != grid.size or flat is None:
                 known = (None,) * grid.size

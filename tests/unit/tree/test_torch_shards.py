@@ -130,6 +130,18 @@ def test_a_parameter_comes_back_as_one() -> None:
         assert got.to_local().tolist() == [9, 10, 11]
 
 
+def test_a_tensor_without_data_says_what_is_wanted_and_cannot_be_saved() -> None:
+    whole = np.arange(12.0).reshape(6, 2)
+    with rank_of(1, (2,)) as mesh:
+        local = torch.empty(3, 2, dtype=torch.float64, device="meta")
+        like = dtensor.DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        found = match(like, flatten(whole).structure)
+        got: Any = found.build({leaf.key: whole[leaf.box.slices()].copy() for leaf in found.leaves})
+        assert got.to_local().tolist() == whole[3:].tolist()
+        with pytest.raises(Invalid, match="meta"):
+            flatten(like)
+
+
 def test_what_fills_a_distributed_tensor_is_in_its_local_one() -> None:
     with rank_of(1, (2,)) as mesh:
         tensor = distributed(np.zeros((5, 2)), mesh, [Shard(0)])
