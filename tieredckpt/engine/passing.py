@@ -53,7 +53,8 @@ async def agree_on_tasks(
 ) -> list[Task]:
     """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
 
-    At the leader, ``worth`` tells whether there is one at all. Ranks that do not answer in time take no part. Without the leader there is no plan and nothing to do.
+    At the leader, ``worth`` tells whether there is one at all. Ranks that do not answer in time take no part. Without
+    the leader there is no plan and nothing to do.
     """
     topic = f"exchange/{number}/stock"
     if coordinator.rank == LEADER:

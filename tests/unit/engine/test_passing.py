@@ -67,7 +67,16 @@ class Rank:
         stock = Stock(self.needs, list(self.ram))
         tasks = await agree_on_tasks(self.coordinator, number, stock, group=group, timeout=timeout)
         passing = Passing(
-            self.coordinator, number, timeout, self.scratch, self.pool, self.ram.get, self.read, self.place, self.came
+            self.coordinator.rank,
+            self.coordinator,
+            number,
+            timeout,
+            self.scratch,
+            self.pool,
+            self.ram.get,
+            self.read,
+            self.place,
+            self.came,
         )
         await passing.run(tasks)
 
