@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 import pytest
 
-__all__ = ["ENGINES", "Job", "Rank", "launch", "need", "rank_of_this_process"]
+__all__ = ["ENGINES", "Job", "Rank", "free_port", "launch", "mpiexec", "need", "rank_of_this_process"]
 
 ENGINES = ("torch", "mpi", "jax", "none")
 
@@ -50,7 +50,7 @@ _NEEDS = {"torch": ("torch",), "mpi": ("mpi4py",), "jax": ("jax",), "none": ()}
 def need(engine: str) -> None:
     """Skip the test where the engine is not installed; fail it where ``TIEREDCKPT_REQUIRE_ENGINES`` is set."""
     missing = [module for module in _NEEDS[engine] if importlib.util.find_spec(module) is None]
-    if engine == "mpi" and _mpiexec() is None:
+    if engine == "mpi" and mpiexec() is None:
         missing.append("mpiexec")
     if not missing:
         return
@@ -181,9 +181,9 @@ def launch(
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         commands = [([*torchrun, f"--max-restarts={restarts}", f"--monitor-interval={notice}", str(program)], common)]
     elif engine == "mpi":
-        commands = [([str(_mpiexec()), "-n", str(ranks), *python], common)]
+        commands = [([str(mpiexec()), "-n", str(ranks), *python], common)]
     else:
-        port = _free_port()
+        port = free_port()
         each = {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)}
         commands = [(python, {**common, **each, "RANK": str(rank)}) for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -257,13 +257,14 @@ def rank_of_this_process() -> Iterator[Rank]:
         yield me
 
 
-def _mpiexec() -> str | None:
+def mpiexec() -> str | None:
     """That of this environment, else that of the machine."""
     here = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
     return here or shutil.which("mpiexec")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
