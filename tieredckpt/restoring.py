@@ -14,7 +14,6 @@ from tieredckpt.engine.engine import Engine, Read
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.pieces import Form, empty
 from tieredckpt.engine.state import numbers
-from tieredckpt.format.manifest import StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import writable_part
@@ -41,7 +40,9 @@ async def restore(
     if found is None:
         return None
     chosen, record = found
-    wanted, fitted, forms, targets = await in_thread(_fit, record, keys, like, into)
+    # Of what several ranks save or restore, each may want its own part only.
+    part = record.ranks > 1 or engine.state.ranks > 1
+    wanted, fitted, forms, targets = await in_thread(_fit, record.structure, keys, like, into, part)
     viewed = None if copy else await engine.view(chosen, forms)
     if viewed is not None:
         read, check = viewed[0], partial(_check_views, loop, viewed[1])
@@ -58,16 +59,15 @@ async def _check_views(loop: EngineLoop, check: Callable[[], Coroutine[Any, Any,
 
 
 def _fit(
-    record: StepRecord, keys: Sequence[str] | None, like: Any, into: Any
+    structure: Node, keys: Sequence[str] | None, like: Any, into: Any, part: bool
 ) -> tuple[Node, Match | None, dict[str, Form], dict[str, npt.NDArray[Any]] | None]:
     """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to make or to fill."""
-    wanted = record.structure if keys is None else select(record.structure, keys)
+    wanted = structure if keys is None else select(structure, keys)
     template = like if into is None else into
     if template is None:
         nodes = array_nodes(wanted)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
-    # Of what several ranks saved, one rank may want its own part only.
-    fitted = match(template, wanted, part=record.ranks > 1)
+    fitted = match(template, wanted, part=part)
     forms = {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}
     if into is None:
         return wanted, fitted, forms, None
