@@ -142,7 +142,7 @@ class Mailbox:
         heard: set[int] = {LEADER}
         try:
             async with asyncio.timeout(timeout):
-                self.session = await (self._lead(early, heard) if self.rank == LEADER else self._follow(early))
+                self.session = await (self._lead(heard) if self.rank == LEADER else self._follow(early))
         except TimeoutError:
             trouble = f" ({self._inbox.trouble})" if self._inbox.trouble is not None else ""
             if self.rank != LEADER:
@@ -160,7 +160,8 @@ class Mailbox:
         for letter in early:
             self._deliver(letter)
 
-    async def _lead(self, early: list[_Letter], heard: set[int]) -> str:
+    async def _lead(self, heard: set[int]) -> str:
+        """Nobody posts before it is told to go, so nothing but answers comes meanwhile."""
         cards = {LEADER: self._card}
         session = ""
         pause = self._fastest
@@ -188,6 +189,7 @@ class Mailbox:
         return session
 
     async def _follow(self, early: list[_Letter]) -> str:
+        """Others may have been told to go before this one, and have posted: ``early``."""
         hello = _encode(_Hello(self.rank, self.size, self._card))
         hello_at = time.monotonic()
         pause = self._fastest

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore
 from tieredckpt.blobs.settle import together
 from tieredckpt.engine.coordinators.mailbox import Mailbox
-from tieredckpt.errors import Closed, NotFound
+from tieredckpt.engine.ranks import LEADER
+from tieredckpt.errors import Closed, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
 
@@ -50,10 +52,15 @@ class SharedStore(Mailbox):
     async def open(self, *, timeout: float) -> None:
         """Meet all other ranks, and remove what jobs that died long ago have left."""
         begin = time.monotonic()
-        await asyncio.wait_for(self._objects.open(), timeout)
+        try:
+            await asyncio.wait_for(self._objects.open(), timeout)
+        except TimeoutError:
+            what = f"the store that carries messages between the ranks could not be opened within {timeout:.1f} s"
+            raise RanksUnavailable(what) from None
         await super().open(timeout=max(0.0, timeout - (time.monotonic() - begin)))
-        if self.rank == 0:
-            await self._objects.sweep()
+        if self.rank == LEADER:
+            with suppress(TieredCkptError):  # the next job tries again
+                await self._objects.sweep()
 
 
 class _Objects:
