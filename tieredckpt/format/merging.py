@@ -10,6 +10,7 @@ import msgspec
 from tieredckpt.errors import Conflict
 from tieredckpt.format.joining import join
 from tieredckpt.format.keys import LEAF_KEY, ROOT, child_key, show_key
+from tieredckpt.format.layout import parse_block_key
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray
@@ -168,16 +169,22 @@ def _arrays(parts: Sequence[Part], step: str) -> dict[str, ArrayIndex]:
     for key, rank, array in again:
         owner, first = found[key]
         if array.grid != first.grid or array.dtype != first.dtype:
-            raise Conflict(f"{step}: ranks {owner} and {rank} cut array {key!r} in different ways")
+            raise Conflict(f"{step}: ranks {owner} and {rank} cut {_show_array(key)} in different ways")
         if [digest for digest, _ in array.chunks] != [digest for digest, _ in first.chunks]:
             raise Conflict(
-                f"{step}: array {key!r} is not the same on ranks {owner} and {rank}; save it under a key of its own "
+                f"{step}: {_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its own "
                 "for each rank, or as shards of one array"
             )
     # What an owner leaves to another rank may be in that rank's copy of the same array, or in any other.
     everywhere = [array for _, array in found.values()] + [array for _, _, array in again]
     places = _places(everywhere)
     return {key: _located(key, array, places, step) for key, (_, array) in found.items()}
+
+
+def _show_array(name: str) -> str:
+    """An array, or a block of one, for a message."""
+    block = parse_block_key(name)
+    return f"array {name!r}" if block is None else f"the shard of array {block[0]!r} at {list(block[1])}"
 
 
 def _places(arrays: Iterable[PartArray]) -> dict[bytes, Extent | bytes]:
