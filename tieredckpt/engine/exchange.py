@@ -136,7 +136,7 @@ class _Give(NamedTuple):
     to: tuple[int, ...]
 
 
-def plan(stocks: Mapping[int, Stock], *, group: int | None = None) -> dict[int, list[Task]]:
+def plan(stocks: Mapping[int, Stock], *, group: int | None = None, reads: bool = True) -> dict[int, list[Task]]:
     """The tasks of every rank, by rank, such that each gets all that another needs too or has.
 
     What one rank alone needs, and none has, is in no task: it is read by that rank as it likes.
@@ -145,6 +145,7 @@ def plan(stocks: Mapping[int, Stock], *, group: int | None = None) -> dict[int, 
         stocks: of every rank that takes part.
         group: ranks that share what one of them reads from a slower tier, at most; consecutive ones, for those are
             near each other. None for all of them. What is in RAM is given to anyone.
+        reads: whether what nobody has in RAM is read for others at all.
     """
     holders: dict[bytes, list[int]] = {}
     for rank, stock in stocks.items():
@@ -160,7 +161,7 @@ def plan(stocks: Mapping[int, Stock], *, group: int | None = None) -> dict[int, 
     for (having, needing), digests in _alike(holders, needers).items():
         if having:
             gives.share(digests, having, needing, from_ram=True)
-        else:
+        elif reads:
             for near in _groups(needing, group):
                 if len(near) > 1:
                     gives.share(digests, near, near, from_ram=False)

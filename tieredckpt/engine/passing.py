@@ -25,7 +25,7 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, RanksUnavailable, TieredCkptError
 from tieredckpt.format.digest import digest_array
 
-__all__ = ["PEERS", "Bulk", "Passing", "agree_on_tasks"]
+__all__ = ["PEERS", "Bulk", "Passing", "Terms", "agree_on_tasks"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -48,13 +48,23 @@ class Bulk(Protocol):
         """See `Coordinator.receive`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the leader plans an exchange by; what other ranks say does not count."""
+
+    group: int | None = None
+    reads: bool = True
+    """Both as `tieredckpt.engine.exchange.plan` takes them."""
+    worth: bool = True
+    """Whether there is to be an exchange at all."""
+
+
 async def agree_on_tasks(
-    coordinator: Coordinator, number: int, stock: Stock, *, group: int | None, timeout: float, worth: bool = True
-) -> list[Task]:
+    coordinator: Coordinator, number: int, stock: Stock, terms: Terms, *, timeout: float
+) -> list[Task] | None:
     """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
 
-    At the leader, ``worth`` tells whether there is one at all. Ranks that do not answer in time take no part. Without
-    the leader there is no plan and nothing to do.
+    Ranks that do not answer in time take no part. None where no rank has anything to do, or the leader is silent.
     """
     topic = f"exchange/{number}/stock"
     if coordinator.rank == LEADER:
@@ -63,20 +73,23 @@ async def agree_on_tasks(
         except RanksMissing as error:
             _log.warning("%s; they take no part in the exchange of chunks", error)
             came = error.came
-        messages = await in_thread(_plan, came, group) if worth else dict.fromkeys(came, encode_tasks([]))
-        for rank, message in messages.items():
-            if rank != LEADER:
-                await coordinator.post([rank], f"exchange/{number}/tasks", message)
-        return decode_tasks(messages[LEADER])
+        messages = await in_thread(_plan, came, terms) if terms.worth else dict.fromkeys(came, b"")
+        for rank in range(1, coordinator.size):
+            await coordinator.post([rank], f"exchange/{number}/tasks", messages.get(rank, b""))
+        return _tasks(messages[LEADER])
     try:
         await gather(coordinator, topic, encode_stock(stock), timeout=timeout)
-        return decode_tasks(await coordinator.take(LEADER, f"exchange/{number}/tasks", timeout=2 * timeout))
+        return _tasks(await coordinator.take(LEADER, f"exchange/{number}/tasks", timeout=2 * timeout))
     except (RanksUnavailable, Corrupt) as error:
         _log.warning("chunks are not exchanged among the ranks, but read: %s", error)
-        return []
+        return None
 
 
-def _plan(stocks: dict[int, bytes], group: int | None) -> dict[int, bytes]:
+def _tasks(message: bytes) -> list[Task] | None:
+    return decode_tasks(message) if message else None
+
+
+def _plan(stocks: dict[int, bytes], terms: Terms) -> dict[int, bytes]:
     sound: dict[int, Stock] = {}
     for rank, data in stocks.items():
         try:
@@ -84,7 +97,8 @@ def _plan(stocks: dict[int, bytes], group: int | None) -> dict[int, bytes]:
         except Corrupt as error:
             _log.warning("rank %d takes no part in the exchange of chunks: %s", rank, error)
             sound[rank] = Stock({})
-    return {rank: encode_tasks(tasks) for rank, tasks in plan(sound, group=group).items()}
+    planned = plan(sound, group=terms.group, reads=terms.reads)
+    return {rank: encode_tasks(tasks) if any(planned.values()) else b"" for rank, tasks in planned.items()}
 
 
 @dataclass(slots=True)
@@ -141,6 +155,8 @@ class Passing:
     """Copies a chunk's verified bytes to where they are wanted; runs on the pool."""
     came: dict[bytes, str] = field(default_factory=dict)
     """Where each chunk that was placed came from: the name of a tier, or `PEERS`."""
+    rotten: set[bytes] = field(default_factory=set)
+    """Chunks that this rank was to give, and has not as they were saved."""
     _lanes: dict[tuple[int, bool], _Lane] = field(default_factory=dict)
 
     async def run(self, tasks: Sequence[Task]) -> dict[bytes, str]:
@@ -166,7 +182,7 @@ class Passing:
 
     async def _do(self, task: Task, memory: Bytes | None, turns: Mapping[int, _Turn]) -> None:
         if memory is None:
-            await self._send(self._memory_of(task), turns)
+            await self._send(await in_thread(self._memory_of, task, pool=self.pool), turns)
         elif task.source is None:
             await self._read_and_send(task, memory[: task.nbytes], memory, turns)
         else:
@@ -174,8 +190,9 @@ class Passing:
 
     def _memory_of(self, task: Task) -> Bytes:
         held = self.held(task.digest)
-        if held is not None and held.size == task.nbytes:
+        if held is not None and held.size == task.nbytes and digest_array(held) == task.digest:
             return held
+        self.rotten.add(task.digest)
         # Answered with what will be refused: the others are not to wait for nothing.
         return np.zeros(task.nbytes, np.uint8)
 

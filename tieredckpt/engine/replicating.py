@@ -240,8 +240,8 @@ class Replicas:
         begin = time.monotonic()
         self._team.tell(order)
         topic, failure, sent = f"replicas/done/{order.number}", None, 0
-        mine = messages.encode(await self._copy(order))
         patience = self._team.deadline + self._own.held[step].record.nbytes / self._slowest
+        mine = messages.encode(await self._copy(order))
         ranks: tuple[int, ...] = ()
         try:
             came = await gather(self._team.coordinator, topic, mine, timeout=patience)
@@ -287,7 +287,7 @@ class Replicas:
         failures = [end for end in ended if isinstance(end, BaseException)]
         for failure in failures:
             if not isinstance(failure, TieredCkptError):
-                raise failure
+                _log.error("%s: unexpected failure of a copy", step, exc_info=failure)
         sent = sum(end for end in ended[: len(giving)] if isinstance(end, int))
         return _Copied(sent, Failure.of(failures[0]) if failures else None, self._at_fault(failures))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.engine.exchange import Stock
-from tieredckpt.engine.passing import Passing, agree_on_tasks
+from tieredckpt.engine.exchange import Stock, Task
+from tieredckpt.engine.passing import Passing, Terms, agree_on_tasks
 from tieredckpt.engine.pieces import Piece
 from tieredckpt.engine.posted import Posted
 from tieredckpt.engine.source import Near, StepSource
@@ -21,6 +20,7 @@ from tieredckpt.format.manifest import StepId
 
 __all__ = ["Sharing"]
 
+_ROUNDS = 3
 _TRANSFERS_IN_DEADLINE = 4
 """A rank that waits in vain for another, and then reads, is not to keep all others waiting until they give it up."""
 
@@ -33,7 +33,8 @@ class Sharing:
     def __init__(self, state: State, team: Team) -> None:
         self._state = state
         self._team = team
-        self._numbers = itertools.count(1)
+        self._number = 0
+        """Of the last exchange."""
 
     async def take(self, source: StepSource, pieces: list[Piece], sources: dict[str, int]) -> list[Piece]:
         """Get chunks that are not in this machine's RAM; a call of all ranks that restore the step of ``source``.
@@ -49,23 +50,43 @@ class Sharing:
         wanted: dict[bytes, list[Piece]] = {}
         for piece in pieces:
             wanted.setdefault(piece.chunk.digest, []).append(piece)
-        number = next(self._numbers)
-        near = source.near or {}
-        stock = Stock({digest: some[0].nbytes for digest, some in wanted.items()}, list(near))
+        place = _Place(source, wanted, source.near or {})
+        came: dict[bytes, str] = {}
+        rotten: set[bytes] = set()
+        # Once more as long as there is something to do: who was given what is damaged gets it from another.
+        for again in range(_ROUNDS):
+            tasks = await self._agree(source, place, came.keys(), rotten, again=again > 0)
+            if tasks is None:
+                break
+            passing = self._passing(place)
+            came |= await passing.run(tasks)
+            rotten |= passing.rotten
+        for digest, name in came.items():
+            sources[name] = sources.get(name, 0) + sum(piece.wanted for piece in wanted[digest])
+        return [piece for piece in pieces if piece.chunk.digest not in came]
+
+    async def _agree(
+        self, source: StepSource, place: _Place, came: Collection[bytes], rotten: Collection[bytes], *, again: bool
+    ) -> list[Task] | None:
         team = self._team
-        tasks = await agree_on_tasks(
-            team.coordinator,
-            number,
-            stock,
+        needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
+        # What is near and needed all the same is damaged here.
+        has = [digest for digest in place.near if digest not in place.wanted and digest not in rotten]
+        terms = Terms(
             group=self._state.config.restore_group,
-            timeout=team.deadline,
+            reads=not again,
             worth=team.coordinator.bulk or not self._is_shared(source.step),
         )
-        place = _Place(source, wanted, near)
-        passing = Passing(
+        self._number += 1
+        timeout = team.deadline / _TRANSFERS_IN_DEADLINE if again else team.deadline
+        return await agree_on_tasks(team.coordinator, self._number, Stock(needs, has), terms, timeout=timeout)
+
+    def _passing(self, place: _Place) -> Passing:
+        team = self._team
+        return Passing(
             rank=team.rank,
             bulk=team.coordinator if team.coordinator.bulk else Posted(team.coordinator),
-            tag=2 * number,
+            tag=2 * self._number,
             timeout=team.deadline / _TRANSFERS_IN_DEADLINE,
             scratch=self._state.scratch,
             pool=self._state.pool,
@@ -73,10 +94,6 @@ class Sharing:
             read=place.read,
             place=place.put,
         )
-        came = await passing.run(tasks)
-        for digest, name in came.items():
-            sources[name] = sources.get(name, 0) + sum(piece.wanted for piece in wanted[digest])
-        return [piece for piece in pieces if piece.chunk.digest not in came]
 
     def _is_shared(self, step: StepId) -> bool:
         """Whether a tier that all ranks reach has the step."""

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.engine.exchange import Stock
-from tieredckpt.engine.passing import PEERS, Passing, agree_on_tasks
+from tieredckpt.engine.passing import PEERS, Passing, Terms, agree_on_tasks
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.digest import digest
@@ -65,7 +65,7 @@ class Rank:
 
     async def run(self, number: int = 1, group: int | None = None, timeout: float = SOON) -> None:
         stock = Stock(self.needs, list(self.ram))
-        tasks = await agree_on_tasks(self.coordinator, number, stock, group=group, timeout=timeout)
+        tasks = await agree_on_tasks(self.coordinator, number, stock, Terms(group), timeout=timeout) or []
         passing = Passing(
             self.coordinator.rank,
             self.coordinator,

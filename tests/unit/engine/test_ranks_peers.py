@@ -17,6 +17,7 @@ from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.engine import replicating
 from tieredckpt.engine.passing import PEERS
+from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import Invalid
 from tieredckpt.events import ReplicationFailed, StepReplicated
 from tieredckpt.testing.ranks import World
@@ -52,7 +53,10 @@ class Cluster:
             "ram": ram(self._shared_memory, path=self.ram_of(self.nodes[rank]), **self._settings.get("ram", {})),
             "disk": folder(self._shared, **self._settings.get("disk", {})),
         }
-        settings = config(tiers, **({"name": "test", "rank_deadline": SOON} | self._settings.get("store", {})))
+        standing = self._settings.get("racks", {}).get(self.nodes[rank])
+        settings = config(
+            tiers, rack=standing, **({"name": "test", "rank_deadline": SOON} | self._settings.get("store", {}))
+        )
         return CheckpointStore.open(settings, ranks=self.world.coordinator(rank))
 
     @asynccontextmanager
@@ -163,6 +167,21 @@ async def test_training_goes_on_after_a_lost_node(cluster: Cluster) -> None:
         await asyncio.gather(*(store.promote(2, "disk") for store in stores[:1]))
 
 
+async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(cluster: Cluster) -> None:
+    async with cluster.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await save(stores, 1)
+        await replicated(stores, heard, 1)
+        for store in stores[:2]:  # both of one node
+            tier = store.engine.state.tiers[0]
+            assert tier.ram is not None
+            (step,) = tier.held
+            for extent in [*unique_extents((await tier.load_index(step)).arrays).values()][::2]:
+                tier.ram.slab.array[extent.offset] ^= 1
+        for rank, came in enumerate(await restore(stores, 1)):
+            assert (PEERS in came) == (rank < 2)
+
+
 async def test_no_node_keeps_a_copy_of_its_own_parts(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
@@ -236,6 +255,53 @@ async def test_memory_that_is_not_there_for_replicas_is_refused_with_the_numbers
         assert isinstance(end, Invalid)
         assert "128 MiB" in str(end)
         assert "100 MiB" in str(end)
+
+
+async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_path: Path) -> None:
+    racks = {"a": "east", "b": "east", "c": "west", "d": "west"}
+    cluster = Cluster(tuple(racks), shared_memory, tmp_path / "disk", ram={"replicas": 2}, racks=racks)
+    async with cluster.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await save(stores, 1)
+        await replicated(stores, heard, 1)
+        for rank, node in enumerate(racks):
+            (keeper,) = list(shared_memory.rglob(f"rank-{rank}.replica"))
+            assert racks[keeper.parents[1].name] != racks[node]
+
+
+@pytest.mark.parametrize(
+    ("verb", "topic"),
+    [
+        ("post", "replica/*/offer"),
+        ("take", "replica/*/offer"),
+        ("post", "replica/*/lacks"),
+        ("take", "replica/*/lacks"),
+        ("send", "*"),
+        ("receive", "*"),
+        ("post", "replica/*/kept"),
+        ("take", "replica/*/kept"),
+        ("post", "replicas/done/*"),
+    ],
+)
+async def test_a_rank_that_dies_while_copying_stops_no_other(
+    verb: str, topic: str, shared_memory: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(
+        TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2}, store={"rank_deadline": 0.3},
+        disk={"min_bandwidth": "1 GB/s"},
+    )  # fmt: skip
+    async with cluster.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        cluster.world.kill(3, verb, topic=topic)
+        await save(stores, 1)
+        await cluster.world.died(3)
+        for one in heard[:3]:
+            failed = await one.first(ReplicationFailed)
+            assert failed.step == 1
+            assert 3 in failed.ranks
+        for store in stores[:3]:
+            assert "ram" in await store.where(1)
+            assert store.engine.state.view().steps[0].replicas == 1
 
 
 async def test_one_node_alone_has_nowhere_to_copy_to_and_works(
