@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from trees import indexed
 
 from tieredckpt.errors import Conflict
-from tieredckpt.format.boxes import tile
+from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.joining import join
+from tieredckpt.format.layout import block_key
 from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex
 from tieredckpt.format.structure import array_nodes
 from tieredckpt.tree import Flat, Place, flatten, host_view, replicated
@@ -111,6 +112,36 @@ def test_four_replicas_of_a_tree_write_a_quarter_each() -> None:
     ]
     assert sum(shares) == 1
     assert all(0.2 <= share <= 0.3 for share in shares)
+
+
+def test_chunks_as_large_as_the_tree_do_not_leave_it_all_to_one_rank() -> None:
+    flat = flatten({"w": np.zeros((1024, 256))})
+    ranks = [split(flat, ("w",), rank=rank, nodes=["here"] * 4, chunk_size=16 << 20) for rank in range(4)]
+    assert [sum(box.size for box in stored(found)["w"]) for found in ranks] == [256 * 256] * 4
+
+
+def test_a_piece_of_what_a_process_has_is_split_within_that() -> None:
+    """As of a tensor whose process has several boxes of it, side by side in memory."""
+    whole = np.random.default_rng(0).random((400, 50))
+    local = np.concatenate([whole[100:200], whole[300:400]])
+    (leaf,) = flatten({"w": local}).arrays
+    leaves = [
+        replace(
+            leaf,
+            key=block_key("w", (start, 0)),
+            shape=(100, 50),
+            place=Place("w", whole.shape, (start, 0), (100, 50), replicas=(0, 1)),
+            part=(slice(at, at + 100), slice(0, 50)),
+        )
+        for start, at in ((100, 0), (300, 100))
+    ]
+    flat = Flat(flatten({"w": whole}).structure, tuple(leaves), in_pieces=True)
+    boxes = []
+    for rank in range(2):
+        for found in split(flat, (), rank=rank, nodes=["a", "a"], chunk_size=CHUNK).arrays:
+            assert host_view(found).tolist() == whole[found.box.slices()].tolist()
+            boxes.append(found.box)
+    assert tile(whole.shape, [*boxes, Box((0, 0), (100, 50)), Box((200, 0), (100, 50))])
 
 
 @settings(max_examples=30)
