@@ -130,15 +130,15 @@ def test_a_piece_of_what_a_process_has_is_split_within_that() -> None:
             leaf,
             key=block_key("w", (start, 0)),
             shape=(100, 50),
-            place=Place("w", whole.shape, (start, 0), (100, 50), replicas=(0, 1)),
+            place=Place("w", whole.shape, (start, 0), (100, 50), replicas=(0, 1, 2)),
             part=(slice(at, at + 100), slice(0, 50)),
         )
         for start, at in ((100, 0), (300, 100))
     ]
     flat = Flat(flatten({"w": whole}).structure, tuple(leaves), in_pieces=True)
     boxes = []
-    for rank in range(2):
-        for found in split(flat, (), rank=rank, nodes=["a", "a"], chunk_size=CHUNK).arrays:
+    for rank in range(3):
+        for found in split(flat, (), rank=rank, nodes=["a"] * 3, chunk_size=CHUNK).arrays:
             assert host_view(found).tolist() == whole[found.box.slices()].tolist()
             boxes.append(found.box)
     assert tile(whole.shape, [*boxes, Box((0, 0), (100, 50)), Box((200, 0), (100, 50))])
