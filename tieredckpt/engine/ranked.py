@@ -76,7 +76,7 @@ class Ranked:
         self.opening = Opening(state, collector, team, self.agreement, self.commits, open_tiers)
         self.restores = Restores(state, team, self.agreement, self.opening, look_up, self.take_gone, self._forget)
         first = state.config.tiers[0]
-        self.replicas = Replicas(state, collector, team, first) if replicates(first) else None
+        self.replicas = Replicas(state, collector, team, first, self.commits.homes) if replicates(first) else None
         self._gone: list[tuple[int, int]] = []
         """Serial and step of what this rank has let go from RAM, for the leader."""
         self._heard_at = 0.0
@@ -142,6 +142,10 @@ class Ranked:
             if left <= 0:
                 raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
             await state.changed.wait(left)
+        for tier in state.tiers:
+            for step, error in tier.stuck.items():
+                if not self.team.leads and step in state.records() and step not in tier.held:
+                    raise Failure.of(error).error()
 
     def _due(self) -> tuple[StepId, Tier] | None:
         """A step that the leader is still to bring to a shared tier."""

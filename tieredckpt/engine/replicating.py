@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -71,11 +71,20 @@ class _Copied(msgspec.Struct, frozen=True):
 class Replicas:
     """What one rank does so that parts survive the loss of a node. Lives on the engine's loop; the leader leads."""
 
-    def __init__(self, state: State, collector: Collector, team: Team, config: RamTier) -> None:
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        team: Team,
+        config: RamTier,
+        homes: Mapping[StepId, dict[int, int]],
+    ) -> None:
         self._state = state
         self._collector = collector
         self._team = team
         self._config = config
+        self._homes = homes
+        """At the leader: which parts of steps of former runs are not in their ranks' own RAM."""
         self._pace = Pace(config.rate_limit)
         self._placed: tuple[tuple[int, ...], ...] = ()
         self.kept: dict[int, Tier] = {}
@@ -256,6 +265,8 @@ class Replicas:
         if failure is None:
             for part, _, rank in order.copies:
                 self._note(step, part, rank)
+                if rank == part:
+                    self._homes.get(step, {}).pop(part, None)
             self._has = {known: has for known, has in self._has.items() if known >= step}
         else:
             self._tried.add(step)

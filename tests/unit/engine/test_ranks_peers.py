@@ -182,6 +182,22 @@ async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(cluster: 
             assert (PEERS in came) == (rank < 2)
 
 
+async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(cluster: Cluster) -> None:
+    async with cluster.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await save(stores, 1)
+        await replicated(stores, heard, 1)
+    cluster.lose("b")
+    async with cluster.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await restore(stores, 1)
+        await replicated(stores, heard, 1)
+        await save(stores, 2)
+        await replicated(stores, heard, 2)  # the copies of step 1 have gone
+        await stores[0].promote(1, "disk")
+        assert await stores[0].where(1) == ("ram", "disk")
+
+
 async def test_no_node_keeps_a_copy_of_its_own_parts(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
