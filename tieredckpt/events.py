@@ -143,7 +143,7 @@ class StepEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepRestored(Event):
-    """A step was restored; ``sources`` maps a tier's name to the bytes that came from it."""
+    """A step was restored; ``sources`` maps a tier's name, or ``peers``, to the bytes that came from it."""
 
     step: int
     serial: int

@@ -211,6 +211,9 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
     if not state.read_only:
         for doubt in doubtful(state.config):
             _log.warning("configuration: %s", explain([doubt]))
+        first = state.config.tiers[0]
+        if state.ranks == 1 and isinstance(first, RamTier) and first.replicas > 1:
+            _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:

@@ -330,6 +330,15 @@ async def test_one_node_alone_has_nowhere_to_copy_to_and_works(
     assert "kept on 1 nodes and not on 2" in caplog.text
 
 
+async def test_a_process_that_is_alone_is_told_that_it_keeps_no_replicas(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = {"ram": ram(shared_memory, replicas=2), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(tiers), ranks=None) as store:
+        await store.save(1, {"x": np.arange(9)})
+    assert "tier 'ram' keeps no replicas" in caplog.text
+
+
 # -- the broadcast ----------------------------------------------------------------------------------------
 
 
