@@ -195,9 +195,30 @@ async def outlive(me: Rank) -> None:
     others = [rank for rank in range(me.size - 1) if rank != me.rank]
     await coordinator.post(others, "still", bytes([me.rank]))
     told["still"] = [list(await coordinator.take(other, "still", timeout=DEADLINE)) for other in others]
+    if me.arguments["bulk"]:
+        told["bulk"] = await bulk_without(me, coordinator)
     me.tell(told)
     me.mark("outlived")
     await coordinator.close()
+
+
+async def bulk_without(me: Rank, coordinator: Coordinator) -> list[float]:
+    """Seconds until transfers with the dead were given up; those with the living go on."""
+    deadline, dead = me.arguments["deadline"], me.size - 1
+    seconds = []
+    for transfer in (coordinator.send, coordinator.receive):
+        begin = time.monotonic()
+        try:
+            await transfer(dead, memoryview(bytearray(64 << 20)), tag=1, timeout=deadline)
+        except RanksUnavailable:
+            seconds.append(time.monotonic() - begin)
+    into = bytearray(1000)
+    async with asyncio.TaskGroup() as group:
+        sent = memoryview(bytes([me.rank]) * 1000)
+        group.create_task(coordinator.send((me.rank + 1) % dead, sent, tag=2, timeout=DEADLINE))
+        group.create_task(coordinator.receive((me.rank - 1) % dead, memoryview(into), tag=2, timeout=DEADLINE))
+    assert into == bytes([(me.rank - 1) % dead]) * 1000
+    return seconds
 
 
 async def meet_again(me: Rank) -> None:

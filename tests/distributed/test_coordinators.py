@@ -55,7 +55,7 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
 ) -> None:
     size = max(3, RANKS[engine])
     last = size - 1
-    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5}
+    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5, "bulk": (engine, how) == ("torch", "kill")}
     with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments, notice=60.0) as job:
         for rank in range(size):
             job.wait_for("open", rank=rank)
@@ -66,6 +66,9 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
             told = job.told(rank)
             assert told["missing"] == [last]
             assert 1.4 < told["seconds"] < 5.0
+            if arguments["bulk"]:
+                assert len(told["bulk"]) == 2
+                assert max(told["bulk"]) < 5.0
             assert told["still"] == [[other] for other in range(last) if other != rank]
 
 
