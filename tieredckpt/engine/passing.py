@@ -161,6 +161,13 @@ class Passing:
 
     async def run(self, tasks: Sequence[Task]) -> dict[bytes, str]:
         """Do the tasks in their order, several at a time; returns `came`. What is not in it, the caller reads."""
+        try:
+            await self._run(tasks)
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
+        return self.came
+
+    async def _run(self, tasks: Sequence[Task]) -> None:
         window = asyncio.Semaphore(_IN_FLIGHT)
         async with asyncio.TaskGroup() as group:
             for task in tasks:
@@ -173,7 +180,6 @@ class Passing:
                 doing = group.create_task(self._do(task, memory, turns))
                 # Not in the task itself: one that is cancelled before it begins runs none of its lines.
                 doing.add_done_callback(partial(_let_go, turns, window, give_back))
-        return self.came
 
     def _line_up(self, task: Task) -> dict[int, _Turn]:
         outwards = task.source in (None, self.rank)
@@ -241,6 +247,11 @@ class Passing:
             return False
         self.place(digest, memory)
         return True
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _let_go(

@@ -37,6 +37,8 @@ __all__ = ["Pace", "Refused", "Transfer", "give", "keep"]
 
 _log = logging.getLogger("tieredckpt")
 
+_TAGS = 8192
+"""Transfers between two ranks that are under way at once differ in this many numbers."""
 _AHEAD = 2
 """Chunks that are verified while the next one comes."""
 
@@ -77,6 +79,11 @@ class Transfer:
     """New for every transfer between the two."""
     timeout: float
     """Seconds to wait for the other side, each time."""
+
+    @property
+    def tag(self) -> int:
+        """Odd, where exchanges of chunks have even ones; MPI grants no more than 32,767 of them."""
+        return 2 * (self.number % _TAGS) + 1
 
     def topic(self, what: str) -> str:
         return f"replica/{self.number}/{what}"
@@ -152,7 +159,7 @@ async def _send(transfer: Transfer, tier: Tier, index: StepIndex, lacks: Sequenc
         nbytes = sizes[digest]
         await pace.take(nbytes)
         memory = memoryview(tier.ram.slab.bytes_at(extents[digest].offset, nbytes))
-        await transfer.coordinator.send(to, memory, tag=transfer.number, timeout=transfer.timeout)
+        await transfer.coordinator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
         sent += nbytes
     return sent
 
@@ -299,9 +306,7 @@ async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Itera
     try:
         for digest in lacks:
             _, memory = taken.extents[digest]
-            await transfer.coordinator.receive(
-                source, memoryview(memory), tag=transfer.number, timeout=transfer.timeout
-            )
+            await transfer.coordinator.receive(source, memoryview(memory), tag=transfer.tag, timeout=transfer.timeout)
             checking.add(asyncio.create_task(_check(state, taken, digest, memory)))
             if len(checking) > _AHEAD:
                 done, checking = await asyncio.wait(checking, return_when=asyncio.FIRST_COMPLETED)

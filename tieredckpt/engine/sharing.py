@@ -21,6 +21,8 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["Sharing"]
 
 _ROUNDS = 3
+_TAGS = 8192
+"""Even tags: copies of parts have odd ones, and MPI grants no more than 32,767."""
 _TRANSFERS_IN_DEADLINE = 4
 """A rank that waits in vain for another, and then reads, is not to keep all others waiting until they give it up."""
 
@@ -86,7 +88,7 @@ class Sharing:
         return Passing(
             rank=team.rank,
             bulk=team.coordinator if team.coordinator.bulk else Posted(team.coordinator),
-            tag=2 * self._number,
+            tag=2 * (self._number % _TAGS),
             timeout=team.deadline / _TRANSFERS_IN_DEADLINE,
             scratch=self._state.scratch,
             pool=self._state.pool,

@@ -268,3 +268,17 @@ async def test_a_cancelled_exchange_gives_its_memory_back(pool: ThreadPoolExecut
                 task.cancel()
             await asyncio.wait(running)
             assert all(task.cancelled() for task in running)
+
+
+async def test_what_goes_wrong_in_placing_is_raised_as_it_is(pool: ThreadPoolExecutor) -> None:
+    saved = chunks(20)
+    async with ranks(World(2), pool, saved, {1: list(saved)}, {0: list(saved)}) as (giver, taker):
+
+        def place(name: bytes, memory: Bytes) -> None:
+            raise MemoryError("no room for the array")
+
+        taker.place = place  # type: ignore[method-assign]
+        given = asyncio.create_task(giver.run(timeout=0.3))
+        with pytest.raises(MemoryError, match="no room for the array"):
+            await taker.run()
+        await given
