@@ -68,10 +68,9 @@ def _fit(
         nodes = array_nodes(wanted)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
     fitted = match(template, wanted, part=part)
-    forms = {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}
     if into is None:
-        return wanted, fitted, forms, None
-    return wanted, fitted, forms, {leaf.key: writable_part(leaf) for leaf in fitted.leaves}
+        return wanted, fitted, {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}, None
+    return wanted, fitted, {}, {leaf.key: writable_part(leaf) for leaf in fitted.leaves}
 
 
 def _build(wanted: Node, fitted: Match | None, read: Read) -> Any:

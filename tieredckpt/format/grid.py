@@ -66,6 +66,8 @@ class Grid:
     @property
     def contiguous(self) -> bool:
         """Whether every cell is one range of the row-major array, and its padding the end of its chunk."""
+        if self.cell == self.shape:
+            return True
         inner = _cut_axis(self) + 1
         return self.cell[inner:] == self.shape[inner:]
 
@@ -211,15 +213,15 @@ def cells(grid: Grid) -> Iterator[Cell]:
 
     ``grid`` must be one that `plan` made or `check` accepted.
     """
-    if not grid.shape:
-        yield Cell((), 0, grid.itemsize)
+    if grid.cell == grid.shape:  # as most arrays are
+        yield Cell((0,) * len(grid.shape), 0, grid.cell_nbytes)
         return
     if not grid.size:
         return
-    if not grid.contiguous:
+    axis = _cut_axis(grid)
+    if grid.cell[axis + 1 :] != grid.shape[axis + 1 :]:
         yield from _any_cells(grid)
         return
-    axis = _cut_axis(grid)
     row = prod(grid.shape[axis + 1 :]) * grid.itemsize
     rows, height = grid.shape[axis], grid.cell[axis]
     inner = (0,) * (len(grid.shape) - axis - 1)

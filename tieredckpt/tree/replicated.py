@@ -49,10 +49,10 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
     """``flat`` with what this rank stores of the leaves that other ranks have too.
 
     These are the leaves that ``patterns`` choose, which all ranks must have alike, and the shards that are known
-    to have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes. Where their ranks are on several nodes,
-    equally many on each, the ranks of every node together have everything, and each part is written to the slower
-    tiers by one of the ranks that have it; it is in `Flat.elsewhere` of the others. What is so small that it lies
-    in a step's index stays whole on every rank.
+    to have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes.
+    Where their ranks are on several nodes, equally many on each, the ranks of every node together have everything,
+    and each part is written to the slower tiers by one of the ranks that have it; it is in `Flat.elsewhere` of the
+    others. What is so small that it lies in a step's index stays whole on every rank.
 
     Args:
         flat: the whole tree of this rank.
