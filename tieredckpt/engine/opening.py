@@ -81,10 +81,8 @@ class Opening:
     async def open(self) -> None:
         """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
         team, state = self._team, self._state
-        found = await consult(team, "open/tiers", self._lead(), self._tell_tiers)
-        if not team.leads:
-            await self._follow(messages.decode(found, _Found))
-        verdict = await consult(team, "open/parts", self._own_parts(), self._decide)
+        found: _Found = messages.decode(await consult(team, "open/tiers", self._lead(), self._tell_tiers), _Found)
+        verdict = await consult(team, "open/parts", self._follow(found), self._decide)
         opened: Opened = messages.decode(verdict, Opened)
         for record in opened.whole:
             state.tiers[0].agree(record)
@@ -110,7 +108,13 @@ class Opening:
         shared = [tier for tier in state.tiers if tier.config.kind != "ram"]
         return messages.encode(_Found(state.marker.store, tuple(catalog_of(tier) for tier in shared)))
 
-    async def _follow(self, found: _Found) -> None:
+    async def _follow(self, found: _Found) -> bytes:
+        """Open what the leader has found, and tell of this rank's RAM."""
+        if not self._team.leads:
+            await self._open_as_follower(found)
+        return await self._own_parts()
+
+    async def _open_as_follower(self, found: _Found) -> None:
         state = self._state
         state.marker = StoreMarker(store=found.store)
         for catalog in found.catalogs:

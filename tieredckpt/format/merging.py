@@ -172,8 +172,8 @@ def _arrays(parts: Sequence[Part], step: str) -> dict[str, ArrayIndex]:
             raise Conflict(f"{step}: ranks {owner} and {rank} cut {_show_array(key)} in different ways")
         if [digest for digest, _ in array.chunks] != [digest for digest, _ in first.chunks]:
             raise Conflict(
-                f"{step}: {_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its own "
-                "for each rank, or as shards of one array"
+                f"{step}: {_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its "
+                "own for each rank, or as shards of one array"
             )
     # What an owner leaves to another rank may be in that rank's copy of the same array, or in any other.
     everywhere = [array for _, array in found.values()] + [array for _, _, array in again]
