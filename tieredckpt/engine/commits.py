@@ -26,7 +26,7 @@ from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, StepPromoted
 from tieredckpt.format import layout
@@ -212,7 +212,10 @@ class Commits:
 
     async def _contribute(self, step: StepId, tier: Tier, todo: Mapping[int, bytes]) -> Done:
         """Write the packs and parts that are asked of this rank."""
-        begin, before = time.monotonic(), set(tier.packs)
+        begin = time.monotonic()
+        streamed = await self._streamed_packs(step, tier)
+        before = tier.packs.keys() - streamed.keys()
+        tier.packs.update(streamed)
         found: dict[int, bytes] = {}
         failure = None
         try:
@@ -230,6 +233,16 @@ class Commits:
         packs = {key: nbytes for key, nbytes in tier.packs.items() if key not in before}
         self.written[step, tier.name] = sum(packs.values())
         return Done(packs, found, time.monotonic() - begin, failure)
+
+    async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
+        """The packs of a part that was streamed to the tier when it was saved, which the leader does not know."""
+        streamed = self._state.streamed.get(step)
+        if streamed is None or streamed[0] is not tier:
+            return {}
+        paths = {extent.path for extent in unique_extents(streamed[1].arrays).values()}
+        with suppress(TieredCkptError):  # a pack that is gone is missed by the leader, who says so
+            return {path: (await tier.store.stat(path)).size for path in paths}
+        return {}
 
     async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes) -> bytes:
         """Write some chunks of a part as packs; the part, encoded."""
