@@ -66,7 +66,9 @@ def _connector(
         if read_only:
             return await asyncio.to_thread(RamStore.attach, folder)
         capacity = tier.capacity if isinstance(tier.capacity, int) else None
-        return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
+        # What each rank keeps for others takes as much again for every replica.
+        shares = sharers * tier.replicas if rank is not None else 1
+        return await in_thread(partial(RamStore.open, folder, capacity, sharers=shares))
 
     async def connect_slower() -> BlobStore:
         if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,6 +20,7 @@ import msgspec
 
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.messages import Failure, Replicate, Replicated
@@ -29,7 +31,7 @@ from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
 from tieredckpt.engine.team import Team, consult
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Invalid, RanksUnavailable, TieredCkptError
+from tieredckpt.errors import Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import ReplicationFailed, StepReplicated
 from tieredckpt.format.manifest import StepId
 from tieredckpt.tierconfig import RamTier, TierConfig
@@ -40,6 +42,8 @@ __all__ = ["Replicas", "replica_folder", "replicates"]
 _log = logging.getLogger("tieredckpt")
 
 _SUFFIX = ".replica"
+_LACKING = b"lacking"
+"""What a rank says that cannot keep anything."""
 
 
 def replicates(tier: TierConfig) -> TypeGuard[RamTier]:
@@ -124,7 +128,9 @@ class Replicas:
                 *(possible, self._config.replicas, team.size, len(standing), len(set(standing))),
             )
         self._placed = place_ranks(team.nodes, possible, racks)
-        await consult(team, "replicas/open", self._open_all(), self._learn)
+        if await consult(team, "replicas/open", self._open_all(), self._learn) == _LACKING:
+            self._placed = ()
+            _log.warning("parts are not replicated until the store is opened again: a rank has no memory for them")
 
     async def _racks(self) -> dict[str, str] | None:
         """The rack of every node, where any has one that is named; others are racks of their own."""
@@ -139,9 +145,13 @@ class Replicas:
 
     async def _open_all(self) -> bytes:
         self._check_fits()
-        for ward in [rank for rank, keepers in enumerate(self._placed) if self._team.rank in keepers]:
-            await self._open_kept(ward)
         own = self._own
+        try:
+            for ward in [rank for rank, keepers in enumerate(self._placed) if self._team.rank in keepers]:
+                await self._open_kept(ward)
+        except TierUnavailable as error:
+            _log.warning("rank %d keeps no replicas: %s", self._team.rank, error)
+            return _LACKING
         has = _Has(
             [step for step in {*own.held, *own.parts} if own.has_own(step)],
             {ward: [*tier.parts] for ward, tier in self.kept.items()},
@@ -160,7 +170,9 @@ class Replicas:
             )
 
     async def _learn(self, said: dict[int, bytes]) -> bytes:
-        """At the leader: which rank has what."""
+        """At the leader: which rank has what; or that some rank cannot keep anything, so that none does."""
+        if _LACKING in said.values():
+            return _LACKING
         for rank, data in said.items():
             has: _Has = messages.decode(data, _Has)
             for part, steps in ({rank: has.own} | has.kept).items():
@@ -170,13 +182,14 @@ class Replicas:
 
     async def _open_kept(self, ward: int) -> None:
         own = self._own
-        assert own.ram is not None
+        if own.ram is None:
+            raise TierUnavailable(f"tier {own.name!r} could not be opened there")
         folder = replica_folder(Path(own.ram.location), ward)
         capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
-        sharers = len(self._team.neighbours) * self.copies
+        sharers = len(self._team.neighbours) * self._config.replicas
 
         async def connect() -> RamStore:
-            return await asyncio.to_thread(RamStore.open, folder, capacity, sharers=sharers)
+            return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
 
         tier = Tier(own.name, own.index, self._config, connect)
         marker = await tier.open()

@@ -14,11 +14,12 @@ import pytest
 from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore, Shard
+from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.engine import replicating
 from tieredckpt.engine.passing import PEERS
 from tieredckpt.engine.tier import unique_extents
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import ReplicationFailed, StepReplicated
 from tieredckpt.testing.ranks import World
 
@@ -318,6 +319,38 @@ async def test_a_rank_that_dies_while_copying_stops_no_other(
         for store in stores[:3]:
             assert "ram" in await store.where(1)
             assert store.engine.state.view().steps[0].replicas == 1
+
+
+async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2, "capacity": "auto"})
+    async with cluster.open(crashing=True) as stores:
+        for store in stores:
+            ranked = store.engine.ranked
+            assert ranked is not None
+            assert ranked.replicas is not None
+            (kept,) = ranked.replicas.kept.values()
+            assert kept.capacity == store.engine.state.tiers[0].capacity
+
+
+@pytest.mark.parametrize("name", ["rank-3", "rank-1.replica"])
+async def test_ram_that_cannot_be_opened_costs_the_replicas_and_no_training(
+    name: str, cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = RamStore.open
+
+    def open_but_one(folder: Path, *arguments: Any, **settings: Any) -> RamStore:
+        if folder == cluster.ram_of("b") / name:
+            raise TierUnavailable("no such memory, by script")
+        return really(folder, *arguments, **settings)
+
+    monkeypatch.setattr(RamStore, "open", open_but_one)
+    async with cluster.open(crashing=True) as stores:
+        await save(stores, 1)
+        await asyncio.gather(*(store.flush() for store in stores))
+        assert [info.step for info in await stores[0].steps()] == [1]
+    assert "parts are not replicated until the store is opened again" in caplog.text
 
 
 async def test_one_node_alone_has_nowhere_to_copy_to_and_works(
