@@ -59,7 +59,7 @@ class Collector:
             NotFound: the tier does not hold it.
             Conflict: promise 6, or a reader, forbids it.
         """
-        if step not in tier.held and step not in tier.damaged:
+        if (step not in tier.held and step not in tier.damaged) or step in tier.leaving:
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if not self._state.manages(tier):
             raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
@@ -98,8 +98,13 @@ class Collector:
 
     async def let_part_go(self, step: StepId, tier: Tier) -> None:
         """Take this rank's part of a step out of RAM, if it is there, for the step is or becomes none."""
-        if tier.ram is not None and (step in tier.parts or step in tier.held):
+        if tier.ram is None or step in tier.leaving or not (step in tier.parts or step in tier.held):
+            return
+        tier.leaving.add(step)
+        try:
             await whole(self._evict_from_ram(step, tier, tier.ram))
+        finally:
+            tier.leaving.discard(step)
             self._state.changed.beat()
 
     async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
@@ -130,7 +135,9 @@ class Collector:
             await self.collect(tier, orphans=False)
 
     async def _try_evict(self, step: StepId, tier: Tier) -> bool:
-        if step not in tier.held or why_not(self._state, step, tier) or not self._state.manages(tier):
+        if step not in tier.held or step in tier.leaving or not self._state.manages(tier):
+            return False
+        if why_not(self._state, step, tier):
             return False
         await self.evict(step, tier)
         return True

@@ -145,7 +145,7 @@ async def batches(
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory.
     """
-    from_slab = source.tier.ram is not None
+    from_slab = source.tier.ram is not None and source.tier.ram.slab.writable  # for the checksums are written there
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     batch = Batch()

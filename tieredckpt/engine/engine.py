@@ -249,7 +249,7 @@ class Engine:
     ) -> Saved:
         """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
         self.state.check_writable("save")
-        reserved = self._slab_reserved()
+        reserved = self.state.tiers[0].reserved
         save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite)
         if self.ranked is None:
             saved = await save(flat)
@@ -257,13 +257,9 @@ class Engine:
             saved = await self.ranked.save(step, flat, (*self._config.replicated, *replicated), save)
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
-        if self._slab_reserved() != reserved:
+        if self.state.tiers[0].reserved != reserved:
             self._prefault()
         return saved
-
-    def _slab_reserved(self) -> int:
-        ram = self.state.tiers[0].ram
-        return ram.slab.reserved if ram is not None else 0
 
     def is_due(self, step: int) -> bool:
         """The schedule's answer."""
@@ -330,6 +326,8 @@ class Engine:
 
     async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         state = self.state
+        if self.ranked is not None:
+            await self.ranked.restores.begin()
         async with StepSource.open(state, step) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
             sources = await fill(state, source, targets)

@@ -78,6 +78,7 @@ class Restores:
         self._sharing = Sharing(state, team)
         self._asked = 0
         self._done = 0
+        self._begun = False
         self._index: Index = (b"", b"", "")
 
     async def look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
@@ -102,19 +103,33 @@ class Restores:
         """Do this rank's work of a restore; raises when it fails on any rank, for then none has restored."""
         result: list[T] = []
         self._done += 1
+        self._begun = False
 
         async def mine() -> bytes:
-            result.append(await work())
-            return b""
-
-        async def decide(_: dict[int, bytes]) -> bytes:
+            try:
+                result.append(await work())
+            except Exception as error:
+                if self._state.chosen is not None and not self._begun:
+                    await self.begin(error)
+                raise
             return b""
 
         try:
-            await consult(self._team, f"restored/{self._done}", mine(), decide)
+            await consult(self._team, f"restored/{self._done}", mine(), _agree)
         finally:
             self._state.chosen = None
         return result[0]
+
+    async def begin(self, failure: Exception | None = None) -> None:
+        """Begin to read, once all ranks can: where one cannot, none waits for what that one was to pass on."""
+        self._begun = True
+
+        async def ready() -> bytes:
+            if failure is not None:
+                raise failure
+            return b""
+
+        await consult(self._team, f"reading/{self._done}", ready(), _agree)
 
     # -- which --------------------------------------------------------------------------------------------
 
@@ -194,6 +209,10 @@ class Restores:
                 for digest, extent in unique_extents(index.arrays).items():
                     near.setdefault(digest, (tier, extent))
             yield near
+
+
+async def _agree(_: dict[int, bytes]) -> bytes:
+    return b""
 
 
 def _shown(step: int | None) -> str:

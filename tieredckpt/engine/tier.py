@@ -148,6 +148,11 @@ class Tier:
         return packs + sum(self.index_bytes.values())
 
     @property
+    def reserved(self) -> int:
+        """Bytes of memory that its slab has; 0 without one."""
+        return self.ram.slab.reserved if self.ram is not None else 0
+
+    @property
     def capacity(self) -> int | None:
         if self.ram is not None:
             return self.ram.slab.capacity
