@@ -25,7 +25,7 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, RanksUnavailable, TieredCkptError
 from tieredckpt.format.digest import digest_array
 
-__all__ = ["PEERS", "Bulk", "Passing", "Terms", "agree_on_tasks"]
+__all__ = ["PEERS", "Bulk", "Passing", "Terms", "agree_on_tasks", "decline"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -83,6 +83,14 @@ async def agree_on_tasks(
     except (RanksUnavailable, Corrupt) as error:
         _log.warning("chunks are not exchanged among the ranks, but read: %s", error)
         return None
+
+
+async def decline(coordinator: Coordinator, number: int) -> None:
+    """Take no part in an exchange that the others may be at; of the leader, let there be none."""
+    if coordinator.rank == LEADER:
+        await coordinator.post(range(1, coordinator.size), f"exchange/{number}/tasks", b"")
+    else:
+        await coordinator.post([LEADER], f"exchange/{number}/stock", encode_stock(Stock({})))
 
 
 def _tasks(message: bytes) -> list[Task] | None:

@@ -94,6 +94,7 @@ class Restores:
         index = await in_thread(decode_step, manifest, btree, chosen.btree_key, pool=self._state.pool)
         found = StepId(chosen.serial, chosen.step)
         self._agreement.restored()
+        self._sharing.begin(self._asked)
         self._state.chosen = ChosenStep(
             found, self._state.tier(chosen.tier), index, partial(self._near, found), self._sharing.take
         )
@@ -111,6 +112,7 @@ class Restores:
             except Exception as error:
                 if self._state.chosen is not None and not self._begun:
                     await self.begin(error)
+                await self._sharing.leave()
                 raise
             return b""
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.engine.exchange import Stock, Task
-from tieredckpt.engine.passing import Passing, Terms, agree_on_tasks
+from tieredckpt.engine.passing import Passing, Terms, agree_on_tasks, decline
 from tieredckpt.engine.pieces import Piece
 from tieredckpt.engine.posted import Posted
 from tieredckpt.engine.source import Near, StepSource
@@ -35,8 +35,24 @@ class Sharing:
     def __init__(self, state: State, team: Team) -> None:
         self._state = state
         self._team = team
-        self._number = 0
-        """Of the last exchange."""
+        self._restore = 0
+        self._round = _ROUNDS
+
+    def begin(self, restore: int) -> None:
+        """Be ready for the exchanges of a restore, whose number is the same on all ranks."""
+        self._restore, self._round = restore, 0
+
+    async def leave(self) -> None:
+        """Let the others not wait for this rank in what is left of a restore that has failed here."""
+        if self._round:
+            while self._round < _ROUNDS:
+                self._round += 1
+                await decline(self._team.coordinator, self._number)
+
+    @property
+    def _number(self) -> int:
+        """Of the last exchange. Failures on the way leave it the same on all ranks."""
+        return self._restore * (_ROUNDS + 1) + self._round
 
     async def take(self, source: StepSource, pieces: list[Piece], sources: dict[str, int]) -> list[Piece]:
         """Get chunks that are not in this machine's RAM; a call of all ranks that restore the step of ``source``.
@@ -56,9 +72,10 @@ class Sharing:
         came: dict[bytes, str] = {}
         rotten: set[bytes] = set()
         # Once more as long as there is something to do: who was given what is damaged gets it from another.
-        for again in range(_ROUNDS):
-            tasks = await self._agree(source, place, came.keys(), rotten, again=again > 0)
+        while self._round < _ROUNDS:
+            tasks = await self._agree(source, place, came.keys(), rotten)
             if tasks is None:
+                self._round = _ROUNDS
                 break
             passing = self._passing(place)
             came |= await passing.run(tasks)
@@ -68,9 +85,9 @@ class Sharing:
         return [piece for piece in pieces if piece.chunk.digest not in came]
 
     async def _agree(
-        self, source: StepSource, place: _Place, came: Collection[bytes], rotten: Collection[bytes], *, again: bool
+        self, source: StepSource, place: _Place, came: Collection[bytes], rotten: Collection[bytes]
     ) -> list[Task] | None:
-        team = self._team
+        team, again = self._team, self._round > 0
         needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
         # What is near and needed all the same is damaged here.
         has = [digest for digest in place.near if digest not in place.wanted and digest not in rotten]
@@ -79,7 +96,7 @@ class Sharing:
             reads=not again,
             worth=team.coordinator.bulk or not self._is_shared(source.step),
         )
-        self._number += 1
+        self._round += 1
         timeout = team.deadline / _TRANSFERS_IN_DEADLINE if again else team.deadline
         return await agree_on_tasks(team.coordinator, self._number, Stock(needs, has), terms, timeout=timeout)
 

@@ -17,7 +17,7 @@ from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.engine import replicating
-from tieredckpt.engine.passing import PEERS
+from tieredckpt.engine.passing import PEERS, Passing
 from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import ReplicationFailed, StepReplicated
@@ -422,6 +422,35 @@ async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
             for each in await restoring:
                 assert each is not None
                 assert_same(each.tree, state)
+
+
+async def test_a_restore_that_fails_on_one_rank_keeps_none_waiting_and_can_be_made_again(
+    shared_memory: Path, tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk")
+    async with cluster.open() as stores:
+        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
+        await asyncio.gather(*(store.flush() for store in stores))
+    shutil.rmtree(shared_memory)
+    shared_memory.mkdir()
+    async with cluster.open() as stores:
+        for failing in (1, 0):
+            really = Passing.run
+
+            async def run(self: Passing, tasks: Any, failing: int = failing, really: Any = really) -> Any:
+                if self.rank == failing:
+                    raise TierUnavailable("this rank fails in the middle, by script")
+                self.timeout = 0.2
+                return await really(self, tasks)
+
+            monkeypatch.setattr(Passing, "run", run)
+            async with asyncio.timeout(SOON / 2):
+                for end in await asyncio.gather(*(store.restore() for store in stores), return_exceptions=True):
+                    assert isinstance(end, TierUnavailable)
+            monkeypatch.undo()
+        for each in await asyncio.gather(*(store.restore() for store in stores)):
+            assert each is not None
+            assert_same(each.tree, state)
 
 
 async def test_a_step_that_is_in_ram_alone_comes_without_bulk_too(shared_memory: Path, tmp_path: Path) -> None:
