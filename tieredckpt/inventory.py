@@ -49,6 +49,8 @@ class StepInfo:
     """Serial of the step that its run was restored from."""
     abandoned: bool
     """Of a line that was left by restoring an earlier step and training on from there."""
+    ranks: int = 1
+    """How many processes saved it together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         damaged=tuple(tier.name for tier in state.tiers if step in tier.damaged),
         restored_from=record.restored_from,
         abandoned=not state.on_line(step.serial),
+        ranks=record.ranks,
     )
 
 

@@ -12,7 +12,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NotFound
 from tieredckpt.format import layout, zarr
 from tieredckpt.format.boxes import Box
-from tieredckpt.format.manifest import StepIndex
+from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["array_spec", "spec_of"]
 
@@ -23,7 +23,7 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
     Raises `NotFound` for a step, tier or key that is not there.
     """
     found = state.find(step)
-    tier = state.tier(name) if name is not None else state.holders(found)[0]
+    tier = state.tier(name) if name is not None else _whole_on(state, found)
     index = await tier.load_index(found)
     kvstore = {
         "driver": "ocdbt",
@@ -31,6 +31,16 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
         "manifest": _folder(tier, layout.step_folder(found.step, found.serial)),
     }
     return spec_of(index, key, kvstore)
+
+
+def _whole_on(state: State, step: StepId) -> Tier:
+    """The nearest tier with all of a step in one place; the RAM of several ranks is not one."""
+    for tier in state.holders(step):
+        if state.ranks == 1 or tier.config.kind != "ram":
+            return tier
+    raise NotFound(
+        f"{step} is in the RAM of {state.ranks} ranks alone; promote it, and stock TensorStore opens it there"
+    )
 
 
 def spec_of(index: StepIndex, key: str, kvstore: Mapping[str, Any]) -> dict[str, Any]:
