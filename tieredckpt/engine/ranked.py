@@ -76,7 +76,7 @@ class Ranked:
         self.opening = Opening(state, collector, team, self.agreement, self.commits, open_tiers)
         self.restores = Restores(state, team, self.agreement, self.opening, look_up, self.take_gone, self._forget)
         first = state.config.tiers[0]
-        self.replicas = Replicas(state, collector, team, first, self.commits.homes) if replicates(first) else None
+        self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
         self._gone: list[tuple[int, int]] = []
         """Serial and step of what this rank has let go from RAM, for the leader."""
         self._heard_at = 0.0

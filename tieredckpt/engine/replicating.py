@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeGuard
@@ -23,6 +23,7 @@ from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.messages import Failure, Replicate, Replicated
 from tieredckpt.engine.placement import copies_possible, place_ranks
 from tieredckpt.engine.ranks import LEADER, exchange, gather
@@ -80,15 +81,15 @@ class Replicas:
         state: State,
         collector: Collector,
         team: Team,
+        commits: Commits,
         config: RamTier,
-        homes: Mapping[StepId, dict[int, int]],
     ) -> None:
         self._state = state
         self._collector = collector
         self._team = team
         self._config = config
-        self._homes = homes
-        """At the leader: which parts of steps of former runs are not in their ranks' own RAM."""
+        self._commits = commits
+        """Knows where the parts of former runs are."""
         self._pace = Pace(config.rate_limit)
         self._placed: tuple[tuple[int, ...], ...] = ()
         self.kept: dict[int, Tier] = {}
@@ -178,6 +179,9 @@ class Replicas:
             for part, steps in ({rank: has.own} | has.kept).items():
                 for step in steps:
                     self._note(step, part, rank)
+        for step, homes in self._commits.homes.items():
+            for part, rank in homes.items():
+                self._note(step, part, rank)
         return b""
 
     async def _open_kept(self, ward: int) -> None:
@@ -279,7 +283,7 @@ class Replicas:
             for part, _, rank in order.copies:
                 self._note(step, part, rank)
                 if rank == part:
-                    self._homes.get(step, {}).pop(part, None)
+                    self._commits.homes.get(step, {}).pop(part, None)
             self._has = {known: has for known, has in self._has.items() if known >= step}
         else:
             self._tried.add(step)
@@ -329,7 +333,11 @@ class Replicas:
         return Transfer(self._team.coordinator, number, self._team.deadline)
 
     async def _give(self, order: Replicate, step: StepId, part: int, to: int) -> int:
-        tier = self._own if part == self._team.rank else self.kept[part]
+        here = [
+            self._own if part == self._team.rank else self.kept.get(part),
+            self._commits.folders.get(step, {}).get(part),
+        ]
+        tier = next((tier for tier in here if tier is not None and tier.has_own(step)), self._own)
         return await give(self._state, self._transfer(order, part), tier, step, to, self._pace)
 
     async def _keep(self, order: Replicate, part: int, source: int) -> None:
@@ -361,6 +369,9 @@ class Replicas:
         self._state.replicated = {step: news.copies}
         for tier in self.kept.values():
             for older in [held for held in tier.parts if held < step]:
-                await self._collector.let_part_go(older, tier)
+                try:
+                    await self._collector.let_part_go(older, tier)
+                except TieredCkptError as error:
+                    _log.warning("a copy of %s stays: %s", older, error)
         self._state.events.emit(StepReplicated(news.step, news.serial, news.copies, news.sent, news.seconds))
         self._state.changed.beat()

@@ -282,3 +282,33 @@ async def test_what_goes_wrong_in_placing_is_raised_as_it_is(pool: ThreadPoolExe
         with pytest.raises(MemoryError, match="no room for the array"):
             await taker.run()
         await given
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(2, 5),
+    st.integers(0, 99),
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["send", "receive", "post", "take"]), st.integers(1, 12))),
+)
+async def test_whatever_dies_the_others_end_with_nothing_wrong(
+    pool: ThreadPoolExecutor, size: int, seed: int, deaths: list[tuple[int, str, int]]
+) -> None:
+    rng = random.Random(seed)
+    saved = chunks(24, seed, largest=4000)
+    names = list(saved)
+    has = {rank: rng.sample(names, rng.choice([0, 8])) for rank in range(size)}
+    needs = {rank: [name for name in names if name not in has[rank]] for rank in range(size)}
+    world = World(size)
+    async with ranks(world, pool, saved, needs, has, scratch=4 << 12) as all_ranks:
+        dying = {rank % size for rank, _, _ in deaths[:2]}
+        for rank, verb, nth in deaths[:2]:
+            world.kill(rank % size, verb, nth=nth)
+        running = [asyncio.create_task(rank.run(timeout=0.05)) for rank in all_ranks]
+        alive = [task for rank, task in enumerate(running) if rank not in dying]
+        if alive:
+            async with asyncio.timeout(SOON):
+                await asyncio.gather(*alive)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        assert all(rank.is_right() for rank in all_ranks)

@@ -199,6 +199,27 @@ async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(cluster: C
         assert await stores[0].where(1) == ("ram", "disk")
 
 
+async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    settings = {"ram": {"replicas": 2}, "disk": {"promote": {"kind": "never"}}}
+    before = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk", **settings)
+    async with before.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await save(stores, 1)
+        await replicated(stores, heard, 1)
+    after = Cluster(("c", "a", "b"), shared_memory, tmp_path / "disk", **settings)
+    async with after.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await restore(stores, 1)
+        await replicated(stores, heard, 1)
+    after.lose("a")
+    async with after.open(crashing=True) as stores:
+        for store, came in zip(stores, await restore(stores, 1), strict=True):
+            assert came.keys() <= {"ram", PEERS}
+            assert read(store) == 0
+
+
 async def test_no_node_keeps_a_copy_of_its_own_parts(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
