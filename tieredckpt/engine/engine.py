@@ -262,8 +262,8 @@ class Engine:
         return saved
 
     def is_due(self, step: int) -> bool:
-        """The schedule's answer."""
-        return save_is_due(self.state, step)
+        """The schedule's answer, the same on all ranks."""
+        return save_is_due(self.state, step) if self.ranked is None else self.ranked.plan.due(step)
 
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
@@ -377,6 +377,8 @@ class Engine:
         """Make a step the end of the live line, after the saves that were begun before."""
         async with self._writer.guards_saves:
             self.state.rewind(step, record)
+            if self.ranked is not None:
+                self.ranked.plan.reset()
         self.state.changed.beat()
 
     def _heal_behind(
