@@ -64,7 +64,8 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
 ) -> None:
     monkeypatch.setattr(planning, "_AHEAD", 0.001)
     schedule = {"kind": "every", "interval": 0.01}
-    async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule, rank_deadline=DEADLINE) as ranks:
+    quiet = {"schedule": schedule, "rank_deadline": DEADLINE, "disk_settings": {"promote": "never"}}
+    async with cohort(SIZE, shared_memory, tmp_path / "disk", **quiet) as ranks:
         step = 2
         await asyncio.sleep(0.02)
         assert not any(store.due(0) for store in ranks.stores)  # rank 0 orders step 1, and all hear of it
