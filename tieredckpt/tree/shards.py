@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tieredckpt.errors import Invalid
-from tieredckpt.format.boxes import Box, tile
+from tieredckpt.format.boxes import Box, Boxes, tile
 from tieredckpt.format.structure import Kind, Node, array_nodes
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, Place, array_node, nothing, storage_key
 
@@ -102,15 +102,15 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
 
 def _check_apart(key: str, boxes: Sequence[Box]) -> None:
     """Raise `Invalid` when two boxes share an item."""
-    ordered = sorted(boxes)
-    for i, box in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if box.offset and other.offset[0] >= box.end[0]:
-                break
-            if box.intersection(other) is not None:
+    if len(boxes) < 2:
+        return
+    known = Boxes(boxes)
+    for i, box in enumerate(boxes):
+        for j in known.meeting(box):
+            if i != j:
                 raise Invalid(
                     f"leaf {key!r}: the shards of shape {list(box.shape)} at {list(box.offset)} and of shape "
-                    f"{list(other.shape)} at {list(other.offset)} overlap; give every item once"
+                    f"{list(boxes[j].shape)} at {list(boxes[j].offset)} overlap; give every item once"
                 )
 
 

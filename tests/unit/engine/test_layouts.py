@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
@@ -188,6 +189,20 @@ async def test_a_restore_of_some_boxes_reads_only_the_chunks_that_overlap_them(
     # Neighbours are read in one go with the pages that the checksum fills up.
     assert mine.size * 8 <= listening.nbytes <= mine.size * 8 * (1 + 4096 / array.grid.cell_nbytes)
     assert restored.sources == {"disk": mine.size * 8}
+
+
+def test_many_blocks_come_back_as_many_other_boxes_in_time(blocking: SyncStore) -> None:
+    """To look at each pair of them in Python would take many seconds."""
+    rng = np.random.default_rng(0)
+    whole = rng.random((100_000, 2))
+    saved, wanted = (cut_at(whole.shape, [rng.integers(0, 100_000, 1500).tolist(), []]) for _ in range(2))
+    blocking.save(300_000, {"w": sharded(whole, saved)})
+    like = {"w": sharded(whole, wanted, values=False)}
+    begin = time.process_time()
+    restored = blocking.restore(300_000, like=like)
+    assert time.process_time() - begin < 4
+    assert restored is not None
+    assert_pieces(restored.tree["w"], whole)
 
 
 async def test_a_chunk_that_several_pieces_need_is_read_and_verified_once(
