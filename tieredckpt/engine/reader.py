@@ -174,6 +174,8 @@ def _runs(pieces: list[Piece]) -> list[Run]:
 async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
     """Read runs of extents through scratch memory, several at a time, as much as that holds."""
     failed: list[Piece] = []
+    if not pieces:
+        return failed
     at_once = _DEVICE_READS if tier.store.traits.direct_io else _REMOTE_READS
     reading = asyncio.Semaphore(at_once)
 

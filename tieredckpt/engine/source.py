@@ -103,15 +103,23 @@ class StepSource:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, state: State, step: StepId, *, only: Tier | None = None) -> AsyncIterator[StepSource]:
+    async def open(
+        cls, state: State, step: StepId, *, only: Tier | None = None, chosen: ChosenStep | None = None
+    ) -> AsyncIterator[StepSource]:
         """The step, from the nearest tier whose index of it can be read.
+
+        Args:
+            state: of the engine.
+            step: which.
+            only: the one tier to read it from.
+            chosen: of several ranks, what they restore together.
 
         Raises:
             NotFound: no tier holds it.
             Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
         """
-        chosen = state.chosen
-        if chosen is not None and chosen.step == step and only is None:
+        chosen = chosen or (state.looked_on.get(step) if only is None else None)
+        if chosen is not None:
             async with chosen.near() as near:
                 indexes = {chosen.tier.name: chosen.index}
                 yield cls(state, step, chosen.tier, chosen.index, near=near, passing=chosen.passing, _indexes=indexes)

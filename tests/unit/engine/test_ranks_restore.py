@@ -236,6 +236,18 @@ async def test_a_step_that_is_lost_in_ram_is_not_offered(place: Place) -> None:
             assert_whole(restored, 1)
 
 
+async def test_a_process_that_looks_on_sees_and_reads_what_only_the_ranks_ram_has(place: Place) -> None:
+    async with place.open(3, disk_settings={"promote": "never"}) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
+        async with CheckpointStore.open(ranks[0].config, read_only=True) as onlooker:
+            assert [(info.step, info.ranks, info.tiers) for info in await onlooker.steps()] == [(1, 3, ("ram",))]
+            assert_whole(await onlooker.restore(), 1)
+        await ranks.save(2, ranks=[0, 1])
+        async with CheckpointStore.open(ranks[0].config, read_only=True) as onlooker:
+            assert [info.step for info in await onlooker.steps()] == [1]
+        await ranks.save(2, ranks=[2])
+
+
 async def test_nothing_is_restored_silently_wrong(place: Place) -> None:
     async with place.open(2) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
