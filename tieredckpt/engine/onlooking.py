@@ -6,7 +6,6 @@ import logging
 from functools import partial
 
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.engine.messages import brief
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into, near
 from tieredckpt.engine.parts import encode_own, merge_parts
 from tieredckpt.engine.source import ChosenStep
@@ -45,5 +44,5 @@ async def look_on(state: State) -> None:
         except (Conflict, Corrupt) as error:
             _log.info("%s is not whole in the RAM of this machine: %s", step, error)
             continue
-        first.held.setdefault(step, Held(brief(whole.record), ""))
+        first.held.setdefault(step, Held(whole.record, ""))
         state.looked_on[step] = ChosenStep(step, first, whole, partial(near, state, step))
