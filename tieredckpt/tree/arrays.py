@@ -6,6 +6,7 @@ jax hands over one of their arrays.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -190,7 +191,7 @@ def _restored_shard(pieces: Pieces, shard: Shard, arrays: Mapping[str, npt.NDArr
         array = arrays[storage_key(pieces.node.key, pieces.node.shape, box)]
     else:
         array = np.empty(template.shape, template.dtype)
-    return Shard(restored(template, array), shard.shape, shard.offset)
+    return dataclasses.replace(shard, array=restored(template, array))
 
 
 def _family(value: object) -> _Family | None:

@@ -27,11 +27,14 @@ class Shard:
         array: what this process has; an array of NumPy, PyTorch or JAX.
         shape: of the global array.
         offset: of the first item of ``array`` in it.
+        cut: shape of a full shard, where all begin at multiples of it and only the last along an axis are shorter,
+            as ``torch.chunk`` cuts. Such shards are stored as one array; without it, uneven ones may not be.
     """
 
     array: Any
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    cut: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,18 +89,28 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
         raise Invalid(f"leaf {key!r}: typed PRNG keys cannot be a Shard; shard their key_data")
     try:
         shape, offset = (tuple(int(n) for n in axes) for axes in (shard.shape, shard.offset))
+        cut = None if shard.cut is None else tuple(int(n) for n in shard.cut)
     except (TypeError, ValueError) as error:
-        raise Invalid(f"leaf {key!r}: shape and offset of a Shard are sequences of int: {error}") from error
+        raise Invalid(f"leaf {key!r}: shape, offset and cut of a Shard are sequences of int: {error}") from error
     box = Box(offset, leaf.shape)
     if not (len(shape) == len(offset) == len(leaf.shape) and Box.whole(shape).contains(box)):
         raise Invalid(
             f"leaf {key!r}: a shard of shape {list(leaf.shape)} at {list(offset)} does not lie in an array of shape "
             f"{list(shape)}; `shape` is that of the global array, `offset` that of the shard's first item"
         )
+    if cut is not None and box.size and not _begins(offset, cut):
+        raise Invalid(
+            f"leaf {key!r}: no shard of a cut by {list(cut)} begins at {list(offset)}; `cut` is the shape of a full "
+            f"shard, and every offset a multiple of it"
+        )
     kind: Kind = "numpy" if leaf.kind == "numpy-scalar" else leaf.kind
     if box.shape == shape:
         return dataclasses.replace(leaf, kind=kind)
-    return dataclasses.replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset))
+    return dataclasses.replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset, cut))
+
+
+def _begins(offset: tuple[int, ...], cut: tuple[int, ...]) -> bool:
+    return len(offset) == len(cut) and all(n >= 1 and start % n == 0 for start, n in zip(offset, cut, strict=True))
 
 
 def _check_apart(key: str, boxes: Sequence[Box]) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from insight import flip_chunk, index_of, tier_of
 from scenes import Heard, config, folder, ram
-from trees import arrays
+from trees import arrays, indexed
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.blobs.base import BlobStore
@@ -28,7 +28,9 @@ from tieredckpt.engine.pieces import Piece, deliver
 from tieredckpt.errors import Invalid
 from tieredckpt.events import StepPromoted, StepSaved
 from tieredckpt.format.boxes import Box
+from tieredckpt.format.joining import join
 from tieredckpt.sync import SyncStore
+from tieredckpt.tree import flatten
 
 Array = np.ndarray[Any, Any]
 Boxes = list[Box]
@@ -142,6 +144,19 @@ def test_even_meshes_are_stored_as_one_array(blocking: SyncStore) -> None:
     blocking.save(100_000, {name: sharded(whole, boxes) for name, boxes in layouts.items()})
     for name in layouts:
         assert blocking.spec(100_000, name)["driver"] == "zarr3"
+
+
+@given(rows=st.integers(2, 300), parts=st.integers(2, 6), axis=st.integers(0, 1))
+def test_shards_that_know_their_cut_are_stored_as_one_array(rows: int, parts: int, axis: int) -> None:
+    """As ``torch.chunk`` cuts: the last are shorter, or empty."""
+    shape = (rows, 7) if axis == 0 else (7, rows)
+    size = -(-rows // parts)
+    bounds: list[list[int]] = [[], []]
+    bounds[axis] = [min(i * size, rows) for i in range(1, parts)]
+    cut = (size, 7) if axis == 0 else (7, size)
+    shards = [Shard(np.zeros(box.shape), shape, box.offset, cut) for box in cut_at(shape, bounds)]
+    flat = flatten({"w": Sharded(shards)})
+    assert join(flat.structure, indexed(flat, 512)).keys() == {"w"}
 
 
 def test_what_pieces_leave_out_is_found_before_anything_is_written(blocking: SyncStore) -> None:
