@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Restored
-from tieredckpt.engine.engine import Engine, Read, empty_targets
+from tieredckpt.engine.engine import Engine, Read
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.state import numbers
+from tieredckpt.engine.targets import empty_targets
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.tree.arrays import writable_view
 from tieredckpt.tree.flatten import unflatten

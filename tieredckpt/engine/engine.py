@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.settle import whole
@@ -34,6 +33,7 @@ from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
+from tieredckpt.engine.targets import empty_targets
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.verifier import Verified, verify_on
 from tieredckpt.engine.views import damage_of, view_step
@@ -44,7 +44,7 @@ from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Engine", "Read", "empty_targets"]
+__all__ = ["Engine", "Read"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -392,8 +392,3 @@ class Engine:
             await verify_on(self.state, self.collector, step, tier, repair=repair, progress=progress)
             for tier in holding
         ]
-
-
-def empty_targets(index: StepIndex, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """New arrays for the given keys of a step."""
-    return {key: np.empty(index.arrays[key].grid.shape, index.arrays[key].dtype) for key in keys}

@@ -15,6 +15,7 @@ from tieredckpt.blobs.settle import in_thread, settle, together
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
+from tieredckpt.engine.targets import check_targets
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.digest import BLOCK, Digester, digest
@@ -84,6 +85,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
     Raises:
         Corrupt: a chunk is intact on no tier; the message names the array.
     """
+    check_targets(source.index, targets, source.tier.name)
     sources: dict[str, int] = {}
     inline, pieces = _pieces(source, targets)
     for piece in inline:

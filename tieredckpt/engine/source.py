@@ -121,7 +121,8 @@ class StepSource:
                 self.unreadable.append((tier, error))
                 _report_silent(self.state, tier, error)
                 continue
-            chunk = index.arrays[key].chunks[ordinal] if key in index.arrays else None
+            chunks = index.arrays[key].chunks if key in index.arrays else []
+            chunk = chunks[ordinal] if ordinal < len(chunks) else None
             if chunk is not None and chunk.digest == digest:
                 if isinstance(chunk.where, Extent):
                     tried.add((tier.name, chunk.where))
@@ -200,6 +201,8 @@ async def read_chunk(
 ) -> None:
     """Fill ``memory`` with one chunk from one tier and verify it. Raises as a blob store does, and `Corrupt`."""
     if isinstance(where, bytes):
+        if len(where) != nbytes:
+            raise Corrupt(f"tier {tier.name!r}: a chunk in the index has {len(where)} bytes, not {nbytes}")
         memory[:nbytes] = np.frombuffer(where, dtype=np.uint8)
     else:
         size = min(aligned(nbytes), where.length)
