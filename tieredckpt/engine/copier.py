@@ -105,7 +105,7 @@ def _missing(source: StepSource, tier: Tier) -> tuple[dict[bytes, Need], dict[by
     sizes: dict[bytes, int] = {}
     for key, array in source.index.arrays.items():
         for ordinal, chunk in enumerate(array.chunks):
-            if isinstance(chunk.where, Extent) and chunk.digest not in tier.chunks:
+            if isinstance(chunk.where, Extent) and not tier.has(chunk.digest, array.grid.cell_nbytes):
                 needs[chunk.digest] = (key, ordinal)
                 sizes[chunk.digest] = array.grid.cell_nbytes
     return needs, sizes

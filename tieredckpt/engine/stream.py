@@ -150,7 +150,7 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
 
 async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> int:
     """Write the chunks that the tier lacks as packs; the bytes of these chunks."""
-    new = {done.digest: done for done in copied if done.digest not in tier.chunks}
+    new = {done.digest: done for done in copied if not tier.has(done.digest, done.cell.nbytes)}
     waiting = sorted(new.values(), key=lambda done: done.offset)
     async with aclosing(_batches(state, tier, waiting, slab)) as batches:
         await write_packs(tier, batches)

@@ -21,6 +21,10 @@ __all__ = ["survey"]
 _log = logging.getLogger("tieredckpt")
 
 _PARALLEL_READS = 16
+_LARGE_INDEX = 32 << 20
+"""Bytes of an index of which not many are read at a time: they pass through memory whole."""
+_SPARES = 8
+"""Copies of one chunk that are remembered; a pack may list any number."""
 
 
 async def survey(tier: Tier) -> None:
@@ -38,7 +42,10 @@ async def survey(tier: Tier) -> None:
         if name == "manifest.ocdbt":
             manifests.add(step)
     tier.index_bytes.update((step, sizes[step]) for step in manifests)
-    await _all(partial(_find_step, tier, step) for step in sorted(manifests))
+    await _all(partial(_find_step, tier, step) for step in sorted(manifests) if sizes[step] <= _LARGE_INDEX)
+    for step in sorted(manifests):
+        if sizes[step] > _LARGE_INDEX:
+            await _find_step(tier, step)
     if tier.slab_index is not None:
         await _claim_extents(tier)
         await _remove_strays(tier)
@@ -142,4 +149,6 @@ async def _find_chunks(tier: Tier, key: str, size: int) -> None:
     for entry in entries:
         extent = Extent(key, entry.offset, entry.length)
         if tier.chunks.setdefault(entry.digest, extent) != extent:
-            tier.spares.setdefault(entry.digest, []).append(extent)
+            spares = tier.spares.setdefault(entry.digest, [])
+            if len(spares) < _SPARES:
+                spares.append(extent)

@@ -20,6 +20,7 @@ from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import (
+    CHECKSUM_SIZE,
     ArrayIndex,
     StepId,
     StepIndex,
@@ -41,7 +42,7 @@ MARKER_MAX = 64 << 10
 """Bytes of the largest marker that is read."""
 
 _MANIFEST_MAX = 1 << 20
-_BTREE_MAX = 1 << 32
+_BTREE_MAX = 1 << 30
 _INDEXES_KEPT = 8
 _PARALLEL_READS = 16
 _FIRST_RETRY = 0.5
@@ -341,3 +342,8 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
         for chunk in array.chunks
         if isinstance(chunk.where, Extent)
     }
+    def has(self, digest: bytes, nbytes: int) -> bool:
+        """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
+        extent = self.chunks.get(digest)
+        return extent is not None and extent.length == nbytes + CHECKSUM_SIZE
+
