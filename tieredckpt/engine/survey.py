@@ -118,7 +118,11 @@ def _adopt(tier: Tier, index: StepIndex) -> bool:
     assert tier.slab_index is not None
     assert tier.ram is not None
     taken: list[bytes] = []
-    for digest, extent in unique_extents(index.arrays).items():
+    extents = unique_extents(index.arrays)
+    chunks = (chunk for array in index.arrays.values() for chunk in array.chunks)
+    if any(isinstance(chunk.where, Extent) and extents[chunk.digest] != chunk.where for chunk in chunks):
+        return False  # what lies at the other extent may belong to another step
+    for digest, extent in extents.items():
         fits = extent.path == tier.ram.slab_key and tier.slab_index.adopt(digest, extent.offset, extent.length)
         if not fits:
             tier.slab_index.drop(taken)
