@@ -1,4 +1,4 @@
-"""A RAM tier's folder that somebody tampered with is refused, or gives up what is not sound; no other file is touched."""
+"""A RAM folder that somebody tampered with is refused, or gives up what is not sound; no other file is touched."""
 
 from __future__ import annotations
 
