@@ -11,6 +11,7 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
 from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
@@ -79,6 +80,7 @@ async def _copy(
                 return None
             if again:
                 await _keep_own_extents(step, tier, leaving)
+            await refer_to_intact(state, tier, _sizes(source))
             needs, sizes = _missing(source, tier)
             written = 0
             if needs:
@@ -96,7 +98,13 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
             if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
+                if (known := tier.chunks[digest]) != extent:
+                    tier.spares.setdefault(digest, []).append(known)
                 tier.chunks[digest] = extent
+
+
+def _sizes(source: StepSource) -> dict[bytes, int]:
+    return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
 
 
 def _missing(source: StepSource, tier: Tier) -> tuple[dict[bytes, Need], dict[bytes, int]]:

@@ -177,7 +177,21 @@ class Tier:
             data = await self.store.get(layout.MARKER, limit=MARKER_MAX)
         except NotFound:
             return None
-        return decode_marker(data, self.store.location)
+        try:
+            return decode_marker(data, self.store.location)
+        except Corrupt:
+            if await self._never_used():
+                return None  # a crash has torn the very first put
+            raise
+
+    async def _never_used(self) -> bool:
+        """Whether a marker may be there in part, for the store puts in parts and nothing was put after it."""
+        if self.store.traits.atomic_put:
+            return False
+        for prefix in (layout.PACKS, layout.STEPS):
+            async for _ in self.store.list(prefix):
+                return False
+        return True
 
     async def _connect(self) -> None:
         self.blobs = await self.connect()
@@ -329,6 +343,11 @@ class Tier:
             # The packs may be good, so they are kept like those of a writer at work.
             self.orphans.update(dict.fromkeys(self._packs_of.pop(step, ()), time.time()))
 
+    def has(self, digest: bytes, nbytes: int) -> bool:
+        """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
+        extent = self.chunks.get(digest)
+        return extent is not None and extent.length == nbytes + CHECKSUM_SIZE
+
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guards_packs``."""
         self.chunks.pop(digest, None)
@@ -342,8 +361,3 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
         for chunk in array.chunks
         if isinstance(chunk.where, Extent)
     }
-    def has(self, digest: bytes, nbytes: int) -> bool:
-        """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
-        extent = self.chunks.get(digest)
-        return extent is not None and extent.length == nbytes + CHECKSUM_SIZE
-
