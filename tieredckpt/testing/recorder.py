@@ -28,6 +28,7 @@ from tieredckpt.testing.journal import (
     Synced,
     Written,
 )
+from tieredckpt.testing.system import path_of
 
 __all__ = ["FileRecorder", "recording"]
 
@@ -116,8 +117,7 @@ class FileRecorder:
                 self._journal.add(FolderRemoved(*place))
 
     def fsync(self, call: Callable[..., None], fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        place = self._place(path, None)
+        place = self._place(fd, None)
         with self._journal.guards_order:
             if place in self._names:
                 self._look_at(*place)
@@ -130,12 +130,8 @@ class FileRecorder:
     # -- what was changed ---------------------------------------------------------------------------------
 
     def _place(self, path: Any, folder: int | None) -> tuple[str, str] | None:
-        """The tier of a path, and its name there; None for what no tier has."""
-        if isinstance(path, int):
-            return None
-        name = os.fsdecode(path)
-        if folder is not None:
-            name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+        """The tier of a path or descriptor, and its name there; None for what no tier has."""
+        name = path_of(path, folder)
         for tier, root in self._folders.items():
             if name == root or name.startswith(f"{root}/"):
                 return tier, name[len(root) + 1 :]
