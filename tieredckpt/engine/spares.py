@@ -1,33 +1,39 @@
-"""Settles which copy of a chunk a tier refers to, where its packs have several and one of them may be damaged."""
+"""Settles which copy of a chunk new commits refer to, where what a footer lists may be torn or damaged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.source import read_chunk
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format.manifest import StepIndex
 
 __all__ = ["refer_to_intact"]
 
 
 async def refer_to_intact(state: State, tier: Tier, sizes: Mapping[bytes, int]) -> None:
-    """Let new commits refer to an intact copy of each chunk that the tier has more than once, or to none.
+    """Let new commits refer to an intact copy of each chunk that the tier may have, or to none.
 
-    A repair leaves the damaged copy in its pack while other chunks there are in use, and footers do not tell
-    which of two copies is the good one. The caller holds ``tier.guards_packs``.
+    A footer vouches for nothing. Where puts are not atomic it may be there without the chunks before it; and a
+    repair leaves the damaged copy in its pack while other chunks there are in use, beside the good copy or,
+    once that was collected, alone. So what an earlier process wrote is read before it is referred to, unless a
+    committed step refers to that very copy. The caller holds ``tier.guards_packs``.
 
     Args:
         state: of the engine.
         tier: a durable one.
         sizes: bytes of each chunk that is to be referred to, by digest.
 
-    Raises `TierUnavailable` when a copy could not be read.
+    Raises `TierUnavailable` when a copy or an index could not be read.
     """
-    for digest in tier.spares.keys() & sizes.keys():
+    if tier.unproven is None:
+        tier.unproven = await _unproven(state, tier)
+    for digest in (tier.unproven | tier.spares.keys()) & sizes.keys():
         known = tier.chunks.get(digest)
-        copies = [*([known] if known is not None else []), *tier.spares[digest]]
+        copies = [*([known] if known is not None else []), *tier.spares.get(digest, ())]
         tier.forget(digest)
         for extent in copies:
             async with state.scratch.lend(sizes[digest]) as memory:
@@ -37,4 +43,24 @@ async def refer_to_intact(state: State, tier: Tier, sizes: Mapping[bytes, int]) 
                     continue
             tier.chunks[digest] = extent
             break
-        del tier.spares[digest]
+        tier.spares.pop(digest, None)
+        tier.unproven.discard(digest)
+
+
+async def _unproven(state: State, tier: Tier) -> set[bytes]:
+    """The chunks in the packs of a tier to which no committed step refers where they were found."""
+    unproven = set(tier.chunks)
+
+    def prove(index: StepIndex) -> None:
+        found = unique_extents(index.arrays).items()
+        unproven.difference_update(digest for digest, extent in found if tier.chunks.get(digest) == extent)
+
+    for step in sorted(tier.held, reverse=True):
+        if not unproven:
+            break
+        try:
+            index = await tier.load_index(step)
+        except (Corrupt, NotFound):
+            continue  # it vouches for nothing
+        await in_thread(prove, index, pool=state.pool)
+    return unproven

@@ -136,22 +136,7 @@ async def _find_packs(tier: Tier) -> None:
     for info in found:
         tier.packs[info.key] = info.size
         tier.orphans[info.key] = info.modified or time.time()
-    if not tier.store.traits.atomic_put:
-        # The footer of a pack whose put broke off may be there, and chunks before it not.
-        used = await _used_packs(tier)
-        found = [info for info in found if info.key in used]
     await _all(partial(_find_chunks, tier, info.key, info.size) for info in found)
-
-
-async def _used_packs(tier: Tier) -> set[str]:
-    """The packs that committed steps refer to."""
-    used: set[str] = set()
-    for step in tuple(tier.held):
-        try:
-            used |= await tier.packs_of(step)
-        except (Corrupt, NotFound) as error:
-            tier.condemn(step, error)
-    return used
 
 
 async def _find_chunks(tier: Tier, key: str, size: int) -> None:

@@ -80,6 +80,8 @@ class Tier:
     """The dedupe index of a durable tier: every chunk in its packs."""
     spares: dict[bytes, list[Extent]] = field(default_factory=dict)
     """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
+    unproven: set[bytes] | None = None
+    """Chunks of earlier processes that are to be read before anything refers to them; None until that is known."""
     packs: dict[str, int] = field(default_factory=dict)
     """Size of every pack, by key; those of the slab are not counted."""
     orphans: dict[str, float] = field(default_factory=dict)
@@ -219,6 +221,7 @@ class Tier:
         """Know nothing of what the tier holds, before that is found out anew."""
         for known in (self.held, self.damaged, self.packs, self.chunks, self.spares, self.orphans, self.doubtful):
             known.clear()
+        self.unproven = None
         for remembered in (self.index_bytes, self._indexes, self._packs_of):
             remembered.clear()
 
