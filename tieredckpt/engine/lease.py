@@ -80,6 +80,10 @@ def _started(process: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
+_of_this_process: set[str] = set()
+"""The keys of the leases that this process holds, from before they are written."""
+
+
 class Lease:
     """The right to write to one tier, from `acquire` to `release`."""
 
@@ -97,6 +101,7 @@ class Lease:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
         for found in await self._others():
             raise self._conflict(found)
+        _of_this_process.add(self._key)
         try:
             await self._write()
             await self._give_way()
@@ -114,7 +119,8 @@ class Lease:
         await self._give_way()
 
     async def release(self) -> None:
-        """Give the lease back."""
+        """Give the lease back; one that cannot be deleted now is left to whoever finds it."""
+        _of_this_process.discard(self._key)
         await self.store.delete(self._key)
 
     async def _write(self) -> None:
@@ -130,7 +136,9 @@ class Lease:
             holder = await self._read(info.key)
             if holder is None:
                 continue
-            if await asyncio.to_thread(_is_alive, holder, self._ttl):
+            if await asyncio.to_thread(_was_given_back, holder, info.key):
+                await self.store.delete(info.key)
+            elif await asyncio.to_thread(_is_alive, holder, self._ttl):
                 found.append((holder, info.key))
             else:
                 await self.store.delete(info.key)
@@ -178,6 +186,12 @@ def _this_process(taken_at: float) -> Holder:
         taken_at=taken_at,
         renewed_at=time.time(),
     )
+
+
+def _was_given_back(holder: Holder, key: str) -> bool:
+    """Whether a store of this very process was closed while the tier did not answer, and its lease stayed there."""
+    mine = holder.machine == _machine() and holder.process == os.getpid()
+    return mine and holder.process_started == _started(os.getpid()) and key not in _of_this_process
 
 
 def _is_alive(holder: Holder, ttl: float) -> bool:
