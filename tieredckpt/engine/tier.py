@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -278,6 +279,16 @@ class Tier:
         if before is not None or step in self.damaged or step in self.doubtful:
             btree_key = f"{folder}btree-{secrets.token_hex(4)}"
         index = await asyncio.to_thread(encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum)
+        if before is not None and not self.store.traits.atomic_put:
+            # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
+            size = 0
+            with suppress(NotFound):
+                size = (await self.store.stat(layout.manifest_key(step.step, step.serial))).size
+            if (missing := size - len(index.manifest)) > 0:
+                btree_key += "0" * missing  # which is in it
+                index = await asyncio.to_thread(
+                    encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum
+                )
         await self.store.put(btree_key, [index.btree])
         try:
             await self.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])

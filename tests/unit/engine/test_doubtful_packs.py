@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from tieredckpt.engine import spares
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.testing.journal import Journal, Made, Put
 from tieredckpt.testing.life import slow_stores
 from tieredckpt.testing.memory import MemoryBlobs, Objects
 
@@ -191,3 +193,25 @@ async def test_a_damaged_marker_beside_steps_is_no_new_store(
             restored = await store.restore()
             assert restored is not None
             assert_same(restored.tree, tree(1))
+
+
+async def test_a_commit_that_takes_the_place_of_a_longer_one_is_never_half_there(
+    shared_memory: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is renamed, the old manifest or the new one is there at every moment of a repair."""
+    journal = Journal()
+    names = iter(["0123456789abcdef" * 3])
+    token_hex = secrets.token_hex
+    monkeypatch.setattr(secrets, "token_hex", lambda n: next(names, token_hex(n)) if n == 4 else token_hex(n))
+    with slow_stores(lambda: MemoryBlobs(objects, pieces=64 << 10, survives=Survives.NODE, journal=journal)):
+        async with opened(shared_memory) as store:
+            await store.save(1, tree(1))
+            await store.flush()
+            for _ in range(2):  # the second name of the nodes, which the manifest holds, is the shorter one
+                where = await place_of(store, 1, "params/w0")
+                objects.data[where.path][where.offset] ^= 1
+                (found,) = await store.verify(1, "far", repair=True)
+                assert found.repaired
+            await assert_intact(store)
+    changes = [entry for entry in journal.entries if getattr(entry, "path", "").endswith("manifest.ocdbt")]
+    assert [type(change) for change in changes] == [Made, Put, Put]
