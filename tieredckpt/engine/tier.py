@@ -7,8 +7,8 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -252,6 +252,19 @@ class Tier:
         self.remember(step, found)
         return found
 
+    @contextmanager
+    def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
+        """Let the index of a step be read from the store in the block, though it may be remembered; yields that one.
+
+        It is remembered again afterwards where what was read is no better.
+        """
+        remembered = self._indexes.pop(step, None)
+        try:
+            yield remembered
+        finally:
+            if remembered is not None and step in self.held:
+                self.remember(step, self._indexes.get(step, remembered))
+
     def remember(self, step: StepId, index: StepIndex) -> None:
         self._indexes[step] = index
         self._indexes.move_to_end(step)
@@ -346,7 +359,7 @@ class Tier:
             return (
                 decode_marker(await self.store.get(layout.MARKER, limit=MARKER_MAX), self.store.location) == self.marker
             )
-        except NotFound:
+        except (Corrupt, NotFound):
             return False
 
     def condemn(self, step: StepId, error: TieredCkptError) -> None:
