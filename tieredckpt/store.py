@@ -338,9 +338,8 @@ class CheckpointStore:
         return await self.engine_loop.call(where(self._engine.state, step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
-        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library.
-
-        Raises `NotFound` for a step, tier or key that is not there.
+        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. Raises
+        `NotFound` for a step, tier or key that is not there.
         """
         return await self.engine_loop.call(array_spec(self._engine.state, step, key, tier))
 
@@ -351,9 +350,8 @@ class CheckpointStore:
     # -- by hand ------------------------------------------------------------------------------------------
 
     async def promote(self, step: int, tier: str) -> int:
-        """Copy a step to a tier now, whatever the policy says; returns the bytes written.
-
-        Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
+        """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
+        `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
         return await self.engine_loop.call(self._engine.promote(step, tier))
 
@@ -374,16 +372,25 @@ class CheckpointStore:
         repair: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        """Read all of a step on one tier, or on every tier that holds it, and compare every digest.
+        """Read all of a step (the newest) on one tier, or on every tier that holds it, and compare every digest.
 
         Args:
-            step: which; the newest without one.
-            tier: where; everywhere without one.
             serial: which save, where the number was saved on several lines.
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
         return await self.engine_loop.call(self._engine.verify(step, serial, tier, repair=repair, progress=progress))
+
+    async def scrub(
+        self,
+        tier: str | None = None,
+        *,
+        repair: bool = False,
+        rate: float | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Verified]:
+        """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
+        return await self.engine_loop.call(self._engine.scrub(tier, repair=repair, rate=rate, progress=progress))
 
 
 def _checked_step(step: int) -> int:

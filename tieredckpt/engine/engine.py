@@ -31,11 +31,12 @@ from tieredckpt.engine.reader import fill
 from tieredckpt.engine.repack import collect_on
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.scrub import scrub
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.targets import empty_targets
 from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.verifier import Verified, verify_on
+from tieredckpt.engine.verifier import Verified, verify_step
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
@@ -383,12 +384,13 @@ class Engine:
         """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
         if repair:
             self._check_writable("repair")
-        step = self.state.find(number, serial, damaged=number is not None)
-        tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
-        holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
-        if not holding:
-            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        return [
-            await verify_on(self.state, self.collector, step, tier, repair=repair, progress=progress)
-            for tier in holding
-        ]
+        return await verify_step(self.state, self.collector, number, serial, name, repair=repair, progress=progress)
+
+    async def scrub(
+        self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
+    ) -> list[Verified]:
+        """See `tieredckpt.engine.scrub`."""
+        if repair:
+            self._check_writable("repair")
+        tiers = self.state.tiers if name is None else (self.state.tier(name),)
+        return await scrub(self.state, self.collector, tiers, repair=repair, rate=rate, progress=progress)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread, settle, together
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.scan import Place, Scan
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.targets import check_targets
@@ -108,8 +109,11 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
     return sources
 
 
-async def check(state: State, source: StepSource) -> None:
-    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage."""
+async def check(state: State, source: StepSource, scan: Scan) -> None:
+    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage.
+
+    What ``scan`` has seen already is not read again.
+    """
     nothing = np.empty(0, dtype=np.uint8)
     pieces = [
         Piece(key, ordinal, array.grid.cell_nbytes, chunk, nothing)
@@ -127,7 +131,22 @@ async def check(state: State, source: StepSource) -> None:
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
+    read = _from_slab if source.tier.ram is not None else _from_packs
+    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
+    for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
+        await scan.turn(sum(piece.nbytes for piece in batch))
+        failed = {id(piece) for piece in await read(state, source, batch)}
+        if source.silence is not None:
+            return  # what was not read is not known to be damaged
+        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
+    for piece in stored:
+        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
+            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
+
+
+def _place(piece: Piece) -> Place:
+    assert isinstance(piece.chunk.where, Extent)
+    return piece.chunk.where.path, piece.chunk.where.offset, piece.chunk.digest
 
 
 def _pieces(source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> tuple[list[Piece], list[Piece]]:

@@ -16,7 +16,7 @@ from tieredckpt.format import layout, pack
 from tieredckpt.format.manifest import StepId, StepIndex, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["survey"]
+__all__ = ["pack_entries", "survey"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -139,14 +139,19 @@ async def _find_packs(tier: Tier) -> None:
     await _all(partial(_find_chunks, tier, info.key, info.size) for info in found)
 
 
+async def pack_entries(tier: Tier, key: str, size: int) -> list[pack.PackEntry]:
+    """What the footer of a pack lists. Raises `Corrupt`, `NotFound`, `TierUnavailable`."""
+    tail = bytearray(min(size, ALIGNMENT))
+    await tier.store.get_into(key, size - len(tail), memoryview(tail))
+    offset, length = pack.footer_range(bytes(tail), size)
+    footer = bytearray(length)
+    await tier.store.get_into(key, offset, memoryview(footer))
+    return pack.decode_footer(bytes(footer), size)
+
+
 async def _find_chunks(tier: Tier, key: str, size: int) -> None:
     try:
-        tail = bytearray(min(size, ALIGNMENT))
-        await tier.store.get_into(key, size - len(tail), memoryview(tail))
-        offset, length = pack.footer_range(bytes(tail), size)
-        footer = bytearray(length)
-        await tier.store.get_into(key, offset, memoryview(footer))
-        entries = pack.decode_footer(bytes(footer), size)
+        entries = await pack_entries(tier, key, size)
     except (Corrupt, NotFound) as error:
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
         return
