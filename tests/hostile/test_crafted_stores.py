@@ -432,7 +432,7 @@ def test_a_store_lives_with_any_step_that_somebody_planted(files: ocdbt.Index | 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(files=tampered_steps())
 def test_a_store_lives_for_a_long_time_with_any_step_that_somebody_planted(files: ocdbt.Index | None) -> None:
     any_step(files)

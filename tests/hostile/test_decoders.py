@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,12 +30,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.blobs import ramnote
-from tieredckpt.blobs.chfs import frames
+from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.config import load, to_toml
 from tieredckpt.engine import lease
 from tieredckpt.engine.history import history_of
 from tieredckpt.engine.state import numbers
-from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.errors import Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import cells
@@ -123,6 +124,25 @@ def decode_toml(data: bytes) -> None:
         to_toml(load(path))
 
 
+class Ring:
+    """A worker that tells of some folders, and of three servers."""
+
+    servers = 3
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    async def ask(self, command: frames.Command) -> list[tuple[str, str]]:
+        assert isinstance(command, frames.ListFolder)
+        return [(name, "folder") for name in self._names]
+
+
+def decode_ring(names: list[str]) -> None:
+    with suppress(TierUnavailable):  # more servers, or fewer
+        complete = asyncio.run(ring.check(Ring(names), "/store", "chfs:/store", None))  # type: ignore[arg-type]
+        assert not complete or len(set(names)) >= 32
+
+
 def decode_frame(data: bytes) -> None:
     for kind in (frames.Request, frames.Reply):
         try:
@@ -169,6 +189,10 @@ DECODERS: dict[str, tuple[Callable[[Any], object], st.SearchStrategy[Any]]] = {
         decode_frame,
         tampered_bytes(msgspec.msgpack.encode(frames.Request(1, frames.Write(3, 5, [(1, 2, 3)])))),
     ),
+    "the record of the CHFS ring": (
+        decode_ring,
+        st.lists(tampered_bytes(b"3-17").map(lambda data: data.decode("latin-1")), max_size=40),
+    ),
     "the name of a step's folder": (
         layout.parse_step_folder,
         tampered_bytes(layout.step_folder(1, 2).encode()).map(lambda data: data.decode("latin-1")),
@@ -192,7 +216,7 @@ def test_whatever_a_decoder_is_given_it_decodes_or_refuses(name: str, data: st.D
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=10_000)
+@settings(max_examples=3000)
 @given(data=st.data())
 def test_whatever_a_decoder_is_given_for_a_long_time_it_decodes_or_refuses(name: str, data: st.DataObject) -> None:
     refused_or_decoded(name, data.draw(DECODERS[name][1]))
