@@ -162,6 +162,37 @@ async def test_extents_that_overlap_are_read_as_their_digests_say(tmp_path: Path
         assert_same(found.tree["params"]["w"], np.stack([PATTERN] * 3))
 
 
+async def test_bytes_in_the_index_that_are_not_what_their_digest_says_come_from_another_tier(tmp_path: Path) -> None:
+    record, arrays = sound()
+    (chunk,) = arrays["small"].chunks
+    assert isinstance(chunk.where, bytes)
+    forged = {
+        **arrays,
+        "small": ArrayIndex(arrays["small"].grid, arrays["small"].dtype, [Chunk(chunk.digest, bytes(16))]),
+    }
+    plant(tmp_path / "a", encode_step(record, forged, btree_path=BTREE, checksum=True))
+    async with opened(tmp_path / "a") as store:
+        with pytest.raises(Corrupt, match=r"array 'small' of step 20 .* is lost"):
+            await store.restore()
+        (verified,) = await store.verify(repair=True)
+        assert (verified.damaged, verified.lost, verified.repaired) == (("small",), ("small",), False)
+    plant(tmp_path / "b", encode_step(record, arrays, btree_path=BTREE, checksum=True))
+    async with opened(tmp_path / "a", tmp_path / "b") as store:
+        (verified,) = await store.verify(tier="tier0", repair=True)
+        assert (verified.damaged, verified.lost, verified.repaired) == (("small",), (), True)
+    async with opened(tmp_path / "a") as store:
+        found = await store.restore()
+        assert found is not None
+        assert_same(found.tree["small"], np.arange(4, dtype=np.float32))
+    plant(tmp_path / "a", encode_step(record, forged, btree_path=BTREE, checksum=True))
+    async with opened(tmp_path / "a", tmp_path / "b") as store:
+        found = await store.restore()
+        assert found is not None
+        assert found.sources["tier1"] == 16
+        await store.flush()
+        assert all(each.intact for each in await store.scrub())
+
+
 async def test_a_pack_of_a_sparse_terabyte_costs_no_memory(tmp_path: Path) -> None:
     plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
     footer = pack.encode_footer([pack.PackEntry(bytes(16), 0, 4096)], 4096)

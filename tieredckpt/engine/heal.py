@@ -20,7 +20,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Unmended", "heal", "heal_index", "inspect"]
@@ -60,16 +60,48 @@ async def heal(state: State, collector: Collector, step: StepId, damage: Iterabl
     for name, chunks in by_tier.items():
         tier = state.tier(name)
         try:
+            left = await _mend_inline(state, collector, step, tier, chunks)
             if tier.ram is not None:
-                left = await _mend_slab(state, step, tier, chunks)
+                left += await _mend_slab(state, step, tier, chunks)
             else:
-                left = await _mend_packs(state, collector, step, tier, chunks)
+                left += await _mend_packs(state, collector, step, tier, chunks)
         except TieredCkptError as error:
             left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
         for each in left:
             _log.error("%s could not be mended on tier %r: %s", step, name, each.error)
         unmended += left
     return unmended
+
+
+async def _mend_inline(
+    state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
+) -> list[Unmended]:
+    """Chunks in the index itself, whose checksum was right: the index is committed anew with those of another tier."""
+    left: list[Unmended] = []
+    mended: dict[str, ArrayIndex] = {}
+    origin: list[tuple[str, str]] = []
+    async with StepSource.open(state, step, only=tier) as source:
+        for key, array in source.index.arrays.items():
+            for ordinal, chunk in enumerate(array.chunks):
+                if chunk.digest not in chunks or isinstance(chunk.where, Extent):
+                    continue
+                nbytes = array.grid.cell_nbytes
+                async with state.scratch.lend(aligned(nbytes)) as memory:
+                    try:
+                        origin.append((key, (await source.read(key, ordinal, memory, bad=tier)).name))
+                    except (Corrupt, TierUnavailable) as error:
+                        left.append(Unmended((key,), error))
+                        continue
+                    good = [*mended.get(key, array).chunks]
+                    good[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
+                    mended[key] = ArrayIndex(array.grid, array.dtype, good)
+    if mended:
+        better = StepIndex(source.index.record, {**source.index.arrays, **mended})
+        why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
+        await heal_index(state, collector, step, tier, why, better)
+        for key, name in origin:
+            state.events.emit(ChunkRepaired(step.step, key, tier.name, name))
+    return left
 
 
 async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes, Damage]) -> list[Unmended]:
@@ -104,9 +136,11 @@ async def _mend_packs(
     async with StepSource.open(state, step, only=tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
-                if chunk.digest not in chunks or chunk.digest in origin or chunk.digest in lost:
+                if (
+                    not isinstance(chunk.where, Extent)
+                    or chunk.digest not in chunks.keys() - origin.keys() - lost.keys()
+                ):
                     continue
-                assert isinstance(chunk.where, Extent)
                 async with state.scratch.lend(aligned(array.grid.cell_nbytes)) as memory:
                     try:
                         origin[chunk.digest] = (await source.read(key, ordinal, memory, bad=tier)).name

@@ -89,10 +89,15 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
     check_targets(source.index, targets, source.tier.name)
     sources: dict[str, int] = {}
     inline, pieces = _pieces(source, targets)
+    damaged: list[Piece] = []
     for piece in inline:
         assert isinstance(piece.chunk.where, bytes)
         if digest(piece.chunk.where) != piece.chunk.digest:
-            raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
+            source.note(
+                source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.key!r} in the index are damaged")
+            )
+            damaged.append(piece)
+            continue
         piece.target[:] = np.frombuffer(piece.chunk.where, dtype=np.uint8)[: piece.target.size]
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.target.size
     if source.tier.ram is not None:
@@ -103,7 +108,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
     good = sum(piece.target.size for piece in pieces if id(piece) not in lost)
     if good:
         sources[source.tier.name] = sources.get(source.tier.name, 0) + good
-    for piece in failed:
+    for piece in [*damaged, *failed]:
         tier = await _from_elsewhere(state, source, piece)
         sources[tier.name] = sources.get(tier.name, 0) + piece.target.size
     return sources
