@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from tieredckpt.testing.journal import Failure, files_after
 from tieredckpt.testing.life import KINDS, Life, live
 from tieredckpt.testing.replay import Lost, replay
 
-EVERY = {"posix": 6, "chfs": 16, "object": 6}
+EVERY = {"posix": 10, "chfs": 24, "object": 10}
 """Of the crashes that differ, one in so many is survived in the default run."""
 
 
@@ -57,6 +58,18 @@ async def test_a_crash_at_every_change_costs_nothing_that_was_promised(
 ) -> None:
     found = await replay(await lived(kind, shared_memory), failure, shared_memory / "again")
     assert found.states > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", KINDS)
+async def test_lives_in_any_order_survive_crashes(kind: str, seed: int, shared_memory: Path) -> None:
+    life = await live(kind, shared_memory / "life", seed=seed)
+    for tier in life.media:
+        assert files_after(life.entries, tier) == life.left[tier]
+    for failure in get_args(Failure):
+        await replay(life, failure, shared_memory / "again", every=8)
 
 
 # -- and a store that breaks its promises is found out ------------------------------------------------------

@@ -212,13 +212,12 @@ class FailingTiersMachine(RuleBasedStateMachine):
             self.run(self.store.collect())
 
     @precondition(lambda self: self.opened is not None and self.saved)
-    @rule(data=st.data())
-    def evict_and_promote(self, data: st.DataObject) -> None:
-        infos = self.run(self.store.steps())
-        if not infos:
+    @rule(which=st.integers(0, 5), way=st.sampled_from([("ram", "disk"), ("disk", "far"), ("far", "disk")]))
+    def evict_and_promote(self, which: int, way: tuple[str, str]) -> None:
+        steps = sorted({info.step for info in self.run(self.store.steps())})
+        if not steps:
             return
-        step = data.draw(st.sampled_from(sorted({info.step for info in infos})))
-        away, to = data.draw(st.sampled_from([("ram", "disk"), ("disk", "far"), ("far", "disk")]))
+        step, (away, to) = steps[which % len(steps)], way
         for work in (self.store.promote(step, to), self.store.evict(step, away)):
             with suppress(Conflict, NotFound, TierUnavailable):
                 self.run(work)

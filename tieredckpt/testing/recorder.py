@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiofiles.os
 import numpy as np
 import pytest
 
@@ -174,6 +175,7 @@ def recording(journal: Journal, folders: Mapping[str, Path]) -> Iterator[FileRec
     with pytest.MonkeyPatch.context() as patch:
         for name in ("open", "replace", "link", "unlink", "mkdir", "rmdir", "fsync"):
             patch.setattr(os, name, _noted(getattr(os, name), getattr(recorder, name)))
+        patch.setattr(aiofiles.os, "unlink", aiofiles.os.wrap(os.unlink))  # it has bound that one by now
         yield recorder
 
 

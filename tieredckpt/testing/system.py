@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import aiofiles.os
 import pytest
 
 __all__ = ["CALLS", "SystemFaults", "failing_calls", "path_of"]
@@ -103,6 +104,7 @@ def failing_calls(folder: Path) -> Iterator[SystemFaults]:
     with pytest.MonkeyPatch.context() as patch:
         for call in CALLS:
             patch.setattr(os, call, _met(call, getattr(os, call), faults))
+        patch.setattr(aiofiles.os, "unlink", aiofiles.os.wrap(os.unlink))  # it has bound that one by now
         yield faults
 
 
