@@ -147,3 +147,15 @@ def test_a_configuration_file_a_thousand_levels_deep_is_refused(tmp_path: Path) 
     path.write_text("a = " + "[" * 5000 + "]" * 5000)
     with pytest.raises(Invalid, match="is not a TOML file"):
         load(path)
+
+
+@pytest.mark.parametrize("place", [("\ud800",), ("store", "\ud800"), ("tiers", "\ud800"), ("tiers", "disk", "\ud800")])
+def test_a_setting_whose_name_is_no_text_is_refused_in_words_that_are(place: tuple[str, ...]) -> None:
+    data: dict[str, Any] = {"store": {}, "tiers": {"disk": {"kind": "posix", "path": "/checkpoints"}}}
+    table = data
+    for part in place[:-1]:
+        table = table[part]
+    table[place[-1]] = 1
+    with pytest.raises(Invalid) as refused:
+        load(data)
+    assert str(refused.value).encode()
