@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ def test_what_programs_read_is_json_whatever_a_step_says(config: Path, verb: tup
 
 
 def test_no_terminal_escape_of_a_lease_reaches_the_terminal(config: Path, tmp_path: Path) -> None:
-    holder = msgspec.structs.replace(lease._this_process(1.7e9), host=ESCAPES)
+    another = os.getppid()  # which lives as long as this test does
+    started = lease._started(another) or ""
+    holder = msgspec.structs.replace(lease._this_process(1.7e9), host=ESCAPES, process=another, process_started=started)
     (tmp_path / "disk" / "leases").mkdir()
     (tmp_path / "disk" / "leases" / "0000000000000000").write_bytes(msgspec.json.encode(holder))
     result = run("collect", config)
