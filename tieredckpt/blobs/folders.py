@@ -170,7 +170,9 @@ class Folders:
         """
         if self.follow_symlinks:
             return
-        for folder in self._below_root(path.parent):
+        folder = str(self.root)
+        for part in path.relative_to(self.root).parts[:-1]:
+            folder = f"{folder}/{part}"
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if stat.S_ISLNK(os.lstat(folder).st_mode):
                     raise Corrupt(f"{folder} is a symbolic link, which this store does not follow; remove it")
@@ -282,6 +284,9 @@ class Folders:
     def info(self, path: Path) -> BlobInfo:
         """Size and time of a file. Raises `OSError`, `Corrupt`."""
         self.check_way(path)
+        return self._info(path)
+
+    def _info(self, path: Path) -> BlobInfo:
         found = os.stat(path, follow_symlinks=self.follow_symlinks)
         if stat.S_ISDIR(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -308,7 +313,7 @@ class Folders:
                         folders.append(folder / entry.name)
                     elif entry.is_file(follow_symlinks=self.follow_symlinks):
                         with contextlib.suppress(FileNotFoundError):
-                            infos.append(self.info(folder / entry.name))
+                            infos.append(self._info(folder / entry.name))
         except OSError as error:
             if error.errno not in _NOT_THERE:
                 raise
