@@ -53,10 +53,11 @@ async def scrub(
         if (marker := await _check_marker(state, tier, repair=repair)) is not None:
             found.append(marker)
         for step in sorted({*tier.held, *tier.damaged}, reverse=True):
-            if step not in tier.held and step not in tier.damaged:
-                continue  # evicted meanwhile
-            result = await verify_on(state, collector, step, tier, repair=repair, progress=progress, scan=scan)
-            found.append(result)
+            if step in tier.held or step in tier.damaged:
+                with suppress(NotFound):  # evicted meanwhile
+                    found.append(
+                        await verify_on(state, collector, step, tier, repair=repair, progress=progress, scan=scan)
+                    )
         if tier.ram is None and (footers := await _check_footers(state, collector, tier, repair=repair)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))

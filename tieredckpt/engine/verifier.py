@@ -74,7 +74,8 @@ async def verify_on(
     """Read all of a step on a tier that holds it, compare every digest, and mend what is damaged if asked.
 
     Its index is read from the tier as well, though this process may know it. ``progress`` is called with the bytes
-    of each part that was read, from any thread; what ``scan`` has seen is not read again.
+    of each part that was read, from any thread; what ``scan`` has seen is not read again. Raises `NotFound` when
+    the step left the tier meanwhile.
     """
     record = state.records().get(step)
     nbytes = record.nbytes if record is not None else 0
@@ -106,6 +107,8 @@ async def _with_another_index(
     *,
     repair: bool,
 ) -> Verified:
+    if step in tier.leaving or not (step in tier.held or step in tier.damaged):
+        raise NotFound(f"{step} left tier {tier.name!r} while it was verified") from error  # and is not to come back
     record = state.records().get(step)
     problem = str(error)
     if repair:
