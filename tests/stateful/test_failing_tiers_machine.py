@@ -259,4 +259,4 @@ def test_whatever_tiers_do_what_was_acknowledged_stays() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_whatever_tiers_do_for_long_what_was_acknowledged_stays() -> None:
-    run_state_machine_as_test(FailingTiersMachine, settings=settings(max_examples=300, stateful_step_count=40))
+    run_state_machine_as_test(FailingTiersMachine, settings=settings(max_examples=150, stateful_step_count=30))
