@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -69,15 +70,29 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTiers]:
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MiB in memory, as containers have it at ``/dev/shm``; made by root alone."""
-    folder = tmp_path / "small"
+    with _tmpfs(tmp_path / "small", "64m") as folder:
+        yield folder
+
+
+@pytest.fixture
+def tiny_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 192 KiB, which a few steps fill; made by root alone."""
+    with _tmpfs(tmp_path / "tiny", "192k") as folder:
+        yield folder
+
+
+@contextmanager
+def _tmpfs(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def _names_in_shared_memory() -> set[str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex
 from tieredckpt.format.ocdbt import Extent
 

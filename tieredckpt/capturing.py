@@ -14,7 +14,7 @@ from tieredckpt.errors import Invalid
 from tieredckpt.events import Events, SaveFailed
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Captures", "check_immutable"]
+__all__ = ["Captures", "check_immutable", "checked_step"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -80,3 +80,10 @@ class Captures:
         """Return when none is under way."""
         while self.pending:
             await asyncio.wait(set(self.pending))
+
+
+def checked_step(step: int) -> int:
+    """``step`` itself. Raises `Invalid` for what is no step of a training."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
+    return step

@@ -150,6 +150,8 @@ def _load_mapping(data: Mapping[str, Any]) -> StoreConfig:
         return _validate(data, Path.cwd())
     except ValidationError as error:
         raise Invalid(explain(problems(error))) from error
+    except RecursionError as error:
+        raise Invalid("the configuration is nested too deeply; simplify its policies") from error
 
 
 def _load_file(path: Path) -> StoreConfig:
@@ -160,7 +162,7 @@ def _load_file(path: Path) -> StoreConfig:
         raise NotFound(f"{path}: there is no such configuration file") from error
     except OSError as error:
         raise Invalid(f"{path}: the configuration file cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Invalid(f"{path}: is not a TOML file: {error}") from error
     try:
         return _validate(data, path.absolute().parent)
@@ -169,6 +171,8 @@ def _load_file(path: Path) -> StoreConfig:
         found.sort(key=lambda each: each[0])
         lines = (f"{path}:{line}: {explain([(place, what)])}" for line, place, what in found)
         raise Invalid("\n".join(lines)) from error
+    except RecursionError as error:
+        raise Invalid(f"{path}: is nested too deeply; simplify its policies") from error
 
 
 def _validate(data: Mapping[str, Any], folder: Path) -> StoreConfig:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State, numbers
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
 from tieredckpt.tree.select import select
@@ -215,6 +218,7 @@ async def _used(tier: Tier) -> int:
     # Only the slab's writer keeps count of its extents; a reader adds up those of the steps.
     extents: set[tuple[int, int]] = set()
     for step in tuple(tier.held):
-        found = unique_extents((await tier.load_index(step)).arrays).values()
-        extents.update((extent.offset, extent.length) for extent in found)
+        with suppress(Corrupt, NotFound):  # one that cannot be read must not hide the others
+            found = unique_extents((await tier.load_index(step)).arrays).values()
+            extents.update((extent.offset, extent.length) for extent in found)
     return tier.used + sum(stored_size(length) for _, length in extents)

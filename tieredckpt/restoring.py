@@ -12,8 +12,9 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Restored
 from tieredckpt.engine.engine import Engine, Read
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.pieces import Form, empty
+from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.state import numbers
+from tieredckpt.engine.targets import empty_targets
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import writable_part
@@ -47,7 +48,10 @@ async def restore(
     if viewed is not None:
         read, check = viewed[0], partial(_check_views, loop, viewed[1])
     else:
-        read, check = await engine.read(chosen, lambda _: empty(forms) if targets is None else targets), None
+        read, check = (
+            await engine.read(chosen, lambda _: empty_targets(chosen, forms) if targets is None else targets),
+            None,
+        )
     tree = await in_thread(_build, wanted, fitted, read)
     if resume and not engine.state.read_only:
         await engine.resume_from(chosen, read.record)

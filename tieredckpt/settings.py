@@ -133,5 +133,5 @@ def _in_plain_words(line: ErrorDetails) -> str:
 
 
 def _literally(text: str) -> Any:
-    # pydantic's stub wants a literal template; without a context nothing is substituted in it.
-    return text
+    # pydantic's stub wants a literal template; without a context nothing is substituted in it. It takes UTF-8 only.
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.capturing import Captures, check_immutable
+from tieredckpt.capturing import Captures, check_immutable, checked_step
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
@@ -29,8 +29,6 @@ from tieredckpt.restoring import restore
 from tieredckpt.tree.flatten import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tieredckpt.sync import SyncStore
 
 __all__ = ["CheckpointStore"]
@@ -184,7 +182,7 @@ class CheckpointStore:
     def due(self, step: int) -> bool:
         """Whether the schedule wants a save after ``step``."""
         self.engine_loop  # noqa: B018  # raises Closed before opening
-        return self._engine.is_due(_checked_step(step))
+        return self._engine.is_due(checked_step(step))
 
     def observed(self) -> Observed:
         """What schedules see: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
@@ -194,8 +192,6 @@ class CheckpointStore:
     def signal(self, name: str, *, on: bool = True) -> None:
         """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; also from a signal handler."""
         loop = self.engine_loop
-        if not isinstance(name, str) or not name:
-            raise Invalid(f"a signal is a name such as 'preempt', not {name!r}")
         self._engine.state.signal(name, on=on)
         loop.soon(self._engine.state.changed.beat)
 
@@ -228,7 +224,7 @@ class CheckpointStore:
             Conflict: the step was saved before on this line.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        _checked_step(step)
+        checked_step(step)
         if capture == "reference":
             flat = flatten(tree)
             check_immutable(flat)
@@ -343,9 +339,8 @@ class CheckpointStore:
         return await self.engine_loop.call(where(self._engine.state, step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
-        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library.
-
-        Raises `NotFound` for a step, tier or key that is not there.
+        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. Raises
+        `NotFound` for a step, tier or key that is not there.
         """
         return await self.engine_loop.call(array_spec(self._engine.state, step, key, tier))
 
@@ -356,9 +351,8 @@ class CheckpointStore:
     # -- by hand ------------------------------------------------------------------------------------------
 
     async def promote(self, step: int, tier: str) -> int:
-        """Copy a step to a tier now, whatever the policy says; returns the bytes written.
-
-        Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
+        """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
+        `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
         return await self.engine_loop.call(self._engine.promote(step, tier))
 
@@ -379,11 +373,9 @@ class CheckpointStore:
         repair: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        """Read all of a step on one tier, or on every tier that holds it, and compare every digest.
+        """Read all of a step (the newest) on one tier, or on every tier that holds it, and compare every digest.
 
         Args:
-            step: which; the newest without one.
-            tier: where; everywhere without one.
             serial: which save, where the number was saved on several lines.
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
@@ -392,8 +384,15 @@ class CheckpointStore:
             self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
         )
 
-
-def _checked_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
-    return step
+    async def scrub(
+        self,
+        tier: str | None = None,
+        *,
+        repair: bool = False,
+        rate: float | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Verified]:
+        """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
+        return await self.engine_loop.call(
+            self._engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress)
+        )

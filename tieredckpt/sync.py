@@ -189,5 +189,15 @@ class SyncStore:
     ) -> list[Verified]:
         return self._run(self.store.verify(step, tier, serial=serial, repair=repair, progress=progress))
 
+    def scrub(
+        self,
+        tier: str | None = None,
+        *,
+        repair: bool = False,
+        rate: float | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Verified]:
+        return self._run(self.store.scrub(tier, repair=repair, rate=rate, progress=progress))
+
     def flush(self) -> None:
         self._run(self.store.flush())

@@ -400,7 +400,7 @@ async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_mended(
 
 async def forget_indexes(store: CheckpointStore) -> None:
     for tier in store._engine.state.tiers:
-        tier._indexes.clear()
+        tier.indexes.clear()
 
 
 async def test_a_store_of_which_every_commit_is_damaged_says_so(place: Path) -> None:

@@ -253,13 +253,13 @@ async def steps(scene: Scene) -> Call:
 
 @case
 async def describe(scene: Scene) -> Call:
-    scene.store._engine.state.tier("ram")._indexes.clear()  # or there is nothing to wait for
+    scene.store._engine.state.tier("ram").indexes.clear()  # or there is nothing to wait for
     return scene.store.describe()
 
 
 @case
 async def spec(scene: Scene) -> Call:
-    scene.store._engine.state.tier("disk")._indexes.clear()
+    scene.store._engine.state.tier("disk").indexes.clear()
     return scene.store.spec(scene.last, "params/w0", "disk")
 
 

@@ -163,6 +163,25 @@ class Folders:
         if (found.st_dev, found.st_ino) != self._identity:
             raise TierUnavailable(f"{self.root} was replaced by another folder; is its file system mounted?")
 
+    def check_way(self, path: Path) -> None:
+        """`Corrupt` if a folder on the way from the root to ``path`` is a symbolic link: it may lead anywhere.
+
+        Only the last part of a path is kept from being followed by ``O_NOFOLLOW``.
+        """
+        if self.follow_symlinks:
+            return
+        folder = str(self.root)
+        for part in path.relative_to(self.root).parts[:-1]:
+            folder = f"{folder}/{part}"
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if stat.S_ISLNK(os.lstat(folder).st_mode):
+                    raise Corrupt(f"{folder} is a symbolic link, which this store does not follow; remove it")
+
+    def open(self, path: Path, flags: int) -> int:
+        """As `open_regular`, for a file below the root."""
+        self.check_way(path)
+        return open_regular(path, flags, follow_symlinks=self.follow_symlinks)
+
     def error(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
         """As `foreign`; but nothing is missing under a root that has vanished itself."""
         if error.errno in _NOT_THERE:
@@ -178,6 +197,7 @@ class Folders:
         Raises `OSError`; with ``create_only`` `FileExistsError` at once if ``path`` is there already.
         """
         self.check_root()
+        self.check_way(path)
         if create_only and os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -238,7 +258,8 @@ class Folders:
                 self._durable.add(path)
 
     def remove(self, path: Path) -> None:
-        """Delete a file and the folders that this leaves empty. Raises `OSError`."""
+        """Delete a file and the folders that this leaves empty. Raises `OSError`, `Corrupt`."""
+        self.check_way(path)
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 return
@@ -262,6 +283,10 @@ class Folders:
 
     def info(self, path: Path) -> BlobInfo:
         """Size and time of a file. Raises `OSError`, `Corrupt`."""
+        self.check_way(path)
+        return self._info(path)
+
+    def _info(self, path: Path) -> BlobInfo:
         found = os.stat(path, follow_symlinks=self.follow_symlinks)
         if stat.S_ISDIR(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -274,8 +299,9 @@ class Folders:
     def scan(self, folder: Path) -> tuple[list[BlobInfo], list[Path]]:
         """Objects and folders directly in ``folder``; names that are no keys are passed over.
 
-        Raises `OSError`, `TierUnavailable`.
+        Raises `OSError`, `Corrupt`, `TierUnavailable`.
         """
+        self.check_way(folder / "any")
         infos: list[BlobInfo] = []
         folders: list[Path] = []
         try:
@@ -287,7 +313,7 @@ class Folders:
                         folders.append(folder / entry.name)
                     elif entry.is_file(follow_symlinks=self.follow_symlinks):
                         with contextlib.suppress(FileNotFoundError):
-                            infos.append(self.info(folder / entry.name))
+                            infos.append(self._info(folder / entry.name))
         except OSError as error:
             if error.errno not in _NOT_THERE:
                 raise

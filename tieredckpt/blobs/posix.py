@@ -23,7 +23,7 @@ import numpy as np
 
 from tieredckpt.blobs import transfer
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
-from tieredckpt.blobs.folders import Folders, open_regular, probe
+from tieredckpt.blobs.folders import Folders, probe
 from tieredckpt.blobs.settle import settle
 from tieredckpt.errors import (
     Closed,
@@ -209,7 +209,7 @@ class PosixStore:
 
     async def _read_whole(self, path: Path, limit: int) -> bytes:
         def opener(name: str, flags: int) -> int:
-            return open_regular(Path(name), flags, follow_symlinks=self._follow)
+            return self._folders.open(Path(name), flags)
 
         try:
             file = await aiofiles.open(path, "rb", opener=opener, executor=self._pool)
@@ -245,11 +245,11 @@ class PosixStore:
         if direct:
             try:
                 flags = os.O_RDONLY | transfer.O_DIRECT
-                return open_regular(path, flags, follow_symlinks=self._follow), True
+                return self._folders.open(path, flags), True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return open_regular(path, os.O_RDONLY, follow_symlinks=self._follow), False
+        return self._folders.open(path, os.O_RDONLY), False
 
     async def _write_small(self, path: Path, data: bytes, create_only: bool, stop: transfer.Stop) -> None:
         folders, pool, exact = self._folders, self._pool, create_only and self._links

@@ -21,16 +21,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
+from msgspec.structs import replace
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
-from tieredckpt.blobs.folders import Folders
+from tieredckpt.blobs.folders import Folders, open_regular
 from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, read_note, write_note
 from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TierUnavailable
-from tieredckpt.format.layout import new_pack_id, pack_key, parse_pack_key
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
+from tieredckpt.format.layout import new_pack_id, pack_key
 from tieredckpt.units import format_size
 
 __all__ = ["RANK_FOLDER", "RamStore", "shared_memory_root"]
@@ -41,20 +42,7 @@ RANK_FOLDER = "rank-"
 """What the name of a folder begins with that belongs to one rank of a node."""
 
 _LOCK = "lock"
-_NOTE = "slab.json"
-_NEW_NOTE = "slab.tmp"
 _AUTO_SHARE_OF_MEMORY = 4  # an automatic slab takes at most a quarter of the memory there is
-
-
-class _Note(msgspec.Struct, frozen=True, kw_only=True):
-    """``slab.json``: what is the slab of a folder."""
-
-    slab: str
-    """Its key."""
-    capacity: int
-    boot_id: str
-    memfd: int | None = None
-    """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
 
 
 def shared_memory_root() -> Path:
@@ -82,7 +70,7 @@ class RamStore:
         self._files = files
         self._lock = lock
         self._retired: set[BinaryIO] = set()
-        self._own = {_LOCK, _NOTE, _NEW_NOTE, slab_key}
+        self._own = {_LOCK, *NOTE_FILES, slab_key}
 
     @classmethod
     def open(cls, folder: Path, capacity: int | None, *, sharers: int = 1) -> RamStore:
@@ -126,14 +114,17 @@ class RamStore:
             NotFound: there is no such folder, or its slab went with its process.
             Conflict: it belongs to another user.
         """
-        note = _read_note(folder)
+        try:
+            _check_owner(folder)
+        except FileNotFoundError:
+            raise NotFound(f"there is no RAM tier at {folder}") from None
+        note = read_note(folder)
         if note is None:
             raise NotFound(f"there is no RAM tier at {folder}")
-        _check_owner(folder)
         try:
-            fd = os.open(folder / note.slab, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise NotFound(f"the RAM tier at {folder} has lost its slab: {error.strerror}") from error
+            fd = open_regular(folder / note.slab, os.O_RDONLY, follow_symlinks=True)
+        except (OSError, Corrupt) as error:
+            raise NotFound(f"the RAM tier at {folder} has lost its slab: {error}") from error
         found = os.fstat(fd)
         if found.st_size < note.capacity or note.memfd not in (None, found.st_ino):
             os.close(fd)
@@ -184,7 +175,7 @@ class RamStore:
         """
         path = self._folder / key
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         except FileNotFoundError:
             raise NotFound(f"{path} is gone") from None
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -286,8 +277,13 @@ def _own_folder(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     _check_owner(path, strictly=True)
-    if stat.S_IMODE(path.lstat().st_mode) & 0o077:
+    loose = stat.S_IMODE(path.lstat().st_mode) & 0o077
+    if loose & 0o022 and any(path.iterdir()):
+        raise _open_to_others(path)
+    if loose:
         path.chmod(0o700)
+    if loose & 0o022 and any(path.iterdir()):  # somebody was faster
+        raise _open_to_others(path)
 
 
 def _check_owner(path: Path, *, strictly: bool = False) -> None:
@@ -296,6 +292,14 @@ def _check_owner(path: Path, *, strictly: bool = False) -> None:
     ours = found.st_uid == os.getuid() or (os.getuid() == 0 and not strictly)
     if not stat.S_ISDIR(found.st_mode) or not ours:
         raise Conflict(f"{path} is not a folder of user {os.getuid()}; remove it or choose another path")
+    if not strictly and stat.S_IMODE(found.st_mode) & 0o022:
+        raise _open_to_others(path)
+
+
+def _open_to_others(path: Path) -> Conflict:
+    return Conflict(
+        f"{path} can be written to by other users, and what is in it may be theirs; remove it or choose another path"
+    )
 
 
 def _lock_folder(folder: Path) -> int:
@@ -313,7 +317,7 @@ def _lock_folder(folder: Path) -> int:
 
 def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str, str]:
     """The slab of the folder, its key and notice: the one that is there if it is of this boot, else a new one."""
-    note = _read_note(folder)
+    note = read_note(folder)
     slab = None
     if note is not None and not (folder / note.slab).is_symlink():  # to a memfd, which has ended
         with contextlib.suppress(FileNotFoundError):
@@ -328,14 +332,14 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     except BaseException:
         slab.close()
         raise
-    _write_note(folder, note)
+    write_note(folder, note)
     notice = _notice(folder, note)
     if notice:
         _log.warning("%s", notice)
     return slab, note.slab, notice
 
 
-def _old_slab(folder: Path, note: _Note, capacity: int) -> tuple[Slab | None, _Note]:
+def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Note]:
     fd = os.open(folder / note.slab, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     found = os.fstat(fd)
     if found.st_size < note.capacity:
@@ -344,10 +348,10 @@ def _old_slab(folder: Path, note: _Note, capacity: int) -> tuple[Slab | None, _N
     size = max(note.capacity, capacity)
     os.ftruncate(fd, max(found.st_size, size))
     reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
-    return Slab(fd, size, reserved), msgspec.structs.replace(note, capacity=size)
+    return Slab(fd, size, reserved), replace(note, capacity=size)
 
 
-def _new_slab(folder: Path, capacity: int) -> tuple[Slab, _Note]:
+def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
     key = pack_key(new_pack_id())
     path = folder / key
     for made in (path.parent.parent, path.parent):
@@ -363,10 +367,10 @@ def _new_slab(folder: Path, capacity: int) -> tuple[Slab, _Note]:
     else:
         raise NoSpace(f"{folder} has less than the {format_size(capacity)} of the RAM tier")
     os.ftruncate(fd, capacity)
-    return Slab(fd, capacity), _Note(slab=key, capacity=capacity, boot_id=_boot_id(), memfd=memfd)
+    return Slab(fd, capacity), Note(slab=key, capacity=capacity, boot_id=boot_id(), memfd=memfd)
 
 
-def _notice(folder: Path, note: _Note) -> str:
+def _notice(folder: Path, note: Note) -> str:
     if note.memfd is None:
         return ""
     room = os.statvfs(folder)
@@ -375,25 +379,3 @@ def _notice(folder: Path, note: _Note) -> str:
         f"the RAM tier's {format_size(note.capacity)}: a memfd takes its place, and its steps end with this "
         f"process; a larger /dev/shm (docker run --shm-size) lets them survive it"
     )
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "unknown"
-
-
-def _read_note(folder: Path) -> _Note | None:
-    try:
-        note = msgspec.json.decode((folder / _NOTE).read_bytes(), type=_Note)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    usable = note.boot_id == _boot_id() and note.capacity > 0 and parse_pack_key(note.slab) is not None
-    return note if usable else None
-
-
-def _write_note(folder: Path, note: _Note) -> None:
-    new = folder / _NEW_NOTE
-    new.write_bytes(msgspec.json.encode(note))
-    new.chmod(0o600)
-    new.replace(folder / _NOTE)

@@ -33,6 +33,8 @@ __all__ = [
     "when",
 ]
 
+_HUGE = 1 << 256
+
 _UNBOUNDED = 10_000
 """Columns of what is no terminal: a file or pipe gets each row whole, on a line of its own."""
 
@@ -83,9 +85,11 @@ def print_json(value: object) -> None:
 
 
 def jsonable(value: object) -> Any:
-    """``value`` made of what JSON has: NaN and infinities, complex numbers and bytes become text."""
+    """``value`` made of what JSON has: NaN and infinities, complex numbers, bytes and huge integers become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, int) and abs(value) >= _HUGE:
+        return hex(value)  # Python refuses to print thousands of decimal digits
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -65,6 +65,10 @@ def _summaries(arrays: Arrays) -> list[dict[str, Any]]:
 def _summary(array: npt.NDArray[Any]) -> dict[str, Any]:
     """Minimum, maximum and mean where they mean something, and the first values, as Python numbers."""
     told: dict[str, Any] = {"min": None, "max": None, "mean": None}
+    if array.dtype.kind in "mM":  # times, of which NumPy takes no mean
+        if array.size:
+            told |= {"min": str(array.min()), "max": str(array.max())}
+        return {**told, "first": [str(value) for value in array.reshape(-1)[:_FIRST]]}
     first = [value.item() for value in array.reshape(-1)[:_FIRST]]
     with np.errstate(all="ignore"):
         if array.size and not np.iscomplexobj(array):

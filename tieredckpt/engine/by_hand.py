@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.repack import collect_on
+from tieredckpt.engine.scrub import scrub
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.verifier import Verified, verify_on
-from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.engine.verifier import Verified, verify_step
+from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["ByHand"]
@@ -88,12 +89,13 @@ class ByHand:
         """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
         if repair:
             self._state.check_writable("repair")
-        step = self._state.find(number, serial, damaged=number is not None)
-        tiers = [self._state.tier(name)] if name is not None else list(self._state.tiers)
-        holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
-        if not holding:
-            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        return [
-            await verify_on(self._state, self._collector, step, tier, repair=repair, progress=progress)
-            for tier in holding
-        ]
+        return await verify_step(self._state, self._collector, number, serial, name, repair=repair, progress=progress)
+
+    async def scrub(
+        self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
+    ) -> list[Verified]:
+        """See `tieredckpt.engine.scrub`."""
+        if repair:
+            self._state.check_writable("repair")
+        tiers = self._state.tiers if name is None else (self._state.tier(name),)
+        return await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)

@@ -13,10 +13,11 @@ from tieredckpt.blobs.base import Sweep
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.ask import leaving, waits_for_promotion
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
 from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout

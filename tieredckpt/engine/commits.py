@@ -19,6 +19,7 @@ from tieredckpt.engine import messages
 from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import batches, copy_step, make_room
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, holders, merge_written, share_out
@@ -26,7 +27,7 @@ from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, StepPromoted
 from tieredckpt.format import layout

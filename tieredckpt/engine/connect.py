@@ -15,6 +15,7 @@ from tieredckpt.blobs.ram import RANK_FOLDER, RamStore, shared_memory_root
 from tieredckpt.blobs.settle import in_thread, left_behind_after, whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+from tieredckpt.engine.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
@@ -118,9 +119,11 @@ async def connect(state: State, tier: Tier) -> None:
         NotFound: it is a RAM tier with what another store left, and not to be written to.
         TierUnavailable, Corrupt: it cannot be read.
     """
-    marker = await tier.open()
+    marker, damaged = await marker_of(tier)
     if state.marker is not None and marker is not None and marker.store != state.marker.store:
-        if tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
+        if await store_of_steps(tier) == state.marker.store:
+            marker, damaged = state.marker, True
+        elif tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
             await _adopt(state, marker)
         elif tier.ram is None:
             raise Conflict(
@@ -142,7 +145,7 @@ async def connect(state: State, tier: Tier) -> None:
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
-    if marker is None and state.marker is not None and not state.read_only:
+    if (marker is None or damaged) and state.marker is not None and not state.read_only:
         await tier.mark(state.marker)
     async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
         await survey(tier)
@@ -219,12 +222,12 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:
-            return await tier.open()
+            return (await marker_of(tier))[0]
         except TieredCkptError as error:
             failures.append((tier, error))
             return None
 
-    markers = await asyncio.gather(*(look(tier) for tier in state.tiers))
+    markers = await agreed(state.tiers, await asyncio.gather(*(look(tier) for tier in state.tiers)))
     durable = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None]
     volatile = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None]
     found = next(iter([*durable, *volatile]), None)

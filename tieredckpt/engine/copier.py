@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
 from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
 from tieredckpt.events import StepPromoted
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepRecord
@@ -36,6 +39,7 @@ async def copy_step(
     *,
     again: bool = False,
     leaving: AbstractSet[str] = frozenset(),
+    lost: dict[bytes, Extent] | None = None,
 ) -> int:
     """Bring a step to a durable tier, and return the bytes of the packs that it took.
 
@@ -46,6 +50,7 @@ async def copy_step(
         tier: the target.
         again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
         leaving: packs of the tier to which the step committed anew is to refer no more.
+        lost: chunks that are intact nowhere, and where the step committed anew goes on looking for them.
 
     Raises:
         NotFound: no tier holds the step.
@@ -56,7 +61,7 @@ async def copy_step(
         return 0
     begin = time.monotonic()
     with state.promoting(tier):
-        copied = await _copy(state, collector, step, tier, again=again, leaving=leaving)
+        copied = await _copy(state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
     if copied is None:
         return 0
     record, written = copied
@@ -68,23 +73,31 @@ async def copy_step(
 
 
 async def _copy(
-    state: State, collector: Collector, step: StepId, tier: Tier, *, again: bool, leaving: AbstractSet[str]
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    again: bool,
+    leaving: AbstractSet[str],
+    lost: dict[bytes, Extent],
 ) -> tuple[StepRecord, int] | None:
     """The record and the bytes written; None when another promotion was faster."""
     async with StepSource.open(state, step) as source:
-        need = sum(stored_size(nbytes) for nbytes in _missing(source, tier)[1].values())
+        need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
         await make_room(state, collector, step, tier, need)
         async with tier.guards_packs:
             if step in tier.held and not again:
                 return None
             if again:
                 await _keep_own_extents(step, tier, leaving)
-            needs, sizes = _missing(source, tier)
+            await refer_to_intact(state, tier, _sizes(source))
+            needs, sizes = _missing(source, tier, lost)
             written = 0
             if needs:
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found)
-            await tier.commit(source.index.record, _located(source.index.arrays, tier.chunks))
+            await tier.commit(source.index.record, _located(source.index.arrays, ChainMap(lost, tier.chunks)))
         return source.index.record, written
 
 
@@ -96,16 +109,26 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
             if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
+                if (known := tier.chunks[digest]) != extent:
+                    tier.spares.setdefault(digest, []).append(known)
                 tier.chunks[digest] = extent
 
 
-def _missing(source: StepSource, tier: Tier) -> tuple[dict[bytes, Need], dict[bytes, int]]:
-    """By digest, where each chunk occurs that the tier does not have, and how many bytes it has."""
+def _sizes(source: StepSource) -> dict[bytes, int]:
+    return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
+
+
+def _missing(
+    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent]
+) -> tuple[dict[bytes, Need], dict[bytes, int]]:
+    """By digest, where each chunk occurs that the tier does not have and is not lost, and how many bytes it has."""
     needs: dict[bytes, Need] = {}
     sizes: dict[bytes, int] = {}
     for key, array in source.index.arrays.items():
         for ordinal, chunk in enumerate(array.chunks):
-            if isinstance(chunk.where, Extent) and chunk.digest not in tier.chunks:
+            if not isinstance(chunk.where, Extent) or chunk.digest in lost:
+                continue
+            if not tier.has(chunk.digest, array.grid.cell_nbytes):
                 needs[chunk.digest] = (key, ordinal)
                 sizes[chunk.digest] = array.grid.cell_nbytes
     return needs, sizes

@@ -28,7 +28,7 @@ from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.onlooking import look_on
-from tieredckpt.engine.pieces import Form, empty
+from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.promoter import Promote, Promoter
 from tieredckpt.engine.ranked import Ranked
 from tieredckpt.engine.ranks import Coordinator
@@ -37,6 +37,7 @@ from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
+from tieredckpt.engine.targets import empty_targets
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.upkeep import keep_tidy, renew_lease
@@ -341,7 +342,7 @@ class Engine:
         sources = {self.state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
         rest = {name: form for name, form in forms.items() if name not in arrays}
         if rest or self.ranked is not None:  # which may have something for other ranks
-            copied = await self._fill(step, lambda _: empty(rest))
+            copied = await self._fill(step, lambda _: empty_targets(step, rest))
             for key, array in copied.arrays.items():
                 array.flags.writeable = False
                 arrays[key] = array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,89 +13,188 @@ from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.reader import check
+from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.source import Damage, StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import TieredCkptError
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["heal", "heal_index", "inspect"]
+__all__ = ["Unmended", "heal", "heal_index", "inspect"]
 
 _log = logging.getLogger("tieredckpt")
 
 
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """What stays damaged on a tier: arrays by key, and why. With a `Corrupt` they are intact nowhere: lost."""
+
+    keys: tuple[str, ...]
+    error: TieredCkptError
+
+
 async def inspect(
-    state: State, step: StepId, tier: Tier, progress: Callable[[int], None] | None = None
+    state: State, step: StepId, tier: Tier, progress: Callable[[int], None] | None = None, scan: Scan | None = None
 ) -> list[Damage]:
-    """Read everything of a step on one tier; what is not as it was saved.
+    """Read everything of a step on one tier, or what ``scan`` has not seen; what is not as it was saved.
 
     Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
     """
     async with StepSource.open(state, step, only=tier) as source:
         source.progress = progress
-        await check(state, source)
+        await check(state, source, scan or Scan())
         if source.silence is not None:
             raise source.silence
         return source.damage
 
 
-async def heal(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[TieredCkptError]:
-    """Write good bytes back to every tier that lost some; returns what could not be mended."""
+async def heal(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unmended]:
+    """Write good bytes back to every tier that lost some; what could not be mended does not keep the rest from it."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
         by_tier.setdefault(found.tier.name, {})[found.digest] = found
-    problems: list[TieredCkptError] = []
+    unmended: list[Unmended] = []
     for name, chunks in by_tier.items():
         tier = state.tier(name)
         try:
+            left = await _mend_inline(state, collector, step, tier, chunks)
             if tier.ram is not None:
-                await _mend_slab(state, step, tier, chunks)
+                left += await _mend_slab(state, step, tier, chunks)
             else:
-                await _mend_packs(state, collector, step, tier, chunks)
+                left += await _mend_packs(state, collector, step, tier, chunks)
         except TieredCkptError as error:
-            _log.error("%s could not be mended on tier %r: %s", step, name, error)
-            problems.append(error)
-    return problems
+            left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
+        for each in left:
+            _log.error("%s could not be mended on tier %r: %s", step, name, each.error)
+        unmended += left
+    return unmended
 
 
-async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes, Damage]) -> None:
+async def _mend_inline(
+    state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
+) -> list[Unmended]:
+    """Chunks in the index itself, whose checksum was right: the index is committed anew with those of another tier."""
+    left: list[Unmended] = []
+    mended: dict[str, ArrayIndex] = {}
+    origin: list[tuple[str, str]] = []
+    async with StepSource.open(state, step, only=tier) as source:
+        for key, array in source.index.arrays.items():
+            for ordinal, chunk in enumerate(array.chunks):
+                if chunk.digest not in chunks or isinstance(chunk.where, Extent):
+                    continue
+                nbytes = array.grid.cell_nbytes
+                async with state.scratch.lend(aligned(nbytes)) as memory:
+                    try:
+                        origin.append((key, (await source.read(key, ordinal, memory, bad=tier)).name))
+                    except (Corrupt, TierUnavailable) as error:
+                        left.append(Unmended((key,), error))
+                        continue
+                    good = [*mended.get(key, array).chunks]
+                    good[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
+                    mended[key] = ArrayIndex(array.grid, array.dtype, good)
+    if mended:
+        better = StepIndex(source.index.record, {**source.index.arrays, **mended})
+        why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
+        await heal_index(state, collector, step, tier, why, better)
+        for key, name in origin:
+            state.events.emit(ChunkRepaired(step.step, key, tier.name, name))
+    return left
+
+
+async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes, Damage]) -> list[Unmended]:
     assert tier.ram is not None
+    left: list[Unmended] = []
     async with StepSource.open(state, step, only=tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
                 if chunk.digest not in chunks or not isinstance(chunk.where, Extent):
                     continue
+                chunks.pop(chunk.digest)
                 nbytes = array.grid.cell_nbytes
                 async with state.scratch.lend(aligned(nbytes)) as memory:
-                    good = await source.read(key, ordinal, memory, bad=tier)
-                    start = chunk.where.offset
-                    lies_at = tier.ram.slab.array[start : start + nbytes]
+                    try:
+                        good = await source.read(key, ordinal, memory, bad=tier)
+                    except (Corrupt, TierUnavailable) as error:
+                        left.append(Unmended((key,), error))
+                        continue
+                    lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
-                chunks.pop(chunk.digest)
                 state.events.emit(ChunkRepaired(step.step, key, tier.name, good.name))
+    return left
 
 
 async def _mend_packs(
     state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
-) -> None:
+) -> list[Unmended]:
     """Packs are immutable: the chunks go into a new one, and the step's index points there from then on."""
+    lost: dict[bytes, Extent] = {}
+    origin: dict[bytes, str] = {}
+    left: list[Unmended] = []
+    async with StepSource.open(state, step, only=tier) as source:
+        for key, array in source.index.arrays.items():
+            for ordinal, chunk in enumerate(array.chunks):
+                if (
+                    not isinstance(chunk.where, Extent)
+                    or chunk.digest not in chunks.keys() - origin.keys() - lost.keys()
+                ):
+                    continue
+                async with state.scratch.lend(aligned(array.grid.cell_nbytes)) as memory:
+                    try:
+                        origin[chunk.digest] = (await source.read(key, ordinal, memory, bad=tier)).name
+                    except (Corrupt, TierUnavailable) as error:
+                        lost[chunk.digest] = chunk.where
+                        left.append(Unmended((key,), error))
     async with tier.guards_packs:
         for digest in chunks:
-            tier.forget(digest)
-    await copy_step(state, collector, step, tier, again=True)
-    for found in chunks.values():
-        source = next((other.name for other in state.holders(step) if other is not tier), tier.name)
-        state.events.emit(ChunkRepaired(step.step, found.key, tier.name, source))
+            tier.forget(digest)  # also what is lost: a step to come that has it writes it anew
+    if not origin:
+        return left
+    await copy_step(state, collector, step, tier, again=True, lost=lost)
+    for digest, name in origin.items():
+        state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name))
     await collector.collect(tier, orphans=False)
+    return left
 
 
-async def heal_index(state: State, collector: Collector, step: StepId, tier: Tier, error: TieredCkptError) -> None:
-    """A step's commit cannot be read on a tier: drop it from RAM, commit it anew elsewhere."""
+async def heal_index(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    error: TieredCkptError,
+    remembered: StepIndex | None = None,
+) -> None:
+    """A step's commit cannot be read on a tier: commit it anew, from memory or from another tier, or drop it from RAM.
+
+    Args:
+        state: of the engine.
+        collector: of the engine.
+        step: whose commit is damaged.
+        tier: where it is.
+        error: what is wrong with it.
+        remembered: its index, as this process wrote or read it before.
+    """
+    if remembered is not None and (tier.ram is None or await _is_unread(tier, step)):
+        async with tier.guards_packs:
+            await tier.commit(remembered.record, remembered.arrays)
+        return
     if tier.ram is not None:
         await collector.drop_unreadable(step, tier)
         return
     tier.condemn(step, error)
     if state.holders(step):
         await copy_step(state, collector, step, tier)
+
+
+async def _is_unread(tier: Tier, step: StepId) -> bool:
+    """Whether nobody reads the step in RAM, whose commit is taken away: a new one would not be locked by readers."""
+    assert tier.ram is not None
+    try:
+        await tier.store.stat(layout.manifest_key(step.step, step.serial))
+    except NotFound:
+        return False  # nobody can tell who has a lock on what was there
+    unread = await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+    return unread() and not tier.pins.get(step)

@@ -6,7 +6,6 @@ sign of life; the next one finds them, counts, and stores the count with every s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +18,8 @@ _FAILURES = "failures"
 _TRAINED = "trained_seconds"
 _STALLED = "stalled_seconds"
 _LOST = "lost_seconds"
+_MOST = 2.0**53
+"""Of failures, and of seconds; what a step says beyond that is made up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +80,5 @@ def _stored(record: StepRecord | None) -> History:
         times = [float(record.provenance.get(name, "0")) for name in (_TRAINED, _STALLED, _LOST)]
     except ValueError:
         return History()
-    sound = failures >= 0 and all(time >= 0 and math.isfinite(time) for time in times)
+    sound = all(0 <= number <= _MOST for number in (failures, *times))
     return History(failures, *times) if sound else History()

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -20,11 +21,15 @@ from tieredckpt.blobs.settle import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 
-__all__ = ["Holder", "Lease"]
+__all__ = ["Holder", "Lease", "decode_holder"]
 
 _SIZE_MAX = 4096
 _TORN_PAUSES = (0.0, 0.05, 0.2, 0.5)
 """Seconds before each look at a lease that may be being renewed."""
+
+
+_Epoch = Annotated[float, msgspec.Meta(ge=0.0, le=2.0**37)]
+"""Seconds since the epoch, of years that a calendar has names for."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,14 +38,22 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     machine: str
     """Boot id and process namespace: within one, process numbers can be compared."""
-    process: int
+    process: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     process_started: str
-    taken_at: float
-    renewed_at: float
+    taken_at: _Epoch
+    renewed_at: _Epoch
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.taken_at))
         return f"process {self.process} on {self.host}, since {since}"
+
+
+def decode_holder(data: bytes) -> Holder | None:
+    """The holder that a lease names; None for what is torn, or no lease at all."""
+    try:
+        return msgspec.json.decode(data, type=Holder)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _machine() -> str:
@@ -67,6 +80,10 @@ def _started(process: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
+_of_this_process: set[str] = set()
+"""The keys of the leases that this process holds, from before they are written."""
+
+
 class Lease:
     """The right to write to one tier, from `acquire` to `release`."""
 
@@ -84,6 +101,7 @@ class Lease:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
         for found in await self._others():
             raise self._conflict(found)
+        _of_this_process.add(self._key)
         try:
             await self._write()
             await self._give_way()
@@ -101,7 +119,8 @@ class Lease:
         await self._give_way()
 
     async def release(self) -> None:
-        """Give the lease back."""
+        """Give the lease back; one that cannot be deleted now is left to whoever finds it."""
+        _of_this_process.discard(self._key)
         await self.store.delete(self._key)
 
     async def _write(self) -> None:
@@ -117,7 +136,9 @@ class Lease:
             holder = await self._read(info.key)
             if holder is None:
                 continue
-            if await asyncio.to_thread(_is_alive, holder, self._ttl):
+            if await asyncio.to_thread(_was_given_back, holder, info.key):
+                await self.store.delete(info.key)
+            elif await asyncio.to_thread(_is_alive, holder, self._ttl):
                 found.append((holder, info.key))
             else:
                 await self.store.delete(info.key)
@@ -132,11 +153,13 @@ class Lease:
         for pause in (0.0,) if self.store.traits.atomic_put else _TORN_PAUSES:
             await asyncio.sleep(pause)
             try:
-                return msgspec.json.decode(await self.store.get(key, limit=_SIZE_MAX), type=Holder)
+                data = await self.store.get(key, limit=_SIZE_MAX)
             except NotFound:
                 return None
-            except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
+            except Corrupt:
                 continue
+            if (holder := decode_holder(data)) is not None:
+                return holder
         return None
 
     async def _give_way(self) -> None:
@@ -163,6 +186,12 @@ def _this_process(taken_at: float) -> Holder:
         taken_at=taken_at,
         renewed_at=time.time(),
     )
+
+
+def _was_given_back(holder: Holder, key: str) -> bool:
+    """Whether a store of this very process was closed while the tier did not answer, and its lease stayed there."""
+    mine = holder.machine == _machine() and holder.process == os.getpid()
+    return mine and holder.process_started == _started(os.getpid()) and key not in _of_this_process
 
 
 def _is_alive(holder: Holder, ttl: float) -> bool:

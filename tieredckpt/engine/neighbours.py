@@ -13,10 +13,11 @@ from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.config import RamTier
 from tieredckpt.engine.connect import ram_folder
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.source import Near, pinned
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent

@@ -17,7 +17,7 @@ from tieredckpt.format.grid import cells
 from tieredckpt.format.layout import parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
 
-__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "empty", "pieces_of", "verify_and_copy"]
+__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of", "verify_and_copy"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -97,11 +97,6 @@ def deliver(piece: Piece, memory: Bytes) -> bool:
     for overlap in piece.overlaps:
         overlap.copy(memory)
     return True
-
-
-def empty(forms: Mapping[str, Form]) -> dict[str, npt.NDArray[Any]]:
-    """New arrays of those forms, to be filled."""
-    return {name: np.empty(form.shape, form.dtype) for name, form in forms.items()}
 
 
 def box_of(name: str, shape: tuple[int, ...]) -> tuple[str, Box]:

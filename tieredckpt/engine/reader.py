@@ -14,8 +14,10 @@ import numpy.typing as npt
 from tieredckpt.blobs.settle import in_thread, settle, together
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.pieces import NOTHING, Piece, deliver, pieces_of
+from tieredckpt.engine.scan import Place, Scan
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
+from tieredckpt.engine.targets import check_targets
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.digest import digest
@@ -57,15 +59,21 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
         Corrupt: a chunk is intact on no tier; the message names the array.
         NotFound: the step does not have all of a target.
     """
+    check_targets(source.index, targets, source.tier.name)
     sources: dict[str, int] = {}
     pieces: list[Piece] = []
+    damaged: list[Piece] = []
     for piece in pieces_of(source.index, targets):
         where = piece.chunk.where
         if not isinstance(where, bytes):
             pieces.append(piece)
             continue
         if digest(where) != piece.chunk.digest:
-            raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
+            source.note(
+                source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.key!r} in the index are damaged")
+            )
+            damaged.append(piece)
+            continue
         piece.put(np.frombuffer(where, dtype=np.uint8))
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
     near, far = source.near_ones(pieces)
@@ -75,7 +83,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
         far = await source.passing(source, far, sources)
     tier, far, absent = await source.on_one_tier(far)
     absent += await _counted(sources, tier, far, (_from_slab if tier.ram else _from_packs)(state, source, tier, far))
-    for piece in absent:
+    for piece in [*damaged, *absent]:
         tier = await _from_elsewhere(state, source, piece)
         sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
     return sources
@@ -93,8 +101,11 @@ async def _counted(
     return failed
 
 
-async def check(state: State, source: StepSource) -> None:
-    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage."""
+async def check(state: State, source: StepSource, scan: Scan) -> None:
+    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage.
+
+    What ``scan`` has seen already is not read again.
+    """
     pieces = [
         Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
         for key, array in source.index.arrays.items()
@@ -111,7 +122,22 @@ async def check(state: State, source: StepSource) -> None:
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, source.tier, stored)
+    read = _from_slab if source.tier.ram is not None else _from_packs
+    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
+    for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
+        await scan.turn(sum(piece.nbytes for piece in batch))
+        failed = {id(piece) for piece in await read(state, source, source.tier, batch)}
+        if source.silence is not None:
+            return  # what was not read is not known to be damaged
+        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
+    for piece in stored:
+        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
+            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
+
+
+def _place(piece: Piece) -> Place:
+    assert isinstance(piece.chunk.where, Extent)
+    return piece.chunk.where.path, piece.chunk.where.offset, piece.chunk.digest
 
 
 async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:

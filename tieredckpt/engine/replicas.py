@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.messages import Failure
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.source import pinned
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
 from tieredckpt.format.digest import SIZE, digest_array
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex

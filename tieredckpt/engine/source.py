@@ -14,9 +14,10 @@ import numpy.typing as npt
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.pieces import Piece
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.digest import digest_array
@@ -305,6 +306,8 @@ async def read_chunk(
 ) -> None:
     """Fill ``memory`` with one chunk from one tier and verify it. Raises as a blob store does, and `Corrupt`."""
     if isinstance(where, bytes):
+        if len(where) != nbytes:
+            raise Corrupt(f"tier {tier.name!r}: a chunk in the index has {len(where)} bytes, not {nbytes}")
         memory[:nbytes] = np.frombuffer(where, dtype=np.uint8)
     else:
         size = min(aligned(nbytes), where.length)

@@ -194,8 +194,11 @@ class State:
     def signal(self, name: str, *, on: bool) -> None:
         """Let policies see a signal, or no more, from now on; from any thread or signal handler.
 
-        A lock could wait for the code that a handler has interrupted, so these are one step each.
+        A lock could wait for the code that a handler has interrupted, so these are one step each. Raises `Invalid`
+        for what is no name.
         """
+        if not isinstance(name, str) or not name:
+            raise Invalid(f"a signal is a name such as 'preempt', not {name!r}")
         (self.signals.add if on else self.signals.discard)(name)
 
     # -- what policies see of the trainer -----------------------------------------------------------------

@@ -13,6 +13,7 @@ from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
+from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
@@ -151,7 +152,8 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
 
 async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> int:
     """Write the chunks that the tier lacks as packs; the bytes of these chunks."""
-    new = {done.digest: done for done in copied if done.digest not in tier.chunks}
+    await refer_to_intact(state, tier, {done.digest: done.cell.nbytes for done in copied})
+    new = {done.digest: done for done in copied if not tier.has(done.digest, done.cell.nbytes)}
     waiting = sorted(new.values(), key=lambda done: done.offset)
     async with aclosing(_batches(state, tier, waiting, slab)) as batches:
         await write_packs(tier, batches)

@@ -10,17 +10,22 @@ from functools import partial
 
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.settle import together
-from tieredckpt.engine.tier import Held, Tier, unique_extents
+from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, pack
 from tieredckpt.format.manifest import StepId, StepIndex, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["survey"]
+__all__ = ["pack_entries", "survey"]
 
 _log = logging.getLogger("tieredckpt")
 
 _PARALLEL_READS = 16
+_LARGE_INDEX = 32 << 20
+"""Bytes of an index of which not many are read at a time: they pass through memory whole."""
+_SPARES = 8
+"""Copies of one chunk that are remembered; a pack may list any number."""
 
 
 async def survey(tier: Tier) -> None:
@@ -38,7 +43,10 @@ async def survey(tier: Tier) -> None:
         if name == "manifest.ocdbt":
             manifests.add(step)
     tier.index_bytes.update((step, sizes[step]) for step in manifests)
-    await _all(partial(_find_step, tier, step) for step in sorted(manifests))
+    await _all(partial(_find_step, tier, step) for step in sorted(manifests) if sizes[step] <= _LARGE_INDEX)
+    for step in sorted(manifests):
+        if sizes[step] > _LARGE_INDEX:
+            await _find_step(tier, step)
     if tier.slab_index is not None:
         await _claim_extents(tier)
         await _remove_strays(tier)
@@ -111,7 +119,11 @@ def _adopt(tier: Tier, index: StepIndex) -> bool:
     assert tier.slab_index is not None
     assert tier.ram is not None
     taken: list[bytes] = []
-    for digest, extent in unique_extents(index.arrays).items():
+    extents = unique_extents(index.arrays)
+    chunks = (chunk for array in index.arrays.values() for chunk in array.chunks)
+    if any(isinstance(chunk.where, Extent) and extents[chunk.digest] != chunk.where for chunk in chunks):
+        return False  # what lies at the other extent may belong to another step
+    for digest, extent in extents.items():
         fits = extent.path == tier.ram.slab_key and tier.slab_index.adopt(digest, extent.offset, extent.length)
         if not fits:
             tier.slab_index.drop(taken)
@@ -128,18 +140,25 @@ async def _find_packs(tier: Tier) -> None:
     await _all(partial(_find_chunks, tier, info.key, info.size) for info in found)
 
 
+async def pack_entries(tier: Tier, key: str, size: int) -> list[pack.PackEntry]:
+    """What the footer of a pack lists. Raises `Corrupt`, `NotFound`, `TierUnavailable`."""
+    tail = bytearray(min(size, ALIGNMENT))
+    await tier.store.get_into(key, size - len(tail), memoryview(tail))
+    offset, length = pack.footer_range(bytes(tail), size)
+    footer = bytearray(length)
+    await tier.store.get_into(key, offset, memoryview(footer))
+    return pack.decode_footer(bytes(footer), size)
+
+
 async def _find_chunks(tier: Tier, key: str, size: int) -> None:
     try:
-        tail = bytearray(min(size, ALIGNMENT))
-        await tier.store.get_into(key, size - len(tail), memoryview(tail))
-        offset, length = pack.footer_range(bytes(tail), size)
-        footer = bytearray(length)
-        await tier.store.get_into(key, offset, memoryview(footer))
-        entries = pack.decode_footer(bytes(footer), size)
+        entries = await pack_entries(tier, key, size)
     except (Corrupt, NotFound) as error:
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
         return
     for entry in entries:
         extent = Extent(key, entry.offset, entry.length)
         if tier.chunks.setdefault(entry.digest, extent) != extent:
-            tier.spares.setdefault(entry.digest, []).append(extent)
+            spares = tier.spares.setdefault(entry.digest, [])
+            if len(spares) < _SPARES:
+                spares.append(extent)

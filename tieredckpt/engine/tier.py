@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -15,11 +15,13 @@ from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import outlast, whole
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
+from tieredckpt.engine.indexes import RecentIndexes, unique_extents
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import (
+    CHECKSUM_SIZE,
     ArrayIndex,
     StepId,
     StepIndex,
@@ -33,7 +35,7 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
-__all__ = ["MARKER_MAX", "Held", "Tier", "unique_extents"]
+__all__ = ["MARKER_MAX", "Held", "Tier"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -41,8 +43,7 @@ MARKER_MAX = 64 << 10
 """Bytes of the largest marker that is read."""
 
 _MANIFEST_MAX = 1 << 20
-_BTREE_MAX = 1 << 32
-_INDEXES_KEPT = 8
+_BTREE_MAX = 1 << 30
 _PARALLEL_READS = 16
 _FIRST_RETRY = 0.5
 _LAST_RETRY = 60.0
@@ -82,6 +83,8 @@ class Tier:
     """The dedupe index of a durable tier: every chunk in its packs."""
     spares: dict[bytes, list[Extent]] = field(default_factory=dict)
     """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
+    unproven: set[bytes] | None = None
+    """Chunks of earlier processes that are to be read before anything refers to them; None until that is known."""
     packs: dict[str, int] = field(default_factory=dict)
     """Size of every pack, by key; those of the slab are not counted."""
     orphans: dict[str, float] = field(default_factory=dict)
@@ -109,7 +112,7 @@ class Tier:
     """Bytes in use, as the leader has told; None where this process counts them."""
     _failures: int = 0
     index_bytes: dict[StepId, int] = field(default_factory=dict)
-    _indexes: OrderedDict[StepId, StepIndex] = field(default_factory=OrderedDict)
+    indexes: RecentIndexes = field(default_factory=RecentIndexes)
     _packs_of: dict[StepId, frozenset[str]] = field(default_factory=dict)
 
     # -- what it is ---------------------------------------------------------------------------------------
@@ -188,7 +191,21 @@ class Tier:
             data = await self.store.get(layout.MARKER, limit=MARKER_MAX)
         except NotFound:
             return None
-        return decode_marker(data, self.store.location)
+        try:
+            return decode_marker(data, self.store.location)
+        except Corrupt:
+            if await self._never_used():
+                return None  # a crash has torn the very first put
+            raise
+
+    async def _never_used(self) -> bool:
+        """Whether a marker may be there in part, for the store puts in parts and nothing was put after it."""
+        if self.store.traits.atomic_put:
+            return False
+        for prefix in (layout.PACKS, layout.STEPS):
+            async for _ in self.store.list(prefix):
+                return False
+        return True
 
     async def _connect(self) -> None:
         self.blobs = await self.connect()
@@ -225,7 +242,8 @@ class Tier:
             self.doubtful,
         ):
             known.clear()
-        for remembered in (self.index_bytes, self._indexes, self._packs_of):
+        self.unproven = None
+        for remembered in (self.index_bytes, self.indexes, self._packs_of):
             remembered.clear()
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -245,13 +263,13 @@ class Tier:
         """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
         if not self.has_own(step):
             raise NotFound(f"tier {self.name!r} does not hold {step}")
-        found = self._indexes.get(step)
+        found = self.indexes.get(step)
         if found is None:
             manifest, btree, btree_key = await self.read_index(step)
             found = await asyncio.to_thread(decode_step, manifest, btree, btree_key)
             if found.record.id != step:
                 raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
-        self.remember(step, found)
+        self.indexes.remember(step, found)
         return found
 
     def has_own(self, step: StepId) -> bool:
@@ -268,12 +286,6 @@ class Tier:
         """Count a step as held: all ranks have their parts of it, whose record this is."""
         part = self.parts.pop(record.id, None) or self.held.get(record.id)
         self.held[record.id] = Held(record, part.btree_key if part is not None else "")
-
-    def remember(self, step: StepId, index: StepIndex) -> None:
-        self._indexes[step] = index
-        self._indexes.move_to_end(step)
-        while len(self._indexes) > _INDEXES_KEPT:
-            self._indexes.popitem(last=False)
 
     async def packs_of(self, step: StepId) -> frozenset[str]:
         """The packs that a step refers to."""
@@ -296,6 +308,16 @@ class Tier:
         if before is not None or step in self.damaged or step in self.doubtful:
             btree_key = f"{folder}btree-{secrets.token_hex(4)}"
         index = await asyncio.to_thread(encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum)
+        if before is not None and not self.store.traits.atomic_put:
+            # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
+            size = 0
+            with suppress(NotFound):
+                size = (await self.store.stat(layout.manifest_key(step.step, step.serial))).size
+            if (missing := size - len(index.manifest)) > 0:
+                btree_key += "0" * missing  # which is in it
+                index = await asyncio.to_thread(
+                    encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum
+                )
         await self.store.put(btree_key, [index.btree])
         try:
             await self.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
@@ -307,7 +329,7 @@ class Tier:
         self.doubtful.discard(step)
         self.dismissed.discard(step)
         self.index_bytes[step] = len(index.btree) + len(index.manifest)
-        self.remember(step, StepIndex(record, dict(arrays)))
+        self.indexes.remember(step, StepIndex(record, dict(arrays)))
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
         for key in self._packs_of[step]:
             self.orphans.pop(key, None)
@@ -317,7 +339,7 @@ class Tier:
     async def _doubt(self, step: StepId) -> None:
         """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
         self.doubtful.add(step)
-        self._indexes.pop(step, None)
+        self.indexes.pop(step, None)
         self._packs_of.pop(step, None)
         if step in self.held:
             return
@@ -343,7 +365,7 @@ class Tier:
         held = self.held.pop(step, part)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
-        self._indexes.pop(step, None)
+        self.indexes.pop(step, None)
         self.index_bytes.pop(step, None)
         self._packs_of.pop(step, None)
         return held.btree_key if held is not None else None
@@ -354,27 +376,22 @@ class Tier:
             return (
                 decode_marker(await self.store.get(layout.MARKER, limit=MARKER_MAX), self.store.location) == self.marker
             )
-        except NotFound:
+        except (Corrupt, NotFound):
             return False
 
     def condemn(self, step: StepId, error: TieredCkptError) -> None:
         """Count a step as not held: its commit turned out unreadable."""
         if self.held.pop(step, None) is not None:
             self.damaged[step] = error
-            self._indexes.pop(step, None)
+            self.indexes.pop(step, None)
             # The packs may be good, so they are kept like those of a writer at work.
             self.orphans.update(dict.fromkeys(self._packs_of.pop(step, ()), time.time()))
+
+    def has(self, digest: bytes, nbytes: int) -> bool:
+        """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
+        extent = self.chunks.get(digest)
+        return extent is not None and extent.length == nbytes + CHECKSUM_SIZE
 
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guards_packs``."""
         self.chunks.pop(digest, None)
-
-
-def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
-    """The extents of a step by digest; inline chunks have none."""
-    return {
-        chunk.digest: chunk.where
-        for array in arrays.values()
-        for chunk in array.chunks
-        if isinstance(chunk.where, Extent)
-    }

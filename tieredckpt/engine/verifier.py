@@ -7,32 +7,58 @@ from dataclasses import dataclass
 
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.heal import heal, heal_index, inspect
+from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.manifest import StepId, StepIndex
 
-__all__ = ["Verified", "verify_on"]
+__all__ = ["Verified", "verify_on", "verify_step"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
     """What verifying a step on a tier found."""
 
-    id: StepId
+    id: StepId | None
+    """None for what belongs to no step: a tier's marker, the footers of its packs."""
     tier: str
     nbytes: int
     damaged: tuple[str, ...]
-    """Keys of the arrays with a chunk that is not as it was saved; ``tieredckpt/step.json`` for the index."""
+    """Keys of the arrays with a chunk that is not as it was saved; ``tieredckpt/step.json`` for the index.
+
+    Without a step, the files of the tier.
+    """
     repaired: bool
     problem: str
     """What is wrong, or why the tier could not be read; empty when all of the step was found intact."""
+    lost: tuple[str, ...] = ()
+    """Those of the damaged that are intact on no tier, as an attempt to mend them has shown."""
 
     @property
     def intact(self) -> bool:
         """Whether the tier now has all of the step as it was saved."""
         return self.repaired or not self.problem
+
+
+async def verify_step(
+    state: State,
+    collector: Collector,
+    number: int | None,
+    serial: int | None,
+    name: str | None,
+    *,
+    repair: bool,
+    progress: Callable[[int], None] | None,
+) -> list[Verified]:
+    """As `verify_on`, for a step by its number, on one tier or on every tier that holds it. Raises `NotFound`."""
+    step = state.find(number, serial, damaged=number is not None)
+    tiers = [state.tier(name)] if name is not None else list(state.tiers)
+    holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
+    if not holding:
+        raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+    return [await verify_on(state, collector, step, tier, repair=repair, progress=progress) for tier in holding]
 
 
 async def verify_on(
@@ -43,27 +69,54 @@ async def verify_on(
     *,
     repair: bool,
     progress: Callable[[int], None] | None = None,
+    scan: Scan | None = None,
 ) -> Verified:
     """Read all of a step on a tier that holds it, compare every digest, and mend what is damaged if asked.
 
-    ``progress`` is called with the bytes of each part that was read, from any thread.
+    Its index is read from the tier as well, though this process may know it. ``progress`` is called with the bytes
+    of each part that was read, from any thread; what ``scan`` has seen is not read again. Raises `NotFound` when
+    the step left the tier meanwhile.
     """
     record = state.records().get(step)
     nbytes = record.nbytes if record is not None else 0
-    try:
-        if step in tier.damaged:
-            raise tier.damaged[step]
-        damage = await inspect(state, step, tier, progress)
-    except TierUnavailable as error:
-        return Verified(step, tier.name, nbytes, (), False, str(error))
-    except TieredCkptError as error:
-        if repair:
-            await heal_index(state, collector, step, tier, error)
-        repaired = repair and step in tier.held
-        return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, str(error))
+    with tier.indexes.rereading(step) as remembered:
+        try:
+            if step in tier.damaged:
+                raise tier.damaged[step]
+            damage = await inspect(state, step, tier, progress, scan)
+        except TierUnavailable as error:
+            return Verified(step, tier.name, nbytes, (), False, str(error))
+        except TieredCkptError as error:
+            return await _with_another_index(state, collector, step, tier, error, remembered, repair=repair)
     if not damage:
         return Verified(step, tier.name, nbytes, (), False, "")
-    problems = await heal(state, collector, step, damage) if repair else []
+    unmended = await heal(state, collector, step, damage) if repair else []
     keys = tuple(sorted({found.key for found in damage}))
-    problem = str(problems[0] if problems else damage[0].error)
-    return Verified(step, tier.name, nbytes, keys, repair and not problems, problem)
+    lost = {key for each in unmended if isinstance(each.error, Corrupt) for key in each.keys}
+    problem = str(unmended[0].error if unmended else damage[0].error)
+    return Verified(step, tier.name, nbytes, keys, repair and not unmended, problem, tuple(sorted(lost)))
+
+
+async def _with_another_index(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    error: TieredCkptError,
+    remembered: StepIndex | None,
+    *,
+    repair: bool,
+) -> Verified:
+    if step in tier.leaving or not (step in tier.held or step in tier.damaged):
+        raise NotFound(f"{step} left tier {tier.name!r} while it was verified") from error  # and is not to come back
+    record = state.records().get(step)
+    problem = str(error)
+    if repair:
+        try:
+            await heal_index(state, collector, step, tier, error, remembered)
+        except TieredCkptError as failed:
+            problem = f"{error}; it could not be committed anew: {failed}"
+    repaired = repair and step in tier.held
+    lost = () if not repair or state.holders(step) else (layout.STEP_RECORD,)
+    nbytes = record.nbytes if record is not None else 0
+    return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)

@@ -23,9 +23,10 @@ import numpy as np
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.state import State
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import SaveSkipped, StepSaved
 from tieredckpt.format.joining import join

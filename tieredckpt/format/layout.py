@@ -15,6 +15,7 @@ __all__ = [
     "FORMAT_VERSION",
     "LEASES",
     "MARKER",
+    "MAX_NUMBER",
     "PACKS",
     "RANKS",
     "STEPS",
@@ -40,6 +41,9 @@ MARKER = "tieredckpt.json"
 
 ALIGNMENT = 4096
 """Extents begin at multiples of this many bytes."""
+
+MAX_NUMBER = (1 << 63) - 1
+"""Largest step and largest serial."""
 
 STEPS = "steps/"
 PACKS = "packs/"
@@ -71,10 +75,12 @@ def step_folder(step: int, serial: int) -> str:
     Zero padding makes names sort by step while the numbers keep to 10 and 6 digits; larger ones are longer.
 
     Raises:
-        Invalid: ``step < 0`` or ``serial < 1``.
+        Invalid: ``step < 0``, ``serial < 1``, or either is beyond `MAX_NUMBER`.
     """
     if step < 0 or serial < 1:
         raise Invalid(f"step {step} with serial {serial} has no folder: steps begin at 0, serials at 1")
+    if max(step, serial) > MAX_NUMBER:
+        raise Invalid(f"step {step} with serial {serial} has no folder: neither may exceed 2**63 - 1")
     return f"{STEPS}{step:010d}-{serial:06d}/"
 
 
@@ -85,7 +91,9 @@ def parse_step_folder(name: str) -> tuple[int, int] | None:
     if match is None or len(name) > 64:
         return None
     step, serial = int(match[1]), int(match[2])
-    return (step, serial) if serial >= 1 and step_folder(step, serial) == name else None
+    if serial < 1 or max(step, serial) > MAX_NUMBER:
+        return None
+    return (step, serial) if step_folder(step, serial) == name else None
 
 
 def manifest_key(step: int, serial: int) -> str:

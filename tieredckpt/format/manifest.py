@@ -14,28 +14,30 @@ limit for those goes on under ``tieredckpt/step.json.1``, ``.2`` and so on.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from tieredckpt.errors import Corrupt, TieredCkptError
+from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout, ocdbt, zarr
 from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.structure import ArrayNode, Node, array_nodes, check_structure
+from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
     "CHECKSUM_SIZE",
     "INLINE_MAX",
+    "MAX_CHUNK",
     "ArrayIndex",
     "Chunk",
     "StepId",
@@ -55,7 +57,18 @@ INLINE_MAX = 4096
 CHECKSUM_SIZE = 4
 """Bytes that zarr's ``crc32c`` codec adds to a chunk on tiers that use it."""
 
+MAX_CHUNK: Final = 1 << 30
+"""Bytes of the largest chunk that a configuration allows, so that none is read that memory cannot hold."""
+
 _INLINE_VALUE_MAX = 1 << 20
+_MAX_RECORD = MAX_STRUCTURE_BYTES + (16 << 20)
+_MAX_POLICY_DEPTH = 100
+"""Tables and lists inside each other: what is shown to people is walked by recursion."""
+
+_Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
+_Step = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
+_Serial = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_NUMBER)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
 
 
 class StepId(NamedTuple):
@@ -71,17 +84,17 @@ class StepId(NamedTuple):
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that is stored about a step besides its arrays; ``tieredckpt/step.json``."""
 
-    store: str
+    store: _Uuid
     """Identity of the store, a UUID."""
-    step: int
-    serial: int
-    line: tuple[tuple[int, int], ...]
+    step: _Step
+    serial: _Serial
+    line: tuple[tuple[_Serial, _Serial], ...]
     """Serials of this step's history, as inclusive ranges: a rollback ends one and begins the next."""
-    restored_from: int | None
+    restored_from: _Serial | None
     """Serial of the step that this run was restored from."""
     saved_at: float
     """Seconds since the epoch."""
-    nbytes: int
+    nbytes: _Size
     """Bytes of all arrays."""
     metrics: dict[str, float | str]
     """Finite numbers as they are; ``"nan"``, ``"inf"`` and ``"-inf"`` as text, which JSON has no number for."""
@@ -108,7 +121,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     """``tieredckpt.json`` at the root of every tier: whose it is, and in which format."""
 
-    store: str
+    store: _Uuid
     format_version: int = layout.FORMAT_VERSION
     digest: str = digests.NAME
 
@@ -181,6 +194,9 @@ def encode_step(
         arrays: every array; extents are relative to the tier's root and include the checksum if there is one.
         btree_path: where the nodes will be, relative to the tier's root.
         checksum: whether this tier's chunks carry zarr's ``crc32c``.
+
+    Raises:
+        Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
     """
     entries: list[tuple[bytes, bytes | Extent]] = []
     digest_parts: list[bytes] = []
@@ -195,7 +211,7 @@ def encode_step(
                 where += crc32c(where).to_bytes(CHECKSUM_SIZE, "little")
             entries.append((prefix + b"/" + cell_key(cell.index).encode(), where))
             digest_parts.append(chunk.digest)
-    entries += _in_parts(layout.STEP_RECORD, msgspec.json.encode(record))
+    entries += _in_parts(layout.STEP_RECORD, _encode_record(record))
     entries += _in_parts(layout.CHUNK_DIGESTS, b"".join(digest_parts))
     entries.sort(key=itemgetter(0))
     return ocdbt.encode(
@@ -257,6 +273,8 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
         except (UnicodeDecodeError, TieredCkptError) as error:
             raise Corrupt(f"{where} has unreadable metadata: {error}") from error
         grid = Grid(shape, cell, dtype.itemsize)
+        if grid.cell_nbytes > MAX_CHUNK:
+            raise Corrupt(f"{where} has chunks of {grid.cell_nbytes} bytes; {MAX_CHUNK} are the most")
         end = taken + grid.size * digests.SIZE
         if end > len(table):
             raise Corrupt(f"{where} has {grid.size} chunks, more than there are digests")
@@ -319,7 +337,18 @@ def _chunk_location(value: bytes | Extent | None, nbytes: int, packs: set[str], 
     return value
 
 
+def _encode_record(record: StepRecord) -> bytes:
+    data = msgspec.json.encode(record)
+    if len(data) > _MAX_RECORD:
+        raise Invalid(f"the record of {record.id} takes {len(data)} bytes, more than {_MAX_RECORD}; join small leaves")
+    if _depth(record.policy) > _MAX_POLICY_DEPTH:
+        raise Invalid(f"the configuration is nested more than {_MAX_POLICY_DEPTH} deep; simplify its policies")
+    return data
+
+
 def _decode_record(data: bytes, where: str) -> StepRecord:
+    if len(data) > _MAX_RECORD:
+        raise Corrupt(f"{where}: {layout.STEP_RECORD} has {len(data)} bytes; {_MAX_RECORD} are the most")
     try:
         record = msgspec.json.decode(data, type=StepRecord)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -328,5 +357,27 @@ def _decode_record(data: bytes, where: str) -> StepRecord:
         raise Corrupt(f"{where}: a step of format {record.format_version}; use a newer tieredckpt")
     if record.ranks < 1 or not (record.rank is None or 0 <= record.rank < record.ranks):
         raise Corrupt(f"{where}: a step of rank {record.rank} of {record.ranks}")
+    if not _is_line(record.line, record.serial):
+        raise Corrupt(f"{where}: the line {record.line[:8]} does not ascend to serial {record.serial}")
+    if _depth(record.policy) > _MAX_POLICY_DEPTH:
+        raise Corrupt(f"{where}: the policy is nested more than {_MAX_POLICY_DEPTH} deep")
     check_structure(record.structure)
     return record
+
+
+def _is_line(line: tuple[tuple[int, int], ...], serial: int) -> bool:
+    """Whether ranges ascend, and the last ends with the step's own serial."""
+    bounds = [bound for pair in line for bound in pair]
+    fine = all(first <= last for first, last in line) and all(map(operator.lt, bounds[1::2], bounds[2::2]))
+    return fine and bounds[-1:] == [serial]
+
+
+def _depth(value: object) -> int:
+    """How deep tables and lists lie inside each other; by no recursion."""
+    deepest, pending = 0, [(value, 1)]
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, dict | list | tuple):
+            deepest = max(deepest, depth)
+            pending.extend((inner, depth + 1) for inner in (item.values() if isinstance(item, dict) else item))
+    return deepest

@@ -30,6 +30,7 @@ __all__ = [
     "MAX_INLINE",
     "MAX_KEY",
     "MAX_LENGTH",
+    "MAX_NODE_EXPANDED",
     "MAX_PATH",
     "MAX_UINT64",
     "NODE_MAGIC",
@@ -62,7 +63,9 @@ MAX_INLINE: Final = 1 << 20
 MAX_ENTRIES: Final = 1 << 24
 """Keys of one index: 256 TiB in chunks of 16 MiB."""
 MAX_EXPANDED: Final = 1 << 30
-"""Bytes of all keys, or of one node's data file paths: prefix compression lets few bytes stand for many."""
+"""Bytes of all keys: prefix compression lets few bytes stand for many."""
+MAX_NODE_EXPANDED: Final = 64 << 20
+"""Bytes of the keys, or of the data file paths, of one node. Writers end a node long before."""
 
 _HEADER = struct.Struct(">I")
 _LENGTH = struct.Struct("<Q")
@@ -246,7 +249,7 @@ class Cursor:
         previous, expanded = "", 0
         for skip, length, inherited in zip(shared[:count], lengths, bases, strict=True):
             expanded += skip + length
-            if skip > len(previous) or inherited > skip + length or expanded > MAX_EXPANDED:
+            if skip > len(previous) or inherited > skip + length or expanded > MAX_NODE_EXPANDED:
                 raise Corrupt(f"{self.what}: a data file's path has impossible lengths")
             suffix = self.take(length)
             previous = previous[:skip] + suffix.decode("ascii", "replace")

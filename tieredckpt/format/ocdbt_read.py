@@ -26,6 +26,7 @@ from tieredckpt.format.ocdbt_codec import (
     MAX_INLINE,
     MAX_KEY,
     MAX_LENGTH,
+    MAX_NODE_EXPANDED,
     MAX_UINT64,
     NODE_MAGIC,
     Cursor,
@@ -296,7 +297,7 @@ def _keys(cursor: Cursor, count: int, reference: _Reference, room: int, subtrees
         common = cursor.column(count, MAX_KEY)
         fine = fine and bool((common <= whole).all())
         subtrees.extend(common.tolist())
-    if not fine or int(whole.sum()) + count * len(prefix) > room:
+    if not fine or int(whole.sum()) + count * len(prefix) > min(room, MAX_NODE_EXPANDED):
         raise Corrupt(f"{cursor.what}: its keys have impossible lengths")
     text = cursor.take(int(added.sum()))
     keys: list[bytes] = []

@@ -28,6 +28,7 @@ from tieredckpt.format import digest
 from tieredckpt.format.crc import crc32c
 
 __all__ = [
+    "MAX_CHUNKS",
     "RECORD",
     "TRAILER_BLOCK",
     "PackEntry",
@@ -39,6 +40,9 @@ __all__ = [
 
 TRAILER_BLOCK: Final = 4096
 """Alignment of chunks and footer in bytes; the last so many bytes of a pack hold its trailer."""
+
+MAX_CHUNKS: Final = 1 << 20
+"""Chunks of a pack at most, so that no trailer has a footer read that memory cannot hold."""
 
 RECORD: Final = np.dtype([("digest", "V16"), ("offset", "<u8"), ("length", "<u8")])
 """One entry of the footer, 32 bytes."""
@@ -71,6 +75,8 @@ def encode_footer(entries: Sequence[PackEntry], end: int) -> bytes:
     """
     if not 0 <= end <= _MAX_SIZE or end % TRAILER_BLOCK:
         raise Invalid(f"a pack cannot have {end} bytes of data: pad it to a multiple of {TRAILER_BLOCK}")
+    if len(entries) > MAX_CHUNKS:
+        raise Invalid(f"a pack cannot hold {len(entries)} chunks; {MAX_CHUNKS} are the most")
     if any(len(entry.digest) != digest.SIZE for entry in entries):
         raise Invalid(f"a pack entry has a digest that is not {digest.SIZE} bytes long")
     table = np.empty(len(entries), RECORD)
@@ -145,6 +151,8 @@ def _parse_trailer(block: bytes) -> tuple[int, int]:
         raise Corrupt(f"no pack of version {_VERSION}: its trailer begins with {magic!r}, version {version}")
     if end % TRAILER_BLOCK:
         raise Corrupt(f"a pack trailer says {end} bytes of data, which is no multiple of {TRAILER_BLOCK}")
+    if count > MAX_CHUNKS:
+        raise Corrupt(f"a pack trailer says {count} chunks; {MAX_CHUNKS} are the most")
     return end, count
 
 

@@ -10,7 +10,9 @@
     held.release()                                              # ... until now
     store.cut("get_into", 100)                                  # fills 100 bytes, raises ShortRead
     store.flip("get", bit=7)                                    # returns wrong bytes, and no error
+    store.delay("put", 0.5, times=None)                         # every put takes so much longer
     store.full_after(1 << 20)                                   # puts find the device full after so much
+    store.come_and_go(up=5, down=3)                             # of eight calls, the last three fail
     store.kill(); store.revive()                                # the tier is dead, and comes back
 
 A script may be written from any thread, before or while the store is in use. ``verb`` is a verb's name or
@@ -86,6 +88,14 @@ class _Flip:
     bit: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Delay:
+    seconds: float
+
+
+_Effect = _Error | _Cut | _Flip | _Delay | Hold
+
+
 @dataclass(slots=True)
 class _Fault:
     """One line of the script; ``skip`` and ``left`` count down."""
@@ -95,7 +105,7 @@ class _Fault:
     when: Literal["before", "data", "after"]
     skip: int
     left: int | None
-    effect: _Error | _Cut | _Flip | Hold
+    effect: _Effect
 
     def strikes(self, operation: Operation, when: str) -> bool:
         if self.when != when or self.left == 0:
@@ -120,6 +130,8 @@ class Faulty(Forward):
         self._calls: list[Operation] = []
         self._dead: TieredCkptError | None = None
         self._room: int | None = None
+        self._rhythm: tuple[int, int, int] | None = None
+        """Calls that pass, calls that fail, and how many calls there were before."""
 
     @property
     def calls(self) -> tuple[Operation, ...]:
@@ -163,6 +175,15 @@ class Faulty(Forward):
         """Invert a bit of what `get` or `get_into` reads, counted modulo its length."""
         self._add(verb, key, nth, times, "data", _Flip(bit))
 
+    def delay(self, verb: str, seconds: float, *, key: str = "*", nth: int = 1, times: int | None = 1) -> None:
+        """Make calls wait for so long before their work, unless they are cancelled."""
+        self._add(verb, key, nth, times, "before", _Delay(seconds))
+
+    def come_and_go(self, *, up: int, down: int) -> None:
+        """Let ``up`` calls pass from now on, fail the next ``down`` as `kill` does, and so on until `clear`."""
+        with self._guards_script:
+            self._rhythm = (up, down, len(self._calls))
+
     def full_after(self, nbytes: int | None) -> None:
         """Let puts store ``nbytes`` more and raise `NoSpace` for one that does not fit; None: no bound."""
         with self._guards_script:
@@ -182,15 +203,18 @@ class Faulty(Forward):
         """Forget the script; calls that are held stay so until they are released."""
         with self._guards_script:
             self._script.clear()
-            self._dead = self._room = None
+            self._dead = self._room = self._rhythm = None
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         with self._guards_script:
+            gone = self._is_gone(len(self._calls))
             self._calls.append(operation)
         await self._meet(operation, "before")
         with self._guards_script:
             if self._dead is not None:
                 raise self._dead
+            if gone:
+                raise TierUnavailable(f"the store at {self.location} is gone for a while, by script")
             if operation.verb == "put" and self._room is not None:
                 if operation.nbytes > self._room:
                     raise NoSpace(f"{operation.key} does not fit into {self.location}: {self._room} bytes left")
@@ -198,6 +222,12 @@ class Faulty(Forward):
         result = await call()
         await self._meet(operation, "after")
         return result
+
+    def _is_gone(self, call: int) -> bool:
+        if self._rhythm is None:
+            return False
+        up, down, begin = self._rhythm
+        return (call - begin) % (up + down) >= up
 
     async def get(self, key: str, *, limit: int) -> bytes:
         data = await super().get(key, limit=limit)
@@ -228,12 +258,12 @@ class Faulty(Forward):
         nth: int,
         times: int | None,
         when: Literal["before", "data", "after"],
-        effect: _Error | _Cut | _Flip | Hold,
+        effect: _Effect,
     ) -> None:
         with self._guards_script:
             self._script.append(_Fault(verb, key, when, nth - 1, times, effect))
 
-    def _due(self, operation: Operation, when: str) -> list[_Error | _Cut | _Flip | Hold]:
+    def _due(self, operation: Operation, when: str) -> list[_Effect]:
         with self._guards_script:
             return [fault.effect for fault in self._script if fault.strikes(operation, when)]
 
@@ -242,6 +272,8 @@ class Faulty(Forward):
         for effect in effects:
             if isinstance(effect, Hold):
                 await effect.stop_here()
+            elif isinstance(effect, _Delay):
+                await asyncio.sleep(effect.seconds)
         for effect in effects:
             if isinstance(effect, _Error):
                 raise effect.error

@@ -156,3 +156,28 @@ async def test_a_listing_fails_in_its_middle(store: Faulty) -> None:
     with pytest.raises(TierUnavailable):
         await look()
     assert len(seen) == 2
+
+
+async def test_a_call_is_delayed_and_may_be_cancelled_meanwhile(store: Faulty) -> None:
+    store.delay("put", 3600.0, key="slow")
+    putting = asyncio.create_task(store.put("slow", [b"1"]))
+    done, _ = await asyncio.wait([putting], timeout=0.05)
+    assert not done
+    putting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    await store.put("slow", [b"2"])
+    assert await store.get("slow", limit=9) == b"2"
+
+
+async def test_a_store_comes_and_goes(store: Faulty) -> None:
+    await store.put("key", [b"1"])
+    store.come_and_go(up=2, down=1)
+    for _ in range(3):
+        for _ in range(2):
+            assert await store.get("key", limit=9) == b"1"
+        with pytest.raises(TierUnavailable, match="gone for a while"):
+            await store.get("key", limit=9)
+    store.clear()
+    for _ in range(4):
+        await store.get("key", limit=9)

@@ -25,7 +25,7 @@ from tieredckpt.engine import collector
 from tieredckpt.engine.collector import Collected
 from tieredckpt.engine.connect import connect
 from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.tier import unique_extents
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt

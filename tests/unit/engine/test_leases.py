@@ -207,3 +207,18 @@ async def test_a_lease_that_is_being_renewed_in_place_is_looked_at_again(disk: P
     await holder.release()
     await Lease(store, "disk", ttl=60.0).acquire()
     await store.close()
+
+
+async def test_a_store_that_was_closed_while_its_tier_was_silent_is_in_nobodys_way(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    """Its lease could not be deleted, and its process lives on."""
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        faults["disk"].kill()
+    assert list((disk / "leases").iterdir())
+    faults["disk"].revive()
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(2, tree(2))).reached("disk")
+        assert len(list((disk / "leases").iterdir())) == 1

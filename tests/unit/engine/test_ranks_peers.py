@@ -17,8 +17,8 @@ from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.engine import replicating
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.passing import PEERS, Passing
-from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import ReplicationFailed, StepReplicated
 from tieredckpt.testing.ranks import World

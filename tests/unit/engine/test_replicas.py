@@ -17,10 +17,11 @@ from scenes import CHUNK, config, ram
 
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import connect, make_tiers
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.replicas import Pace, Refused, Transfer, give, keep
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format import grid
@@ -79,7 +80,7 @@ class Node:
         """An array of a part in RAM, from the bytes that its index names."""
         tier = self.tier
         assert tier.ram is not None
-        tier._indexes.clear()  # so that it is read from the folder
+        tier.indexes.clear()  # so that it is read from the folder
         index = await tier.load_index(step)
         found = b""
         for chunk in index.arrays[key].chunks:

@@ -195,12 +195,18 @@ class Link:
             # It is ending, and how is worth knowing. Otherwise something closed the socket under it.
             self._ending = self._loop.call_later(_END, self.process.kill, "it closed its socket")
             return
-        reply = self._decoder.decode(data)
-        if reply.code == frames.MORE:
-            self._parts.setdefault(reply.number, []).extend(reply.value)
+        try:
+            reply = self._decoder.decode(data)
+            if reply.code == frames.MORE:
+                self._parts.setdefault(reply.number, []).extend(reply.value)
+                return
+            parts = self._parts.pop(reply.number, None)
+            answer = self._answers.pop(reply.number)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError) as error:
+            # libchfs may have written over the worker's memory, and whoever asked would wait for ever.
+            self.broken = True
+            self.process.kill(f"what it sent is no answer: {error!r:.200}")
             return
-        parts = self._parts.pop(reply.number, None)
-        answer = self._answers.pop(reply.number)
         if answer.done():
             return
         if reply.code:

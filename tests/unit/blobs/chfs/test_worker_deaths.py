@@ -12,9 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.errors import NoSpace, NotFound, TierUnavailable
 from tieredckpt.testing.backdoor import listed, pattern
@@ -220,3 +222,18 @@ async def test_an_object_that_is_not_there_costs_no_worker(store: ChfsStore) -> 
     with pytest.raises(NotFound):
         await store.get("nothing", limit=1)
     assert worker(store) == process
+
+
+@pytest.mark.parametrize("kind", [frames.Request, frames.Close, int])
+async def test_a_worker_whose_answers_make_no_sense_is_replaced_and_nobody_waits_for_ever(
+    store: ChfsStore, kind: type[Any]
+) -> None:
+    await store.put("before", [b"x"])
+    link = store.link
+    assert link is not None
+    link._decoder = msgspec.msgpack.Decoder(kind)  # so that what comes is nonsense
+    async with asyncio.timeout(20):
+        with pytest.raises(TierUnavailable, match="what it sent is no answer"):
+            await store.get("before", limit=1)
+        await works(store)
+        assert await store.get("before", limit=1) == b"x"

@@ -1,0 +1,187 @@
+"""Whatever call of the system fails below a tier, and however it comes and goes: no step is lost, training goes on."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from insight import tier_of
+from scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
+from tieredckpt.events import TierFailed, TierRecovered
+from tieredckpt.testing.system import CALLS, SystemFaults, failing_calls
+from tieredckpt.testing.tiers import FaultyTiers
+
+
+def two_tiers(shared_memory: Path, disk: Path, **settings: Any) -> StoreConfig:
+    slower = folder(disk, fsync=True, **({"retain": {"kind": "last_n", "n": 2}} | settings))
+    return config({"ram": ram(shared_memory), "disk": slower})
+
+
+async def recovered(store: CheckpointStore, heard: Heard) -> None:
+    """Wait until the disk works again, if it has failed."""
+    if not tier_of(store, "disk").healthy:
+        failures = len(heard.of(TierFailed))
+        assert failures
+        await heard.first(TierRecovered)
+    while not tier_of(store, "disk").healthy:
+        with suppress(TieredCkptError):
+            await store.flush()
+
+
+async def assert_all_intact(store: CheckpointStore) -> None:
+    """On each tier that lists it; what was half deleted is listed there no more."""
+    for info in await store.steps():
+        for found in await store.verify(info.step):
+            assert not found.problem or found.tier not in info.tiers
+        restored = await store.restore(info.step, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, tree(info.step))
+
+
+# -- calls of the system ----------------------------------------------------------------------------------
+
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
+TIMES = (1, 2, 4, 9)
+
+
+async def test_a_call_of_the_system_that_fails_costs_no_step(shared_memory: Path, faults: FaultyTiers) -> None:
+    """Each call fails at its n-th time, for several n, while steps are promoted, evicted and collected."""
+    await fail_every_call(shared_memory, [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES)])
+
+
+@pytest.mark.slow
+async def test_whatever_error_a_call_of_the_system_gives_it_costs_no_step(
+    shared_memory: Path, faults: FaultyTiers
+) -> None:
+    await fail_every_call(shared_memory, [(nth, number) for nth in range(1, 16) for number in ERRORS])
+
+
+async def fail_every_call(shared_memory: Path, failures: Sequence[tuple[int, int]]) -> None:
+    struck = dict.fromkeys(CALLS, 0)
+    for call in CALLS:
+        for nth, number in failures:
+            disk = shared_memory / "disk"
+            with failing_calls(disk) as system:
+                await fail_once(system, two_tiers(shared_memory, disk), call, number, nth)
+            struck[call] += system.struck
+            shutil.rmtree(shared_memory / "of-test")
+            shutil.rmtree(disk)
+    assert all(struck[call] for call in ("open", "replace", "unlink", "mkdir", "fsync", "stat")), struck
+
+
+async def fail_once(system: SystemFaults, settings: StoreConfig, call: str, number: int, nth: int) -> None:
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        system.fail(call, number, nth=nth)
+        for step in (3, 4):
+            assert not (await store.save(step, tree(step))).skipped
+            with suppress(TieredCkptError):
+                await store.flush()
+        with suppress(TieredCkptError):
+            await store.collect()
+        system.clear()
+        await recovered(store, heard)
+        await store.flush()
+        assert await store.where(4) == ("ram", "disk")
+        await assert_all_intact(store)
+
+
+async def test_a_file_that_was_not_synced_is_written_again_as_a_whole(shared_memory: Path, faults: FaultyTiers) -> None:
+    """After a sync that failed, the kernel may have thrown the pages away: nothing of that file is believed."""
+    disk = shared_memory / "disk"
+    with failing_calls(disk) as system:
+        async with CheckpointStore.open(two_tiers(shared_memory, disk)) as store:
+            heard = Heard(store)
+            system.fail("fsync", errno.EIO, path="*/packs/*.tmp~")
+            await store.save(1, tree(1))
+            assert isinstance((await heard.first(TierFailed)).error, TierUnavailable)
+            assert list(disk.rglob("*.pack")) == list(disk.rglob("*~")) == []
+            await heard.first(TierRecovered)
+            await store.flush()
+            assert len(list(disk.rglob("*.pack"))) == 1
+            await assert_all_intact(store)
+
+
+async def test_a_tier_that_comes_and_goes_has_everything_in_the_end(shared_memory: Path, faults: FaultyTiers) -> None:
+    settings = two_tiers(shared_memory, shared_memory / "disk", retain="all")
+    async with CheckpointStore.open(settings) as store:
+        faults["disk"].come_and_go(up=7, down=3)
+        for step in range(1, 9):
+            assert not (await store.save(step, tree(step))).skipped
+            with suppress(TieredCkptError):
+                await store.flush()
+        faults["disk"].clear()
+        while any("disk" not in info.tiers for info in await store.steps()):
+            with suppress(TieredCkptError):
+                await store.flush()
+        assert len(await store.steps()) == 8
+        await assert_all_intact(store)
+
+
+# -- real file systems ------------------------------------------------------------------------------------
+
+
+async def test_a_file_system_that_is_full_keeps_what_it_has_and_takes_more_when_there_is_room(
+    shared_memory: Path, tiny_file_system: Path, faults: FaultyTiers
+) -> None:
+    ballast = tiny_file_system / "ballast"
+    ballast.write_bytes(bytes(5 * CHUNK))
+    settings = two_tiers(shared_memory, tiny_file_system / "disk", retain="all")
+    small = {"arrays": 1, "nbytes": 2 * CHUNK}
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        step = 0
+        while not heard.of(TierFailed):
+            step += 1
+            assert not (await store.save(step, tree(step, **small))).skipped
+            with suppress(NoSpace):
+                await store.flush()
+            assert step < 20
+        assert isinstance(heard.of(TierFailed)[0].error, NoSpace)
+        for info in await store.steps():
+            assert not any(found.problem for found in await store.verify(info.step))
+        assert not list((tiny_file_system / "disk").rglob("*~")), "nothing of the put that failed takes room"
+        ballast.unlink()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert await store.where(step) == ("ram", "disk")
+        assert not any(found.problem for found in await store.verify(step))
+
+
+async def test_a_file_system_that_turns_read_only_still_restores_and_catches_up_later(
+    shared_memory: Path, tiny_file_system: Path, faults: FaultyTiers
+) -> None:
+    small = {"arrays": 1, "nbytes": 2 * CHUNK}
+    async with CheckpointStore.open(two_tiers(shared_memory, tiny_file_system / "disk", retain="all")) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1, **small))).reached("disk")
+        remount(tiny_file_system, "ro")
+        with pytest.raises(TierUnavailable, match=r"'disk'.*[Rr]ead-only"):
+            await (await store.save(2, tree(2, **small))).reached("disk")
+        (found,) = await store.verify(1, "disk")
+        assert not found.problem
+        await store.evict(1, "ram")
+        restored = await store.restore(1, resume=False)
+        assert restored is not None
+        assert set(restored.sources) == {"disk"}
+        remount(tiny_file_system, "rw")
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert await store.where(2) == ("ram", "disk")
+
+
+def remount(place: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(place)], check=True)

@@ -1,0 +1,61 @@
+"""Trainers die by SIGKILL wherever it hurts; what they were told is saved is there for the next one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tieredckpt.testing.doomed import POINTS
+from tieredckpt.testing.kills import Killed, Story, kill_trainers
+
+
+def assert_nothing_lost(found: Killed, kills: int) -> None:
+    assert found.lost == []
+    assert sum(found.kills.values()) == kills
+    assert found.acknowledged
+
+
+def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(shared_memory: Path) -> None:
+    found = kill_trainers(12, shared_memory, shared_memory / "disk", seed=3)
+    assert_nothing_lost(found, 12)
+    assert len(found.kills) == len(POINTS)
+    assert found.nodes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_trainers_that_are_killed_hundreds_of_times_lose_nothing(shared_memory: Path) -> None:
+    found = kill_trainers(300, shared_memory, shared_memory / "disk", seed=1)
+    assert_nothing_lost(found, 300)
+    assert len(found.kills) == len(POINTS)
+    assert found.nodes
+    assert found.promoted
+
+
+def test_on_a_file_system_that_is_too_small_killed_trainers_lose_nothing(
+    shared_memory: Path, tiny_file_system: Path
+) -> None:
+    found = kill_trainers(4, shared_memory, tiny_file_system / "disk", seed=2, points=("any time",))
+    assert_nothing_lost(found, 4)
+
+
+def test_an_older_step_than_was_acknowledged_is_a_loss() -> None:
+    found = Killed()
+    story = Story(found)
+    for word, rest in [("saving", "4"), ("saved", "4"), ("saving", "5"), ("restored", "3")]:
+        story.hear(word, rest)
+    assert found.lost == ["step 4 was acknowledged, and 3 was restored"]
+    assert found.unacknowledged == 1
+
+
+def test_after_the_loss_of_memory_only_what_was_promoted_is_owed() -> None:
+    found = Killed()
+    story = Story(found)
+    for word, rest in [("saved", "4"), ("promoted", "3")]:
+        story.hear(word, rest)
+    story.memory_is_lost()
+    story.hear("restored", "3")
+    assert found.lost == []
+    story.hear("restored", "2")
+    assert found.lost != []

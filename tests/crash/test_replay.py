@@ -1,0 +1,103 @@
+"""After a crash at any change of a life, with what was not settled lost, kept or torn, nothing promised is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tieredckpt.blobs.folders import Folders
+from tieredckpt.engine.tier import Tier
+from tieredckpt.format.manifest import StepId
+from tieredckpt.testing.journal import Failure, files_after
+from tieredckpt.testing.life import KINDS, Life, live
+from tieredckpt.testing.replay import Lost, replay
+
+EVERY = {"posix": 10, "chfs": 24, "object": 10}
+"""Of the crashes that differ, one in so many is survived in the default run."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "tieredckpt")  # torn files are told of, each time
+
+
+async def lived(kind: str, shared_memory: Path) -> Life:
+    return await live(kind, shared_memory / "life")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_change_to_a_tier_escapes_the_journal(kind: str, shared_memory: Path) -> None:
+    life = await lived(kind, shared_memory)
+    for tier in life.media:
+        assert files_after(life.entries, tier) == life.left[tier]
+    assert len(life.entries) > 200
+
+
+@pytest.mark.parametrize("failure", ["process", "node"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
+    kind: str, failure: Failure, shared_memory: Path
+) -> None:
+    life = await lived(kind, shared_memory)
+    found = await replay(life, failure, shared_memory / "again", every=EVERY[kind])
+    assert found.states > 9
+    assert found.crashes > len(life.entries)
+    assert found.steps > found.states
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("failure", ["process", "node"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_crash_at_every_change_costs_nothing_that_was_promised(
+    kind: str, failure: Failure, shared_memory: Path
+) -> None:
+    found = await replay(await lived(kind, shared_memory), failure, shared_memory / "again")
+    assert found.states > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", KINDS)
+async def test_lives_in_any_order_survive_crashes(kind: str, seed: int, shared_memory: Path) -> None:
+    life = await live(kind, shared_memory / "life", seed=seed)
+    for tier in life.media:
+        assert files_after(life.entries, tier) == life.left[tier]
+    for failure in get_args(Failure):
+        await replay(life, failure, shared_memory / "again", every=8)
+
+
+# -- and a store that breaks its promises is found out ------------------------------------------------------
+
+
+async def test_names_that_are_not_synced_are_found_out(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Folders, "_sync_names", lambda *_: None)
+    life = await lived("posix", shared_memory)
+    with pytest.raises(Lost, match="'slow'"):
+        await replay(life, "node", shared_memory / "again")
+
+
+@pytest.mark.parametrize("kind", ["chfs", "object"])
+async def test_packs_that_go_before_their_manifest_are_found_out(
+    kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retract = Tier.retract
+
+    async def packs_first(tier: Tier, step: StepId) -> None:
+        own = await tier.packs_of(step)
+        others = [await tier.packs_of(other) for other in tier.held if other != step]
+        for key in own.difference(*others):
+            await tier.store.delete(key)
+            del tier.packs[key]
+        await asyncio.sleep(0)
+        await retract(tier, step)
+
+    monkeypatch.setattr(Tier, "retract", packs_first)
+    life = await lived(kind, shared_memory)
+    with pytest.raises(Lost, match="is listed"):
+        await replay(life, "node", shared_memory / "again")

@@ -1,0 +1,472 @@
+"""A scrub finds what is damaged anywhere on a tier, mends it from whatever still has it, and names what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from insight import flip, flip_chunk, slab_of, tier_of
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
+from typer.testing import CliRunner
+
+from tieredckpt import CheckpointStore
+from tieredckpt.cli.app import app
+from tieredckpt.config import to_toml
+from tieredckpt.engine.scan import Scan
+from tieredckpt.engine.verifier import Verified
+from tieredckpt.errors import Corrupt, Invalid, NotFound
+from tieredckpt.events import ChunkRepaired
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import decode_marker
+
+TIERS = ("ram", "disk", "far")
+STEPS = (1, 2)
+KEYS = ("a", "b", "c")
+INDEX = "tieredckpt/step.json"
+
+
+def state(step: int) -> dict[str, Any]:
+    """Three arrays of two chunks; the first is the same in every step."""
+    arrays = {key: np.random.default_rng([i, step if i else 0]).bytes(2 * CHUNK) for i, key in enumerate(KEYS)}
+    return {key: np.frombuffer(data, np.uint8).copy() for key, data in arrays.items()} | {"step": step}
+
+
+@pytest.fixture
+def place(shared_memory: Path) -> Path:
+    return shared_memory
+
+
+@asynccontextmanager
+async def opened(place: Path, *names: str, **options: Any) -> AsyncIterator[CheckpointStore]:
+    tiers = {"ram": ram(place, on_close="keep", retain="all", capacity="4 MiB")}
+    tiers |= {name: folder(place / "of-test" / name, retain="all") for name in ("disk", "far")}
+    chosen = config({name: tiers[name] for name in names or TIERS}, name="of-test")
+    async with CheckpointStore.open(chosen, **options) as store:
+        yield store
+
+
+@asynccontextmanager
+async def saved(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
+    """A store with the steps on every tier."""
+    async with opened(place, *names) as store:
+        for step in STEPS:
+            await store.save(step, state(step))
+        await store.flush()
+        yield store
+
+
+async def assert_whole(place: Path, *names: str) -> None:
+    """Every tier alone has every step, bit for bit, and nothing is damaged there any more."""
+    for name in names or TIERS:
+        async with opened(place, name) as store:
+            for step in STEPS:
+                found = await store.restore(step, resume=False)
+                assert found is not None
+                assert_same(found.tree, state(step))
+            assert all(not each.problem for each in await store.scrub())
+
+
+def told(found: list[Verified]) -> list[tuple[int | None, str, tuple[str, ...], bool]]:
+    """What was damaged: step, tier, keys, and whether it was mended."""
+    return [
+        (None if each.id is None else each.id.step, each.tier, each.damaged, each.repaired)
+        for each in found
+        if each.problem
+    ]
+
+
+def root_of(place: Path, tier: str) -> Path:
+    return place / "of-test" / tier
+
+
+def some_file(place: Path, tier: str, name: str) -> Path:
+    return max(root_of(place, tier).glob(name))
+
+
+async def flip_index(place: Path, store: CheckpointStore, tier: str) -> None:
+    path = some_file(place, tier, "steps/*2-*/btree*")
+    flip(path, path.stat().st_size // 2)
+
+
+async def flip_manifest(place: Path, store: CheckpointStore, tier: str) -> None:
+    flip(some_file(place, tier, "steps/*2-*/manifest.ocdbt"), 30)
+
+
+async def lose_index(place: Path, store: CheckpointStore, tier: str) -> None:
+    some_file(place, tier, "steps/*2-*/btree*").unlink()
+
+
+async def flip_marker(place: Path, store: CheckpointStore, tier: str) -> None:
+    flip(root_of(place, tier) / layout.MARKER, 5)
+
+
+async def flip_identity(place: Path, store: CheckpointStore, tier: str) -> None:
+    """The marker names another store, which is as good a marker as any."""
+    path = root_of(place, tier) / layout.MARKER
+    store_id = decode_marker(path.read_bytes(), "").store
+    path.write_bytes(
+        path.read_bytes().replace(store_id.encode(), f"{int(store_id[0], 16) ^ 1:x}{store_id[1:]}".encode())
+    )
+
+
+async def lose_marker(place: Path, store: CheckpointStore, tier: str) -> None:
+    (root_of(place, tier) / layout.MARKER).unlink()
+
+
+async def flip_footer(place: Path, store: CheckpointStore, tier: str) -> None:
+    flip(some_file(place, tier, "packs/*/*.pack"), -60)
+
+
+async def flip_one_chunk(place: Path, store: CheckpointStore, tier: str) -> None:
+    await flip_chunk(store, tier, 2, "b", 1)
+
+
+async def flip_shared_chunk(place: Path, store: CheckpointStore, tier: str) -> None:
+    await flip_chunk(store, tier, 2, "a", 0)
+
+
+Damage = Callable[[Path, CheckpointStore, str], Any]
+
+MARKERS = [flip_marker, flip_identity, lose_marker]
+COMMITS = [flip_index, flip_manifest, lose_index]
+CHUNKS = [flip_one_chunk, flip_shared_chunk]
+EVERYWHERE: list[tuple[Damage, str]] = [
+    (damage, tier)
+    for tier in TIERS
+    for damage in [*CHUNKS, *COMMITS, *MARKERS, flip_footer]
+    if (damage, tier) != (flip_footer, "ram")  # which has none
+]
+IDS = [f"{damage.__name__} on {tier}" for damage, tier in EVERYWHERE]
+
+
+def expected(damage: Damage, place: Path, tier: str, *, repaired: bool) -> list[Any]:
+    if damage is flip_one_chunk:
+        return [(2, tier, ("b",), repaired)]
+    if damage is flip_shared_chunk:
+        return [(step, tier, ("a",), repaired) for step in STEPS]
+    if damage in COMMITS:
+        return [(2, tier, (INDEX,), repaired)]
+    if damage in MARKERS:
+        return [(None, tier, (layout.MARKER,), repaired)]
+    pack = some_file(place, tier, "packs/*/*.pack").relative_to(root_of(place, tier)).as_posix()
+    return [(None, tier, (pack,), repaired)]
+
+
+@pytest.mark.parametrize(("damage", "tier"), EVERYWHERE, ids=IDS)
+async def test_damage_of_any_kind_under_an_open_store_is_told_and_mended(
+    place: Path, damage: Damage, tier: str
+) -> None:
+    async with saved(place) as store:
+        await damage(place, store, tier)
+        would_mend = expected(damage, place, tier, repaired=True)
+        assert told(await store.scrub()) == expected(damage, place, tier, repaired=False)
+        assert told(await store.scrub(repair=True)) == would_mend
+        assert told(await store.scrub()) == []
+        assert [info.tiers for info in await store.steps()] == [TIERS, TIERS]
+    await assert_whole(place)
+
+
+@pytest.mark.parametrize(("damage", "tier"), EVERYWHERE, ids=IDS)
+async def test_damage_of_any_kind_that_came_while_nobody_looked_is_mended(
+    place: Path, damage: Damage, tier: str
+) -> None:
+    async with saved(place) as store:
+        victim = some_file(place, tier, "packs/*/*.pack")
+        await damage(place, store, tier)
+        await crash(store)
+    async with opened(place) as store:
+        await store.flush()
+        await store.scrub(repair=True)
+        await store.flush()
+        assert victim.exists() == (damage is not flip_footer)
+        assert told(await store.scrub()) == []
+        held = [info.tiers for info in await store.steps()]
+        # A step whose commit was damaged in RAM has left it: the slower tiers have it.
+        assert held[0] == TIERS
+        assert held[1] == (TIERS[1:] if tier == "ram" and damage in COMMITS else TIERS)
+        for step in STEPS:
+            found = await store.restore(step, resume=False)
+            assert found is not None
+            assert_same(found.tree, state(step))
+    await assert_whole(place, "disk", "far")
+
+
+@settings(max_examples=25)
+@given(
+    bad=st.lists(st.sampled_from(EVERYWHERE), unique=True, min_size=1, max_size=6),
+    again=st.booleans(),
+)
+def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
+    lost = [damage for damage in CHUNKS if {(damage, tier) for tier in TIERS} <= set(bad)]
+    commits = {tier for damage, tier in bad if damage in COMMITS}
+
+    async def check(place: Path) -> None:
+        async with saved(place) as store:
+            markers = set()
+            for damage, tier in sorted(bad, key=lambda each: each[0] is lose_index):
+                if damage not in MARKERS or tier not in markers:
+                    await damage(place, store, tier)
+                if damage in MARKERS:
+                    markers.add(tier)
+            if again:
+                await crash(store)
+            else:
+                await assert_mended(store)
+        if again:
+            async with opened(place) as store:
+                await store.flush()
+                await assert_mended(store)
+
+    async def assert_mended(store: CheckpointStore) -> None:
+        await store.scrub(repair=True)
+        await store.scrub(repair=True)  # what was committed anew on one tier may be what another was waiting for
+        left = await store.scrub()
+        keys = {key for each in left for key in each.damaged}
+        assert keys <= {"a" if damage is flip_shared_chunk else "b" for damage in lost} | (
+            {INDEX} if len(commits) == len(TIERS) else set()
+        )
+        for step in STEPS:
+            try:
+                found = await store.restore(step, resume=False)
+            except Corrupt:
+                assert lost or len(commits) == len(TIERS)
+            else:
+                assert found is not None
+                assert_same(found.tree, state(step))
+
+    place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+    try:
+        asyncio.run(check(place))
+    finally:
+        shutil.rmtree(place)
+
+
+# -- what is lost -----------------------------------------------------------------------------------------
+
+
+async def test_what_is_lost_is_named_and_keeps_nothing_else_from_being_mended(place: Path) -> None:
+    async with saved(place) as store:
+        heard = Heard(store)
+        for tier in TIERS:
+            await flip_chunk(store, tier, 2, "b", 0)
+        for tier in ("ram", "disk"):
+            await flip_chunk(store, tier, 2, "b", 1)
+            await flip_chunk(store, tier, 2, "c", 1)
+        found = [each for each in await store.scrub(repair=True) if each.problem]
+        assert [(each.tier, each.damaged, each.lost, each.repaired) for each in found] == [
+            ("ram", ("b", "c"), ("b",), False),
+            ("disk", ("b", "c"), ("b",), False),
+            ("far", ("b",), ("b",), False),
+        ]
+        assert all("array 'b' of step 2 (serial 2) is lost" in each.problem for each in found)
+        assert {(event.tier, event.key) for event in heard.of(ChunkRepaired)} == {
+            (tier, key) for tier in ("ram", "disk") for key in ("b", "c")
+        }
+        left = [each for each in await store.scrub() if each.problem]
+        assert [(each.tier, each.damaged) for each in left] == [(tier, ("b",)) for tier in TIERS]
+        whole = await store.restore(2, keys=["a", "c"], resume=False)
+        assert whole is not None
+        assert_same(whole.tree["c"], state(2)["c"])
+
+
+async def test_a_chunk_that_was_lost_is_whole_again_when_it_is_saved_again(place: Path) -> None:
+    async with saved(place, "disk", "far") as store:
+        for tier in ("disk", "far"):
+            await flip_chunk(store, tier, 2, "b", 0)
+        await store.scrub(repair=True)
+        await store.save(3, state(2) | {"step": 3})
+        await store.flush()
+        found = await store.restore(3)
+        assert found is not None
+        assert_same(found.tree, state(2) | {"step": 3})
+        await store.scrub(repair=True)
+        assert told(await store.scrub()) == []
+    await assert_whole(place, "disk", "far")
+
+
+# -- commits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", COMMITS, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+async def test_the_only_commit_of_a_step_is_written_anew_from_memory(place: Path, damage: Damage, tier: str) -> None:
+    async with saved(place, tier) as store:
+        await damage(place, store, tier)
+        assert told(await store.scrub(repair=True)) == [(2, tier, (INDEX,), True)]
+        assert told(await store.scrub()) == []
+        await crash(store)
+    await assert_whole(place, tier)
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+async def test_a_step_that_is_leaving_its_tier_is_not_brought_back_by_a_scrub(place: Path, tier: str) -> None:
+    async with saved(place, "ram", "disk") as store:
+        leaving = tier_of(store, tier)
+        (step,) = (held for held in leaving.held if held.step == 1)
+        leaving.leaving.add(step)  # as while its eviction waits for the device
+        (manifest,) = root_of(place, tier).glob("steps/*1-*/manifest.ocdbt")
+        manifest.unlink()
+        found = await store.scrub(tier, repair=True)
+        assert [each.id for each in found if each.id is not None and each.id.step == 1] == []
+        assert not manifest.exists()
+        leaving.leaving.discard(step)
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "btree"])
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+async def test_memory_that_is_being_viewed_is_not_reused_after_its_commit_was_damaged(
+    place: Path, damage: str, name: str
+) -> None:
+    async with saved(place, "ram", "disk") as store:
+        seen = await store.restore(2, copy=False, resume=False)
+        assert seen is not None
+        path = some_file(place, "ram", f"steps/*2-*/{name}")
+        if damage == "missing":
+            path.unlink()
+        else:
+            flip(path, 30)
+        await store.scrub(repair=True)
+        slab = slab_of(store)
+        with suppress(NotFound):
+            await store.evict(2, "ram")
+        for step in range(10, 16):
+            await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
+            await store.flush()
+        assert_same(seen.tree, state(2))
+        await seen.verified()
+        del seen
+
+
+# -- markers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [flip_marker, lose_marker], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+async def test_a_store_of_one_tier_knows_itself_by_its_steps(place: Path, damage: Damage, tier: str) -> None:
+    async with saved(place, tier) as store:
+        before = tier_of(store, tier).marker
+        await damage(place, store, tier)
+        await crash(store)
+    async with opened(place, tier, read_only=True) as reader:
+        assert len(await reader.steps()) == 2
+    async with opened(place, tier) as store:
+        assert tier_of(store, tier).marker == before
+    assert decode_marker((root_of(place, tier) / layout.MARKER).read_bytes(), "") == before
+    await assert_whole(place, tier)
+
+
+async def test_a_marker_of_another_format_is_never_replaced(place: Path) -> None:
+    async with saved(place, "disk"):
+        pass
+    path = root_of(place, "disk") / layout.MARKER
+    newer = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 2')
+    path.write_bytes(newer)
+    with pytest.raises(Corrupt, match="use a newer tieredckpt"):
+        async with opened(place, "disk"):
+            pass
+    assert path.read_bytes() == newer
+
+
+# -- how much is read -------------------------------------------------------------------------------------
+
+
+async def test_what_steps_share_is_read_once(place: Path) -> None:
+    async with saved(place) as store:
+        for tier in TIERS:
+            read: list[int] = []
+            assert all(each.intact for each in await store.scrub(tier, progress=read.append))
+            assert sum(read) == (2 * len(KEYS) + 2 * (len(KEYS) - 1)) * CHUNK
+
+
+async def test_a_rate_bounds_what_is_read(place: Path) -> None:
+    """By a clock of the test: time goes on only while the scan sleeps."""
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += max(0.0, seconds)
+
+    scan = Scan(1000.0, clock=lambda: now[0], sleep=sleep)
+    items = [(i, 100) for i in range(50)]
+    read = 0
+    for batch in scan.batches(items):
+        assert sum(100 for _ in batch) <= 250
+        await scan.turn(100 * len(batch))
+        read += 100 * len(batch)
+        assert read <= 250 + 1000 * now[0]
+    assert read == 5000
+    assert now[0] >= 4.7
+    assert list(Scan(1.0).batches([("large", 1 << 30)])) == [["large"]]
+    for rate in (0.0, -1.0, float("nan")):
+        with pytest.raises(Invalid):
+            Scan(rate)
+
+
+async def test_a_scrub_takes_the_rate_it_is_given(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+    turn = Scan.turn
+
+    async def counted(scan: Scan, nbytes: int) -> None:
+        turns.append(nbytes)
+        assert scan._rate == 1e9
+        await turn(scan, nbytes)
+
+    monkeypatch.setattr(Scan, "turn", counted)
+    async with saved(place) as store:
+        await store.scrub("disk", rate=1e9)
+    assert sum(turns) == (2 * len(KEYS) + 2 * (len(KEYS) - 1)) * CHUNK
+
+
+# -- the command line -------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+async def config_file(place: Path, tmp_path: Path) -> Path:
+    async with saved(place) as store:
+        await flip_chunk(store, "disk", 1, "c", 0)
+        for tier in TIERS:
+            await flip_chunk(store, tier, 2, "b", 1)
+        path = tmp_path / "ckpt.toml"
+        path.write_text(to_toml(store.config))
+    return path
+
+
+async def test_repair_without_a_step_mends_whole_tiers_and_names_what_is_lost(config_file: Path) -> None:
+    result = await asyncio.to_thread(run, "verify", config_file, "--repair", "--rate", "1 GB/s", "--json")
+    assert result.exit_code == 1
+    damaged = [
+        (each["step"], each["tier"], each["damaged"], each["repaired"], each["lost"])
+        for each in json.loads(result.stdout)
+        if each["problem"]
+    ]
+    assert damaged == [(1, "disk", ["c"], True, []), *((2, tier, ["b"], False, ["b"]) for tier in TIERS)]
+    result = await asyncio.to_thread(run, "verify", config_file, "--repair")
+    assert "lost: on no tier intact" in result.stdout
+    assert result.stdout.strip().splitlines()[-1].split() == ["2", "2", "b"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--rate", "1 GB/s"),
+        ("1", "--repair", "--rate", "1 GB/s"),
+        ("--all", "--rate", "soon"),
+        ("--all", "--rate", "0"),
+    ],
+)
+def test_a_rate_that_makes_no_sense_is_wrong_usage(tmp_path: Path, wrong: tuple[str, ...]) -> None:
+    assert run("verify", tmp_path, *wrong).exit_code == 2

@@ -1,0 +1,66 @@
+"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab.
+
+It is believed only when it is of this boot, and read as what anybody may have put there: a small regular file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.folders import open_regular
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.layout import parse_pack_key
+
+__all__ = ["NOTE_FILES", "Note", "boot_id", "read_note", "write_note"]
+
+_NOTE = "slab.json"
+_NEW_NOTE = "slab.tmp"
+_SIZE_MAX = 4096
+
+NOTE_FILES = (_NOTE, _NEW_NOTE)
+"""Names that the note takes in its folder."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the slab of a folder."""
+
+    slab: str
+    """Its key."""
+    capacity: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1, multiple_of=ALIGNMENT)]
+    boot_id: str
+    memfd: int | None = None
+    """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
+
+
+def boot_id() -> str:
+    """What the kernel calls the time since it was started."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "unknown"
+
+
+def read_note(folder: Path) -> Note | None:
+    """The note of a folder; None where there is none that can be used."""
+    try:
+        fd = open_regular(folder / _NOTE, os.O_RDONLY, follow_symlinks=False)
+        with os.fdopen(fd, "rb") as file:
+            note = msgspec.json.decode(file.read(_SIZE_MAX + 1), type=Note)
+    except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return note if note.boot_id == boot_id() and parse_pack_key(note.slab) is not None else None
+
+
+def write_note(folder: Path, note: Note) -> None:
+    """Replace the note of a folder that is ours alone. Raises `OSError`."""
+    new = folder / _NEW_NOTE
+    new.unlink(missing_ok=True)  # of a process that died here
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(note))
+    new.replace(folder / _NOTE)
