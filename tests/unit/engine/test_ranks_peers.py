@@ -20,7 +20,7 @@ from tieredckpt.engine import replicating
 from tieredckpt.engine.passing import PEERS, Passing
 from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.events import ReplicationFailed, StepReplicated
+from tieredckpt.events import ReplicationFailed, StepAgreed, StepReplicated
 from tieredckpt.testing.ranks import World
 
 ROWS, COLUMNS = 512, 64
@@ -504,3 +504,19 @@ async def test_groups_read_for_themselves(shared_memory: Path, tmp_path: Path, s
         for each in restored:
             assert each is not None
             assert_same(each.tree, state)
+
+
+async def test_a_leader_that_has_flushed_has_told_the_others_everything(shared_memory: Path, tmp_path: Path) -> None:
+    """A trainer that then waits for the others in a collective may keep every thread of its process from running."""
+    cluster = Cluster(("a", "b"), shared_memory, tmp_path / "disk")
+    async with cluster.open() as stores:
+        heard = Heard(stores[0])
+        held = cluster.world.hold(0, "post", topic="log/*")
+        await save(stores, 1)
+        await held.reached()
+        await heard.first(StepAgreed)
+        flushing = [asyncio.create_task(store.flush()) for store in stores]
+        ended, _ = await asyncio.wait(flushing, timeout=0.3)
+        assert not ended
+        held.release()
+        await asyncio.gather(*flushing)
