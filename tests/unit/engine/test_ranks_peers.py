@@ -20,7 +20,7 @@ from tieredckpt.engine import replicating
 from tieredckpt.engine.passing import PEERS, Passing
 from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.events import ReplicationFailed, StepAgreed, StepReplicated
+from tieredckpt.events import ReplicationFailed, StepPromoted, StepReplicated
 from tieredckpt.testing.ranks import World
 
 ROWS, COLUMNS = 512, 64
@@ -511,10 +511,10 @@ async def test_a_leader_that_has_flushed_has_told_the_others_everything(shared_m
     cluster = Cluster(("a", "b"), shared_memory, tmp_path / "disk")
     async with cluster.open() as stores:
         heard = Heard(stores[0])
-        held = cluster.world.hold(0, "post", topic="log/*")
+        held = cluster.world.hold(0, "post", topic="log/*", nth=3)  # that the step is on the disk
         await save(stores, 1)
         await held.reached()
-        await heard.first(StepAgreed)
+        await heard.first(StepPromoted)
         flushing = [asyncio.create_task(store.flush()) for store in stores]
         ended, _ = await asyncio.wait(flushing, timeout=0.3)
         assert not ended
