@@ -89,6 +89,8 @@ class ByHand:
         """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
         if repair:
             self._state.check_writable("repair")
+        if repair and name is not None:
+            self._check_managed("repair", self._state.tier(name))
         return await verify_step(self._state, self._collector, number, serial, name, repair=repair, progress=progress)
 
     async def scrub(
@@ -97,5 +99,7 @@ class ByHand:
         """See `tieredckpt.engine.scrub`."""
         if repair:
             self._state.check_writable("repair")
+        if repair and name is not None:
+            self._check_managed("repair", self._state.tier(name))
         tiers = self._state.tiers if name is None else (self._state.tier(name),)
         return await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)

@@ -262,6 +262,8 @@ class Engine:
         if self.ranked is not None:
             await self.ranked.settled()
         await settled(self.state, self.promoters)
+        if self.ranked is not None:
+            await self.ranked.team.all_told()
 
     # -- restoring ----------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ async def _mend_inline(
                     try:
                         origin.append((key, (await source.read(key, ordinal, memory, bad=tier)).name))
                     except (Corrupt, TierUnavailable) as error:
-                        left.append(Unmended((key,), error))
+                        left.append(Unmended((layout.array_key(key),), error))
                         continue
                     good = [*mended.get(key, array).chunks]
                     good[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
@@ -100,7 +100,7 @@ async def _mend_inline(
         why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
         await heal_index(state, collector, step, tier, why, better)
         for key, name in origin:
-            state.events.emit(ChunkRepaired(step.step, key, tier.name, name))
+            state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name))
     return left
 
 
@@ -118,11 +118,11 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                     try:
                         good = await source.read(key, ordinal, memory, bad=tier)
                     except (Corrupt, TierUnavailable) as error:
-                        left.append(Unmended((key,), error))
+                        left.append(Unmended((layout.array_key(key),), error))
                         continue
                     lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
-                state.events.emit(ChunkRepaired(step.step, key, tier.name, good.name))
+                state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name))
     return left
 
 
@@ -146,7 +146,7 @@ async def _mend_packs(
                         origin[chunk.digest] = (await source.read(key, ordinal, memory, bad=tier)).name
                     except (Corrupt, TierUnavailable) as error:
                         lost[chunk.digest] = chunk.where
-                        left.append(Unmended((key,), error))
+                        left.append(Unmended((layout.array_key(key),), error))
     async with tier.guards_packs:
         for digest in chunks:
             tier.forget(digest)  # also what is lost: a step to come that has it writes it anew

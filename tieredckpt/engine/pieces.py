@@ -14,7 +14,7 @@ from tieredckpt.format import grid as grids
 from tieredckpt.format.boxes import Box, Boxes
 from tieredckpt.format.digest import BLOCK, Digester
 from tieredckpt.format.grid import cells
-from tieredckpt.format.layout import parse_block_key
+from tieredckpt.format.layout import array_key, parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
 
 __all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of", "verify_and_copy"]
@@ -58,6 +58,11 @@ class Piece:
     target: Bytes
     """Memory that takes the start of the chunk as it is; empty if there is none."""
     overlaps: tuple[Overlap, ...] = ()
+
+    @property
+    def array(self) -> str:
+        """Key of the array, for people."""
+        return array_key(self.key)
 
     @property
     def wanted(self) -> int:

@@ -277,6 +277,7 @@ class Ranked:
     async def _promoted(self, promoted: Promoted) -> None:
         record, step = promoted.held.record, promoted.held.id
         tier = self._state.tier(promoted.tier)
+        tier.drop(step)  # with what is remembered of its index, if it was committed anew
         tier.held[step] = Held(record, promoted.held.btree_key)
         tier.used_elsewhere = promoted.used
         tier.dismissed.discard(step)

@@ -70,7 +70,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
             continue
         if digest(where) != piece.chunk.digest:
             source.note(
-                source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.key!r} in the index are damaged")
+                source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.array!r} in the index are damaged")
             )
             damaged.append(piece)
             continue
@@ -118,7 +118,7 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
                 source.tier,
                 piece.key,
                 piece.chunk,
-                Corrupt(f"bytes of {piece.key!r} in the index are damaged"),
+                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
@@ -172,7 +172,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[
             tier,
             piece.key,
             piece.chunk,
-            Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"),
+            Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM"),
         )
     return failed
 

@@ -35,7 +35,7 @@ async def scrub(
         state: of the engine.
         collector: of the engine.
         tiers: to look at.
-        repair: mend what is damaged, from whichever tier has it.
+        repair: mend what is damaged, from whichever tier has it; on the tiers that this rank manages.
         rate: bytes a second that are read at most.
         progress: called with the bytes of each part that was read, from any thread.
 
@@ -44,21 +44,21 @@ async def scrub(
     """
     found: list[Verified] = []
     for tier in tiers:
-        scan = Scan(rate)
+        scan, mend = Scan(rate), repair and state.manages(tier)
         if not tier.answers or tier.marker is None:
             if state.read_only and isinstance(tier.error, NotFound):
                 continue  # it was never made, or ended with its process
             found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.error}"))
             continue
-        if (marker := await _check_marker(state, tier, repair=repair)) is not None:
+        if (marker := await _check_marker(state, tier, repair=mend)) is not None:
             found.append(marker)
         for step in sorted({*tier.held, *tier.damaged}, reverse=True):
             if step in tier.held or step in tier.damaged:
                 with suppress(NotFound):  # evicted meanwhile
                     found.append(
-                        await verify_on(state, collector, step, tier, repair=repair, progress=progress, scan=scan)
+                        await verify_on(state, collector, step, tier, repair=mend, progress=progress, scan=scan)
                     )
-        if tier.ram is None and (footers := await _check_footers(state, collector, tier, repair=repair)) is not None:
+        if tier.ram is None and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 

@@ -272,11 +272,11 @@ class StepSource:
         silent += [tier.name for tier, error in self.unreadable if isinstance(error, TierUnavailable)]
         if silent:
             raise SilentSource(
-                f"array {key!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, and "
-                f"{', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
+                f"array {layout.array_key(key)!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, "
+                f"and {', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
             )
         raise Corrupt(
-            f"array {key!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
+            f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
             + (f" (last: {last})" if last else "")
             + "; older steps may be whole, see `tieredckpt ls`"
         )
@@ -287,6 +287,7 @@ class StepSource:
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
+        key = layout.array_key(key)
         _log.warning("%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
         _report_silent(self.state, tier, error)
         if isinstance(error, TierUnavailable):

@@ -58,7 +58,10 @@ async def verify_step(
     holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
     if not holding:
         raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-    return [await verify_on(state, collector, step, tier, repair=repair, progress=progress) for tier in holding]
+    return [
+        await verify_on(state, collector, step, tier, repair=repair and state.manages(tier), progress=progress)
+        for tier in holding
+    ]
 
 
 async def verify_on(

@@ -25,10 +25,11 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import reader
 from tieredckpt.engine.pieces import Piece, deliver
-from tieredckpt.errors import Invalid
-from tieredckpt.events import StepPromoted, StepSaved
+from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.events import ChunkRepaired, StepPromoted, StepSaved
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.joining import join
+from tieredckpt.format.layout import block_key
 from tieredckpt.sync import SyncStore
 from tieredckpt.tree import flatten
 
@@ -298,6 +299,26 @@ async def test_a_damaged_piece_is_read_from_the_next_tier_and_mended(two_tiers: 
         await store.flush()
         (found,) = await store.verify(1, "ram")
         assert not found.damaged
+
+
+async def test_damage_in_a_block_is_told_by_the_key_of_its_array(two_tiers: StoreConfig) -> None:
+    whole = np.random.default_rng(0).random((40, 96))
+    odd = [Box((0, 0), (13, 96)), Box((13, 0), (27, 50)), Box((13, 50), (27, 46))]
+    like = {"w": sharded(whole, odd, values=False)}
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await (await store.save(1, {"w": sharded(whole, odd)})).reached("disk")
+        block = block_key("w", odd[2].offset)
+        await flip_chunk(store, "ram", 1, block, 0)
+        (found,) = await store.verify(1, "ram")
+        assert (found.damaged, "tieredckpt/blocks" in found.problem) == (("w",), False)
+        await store.restore(like=like)
+        assert (await heard.first(ChunkRepaired)).key == "w"
+        await store.flush()
+        for tier in ("ram", "disk"):
+            await flip_chunk(store, tier, 1, block, 0)
+        with pytest.raises(Corrupt, match="array 'w' of step 1"):
+            await store.restore(like=like)
 
 
 async def test_a_step_in_pieces_is_described_by_its_arrays(two_tiers: StoreConfig) -> None:

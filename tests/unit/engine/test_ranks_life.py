@@ -112,6 +112,17 @@ async def test_closing_does_not_wait_for_the_dead(place: Place, victim: int) -> 
             await asyncio.gather(*(store.close() for store in others))
 
 
+async def test_rank_0_stays_until_all_others_close(place: Place) -> None:
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        closing = asyncio.ensure_future(ranks[0].close())
+        done, _ = await asyncio.wait([closing], timeout=0.2)
+        assert not done
+        assert await ranks[1].where(1) == ("ram", "disk")
+        await ranks[1].close()
+        await closing
+
+
 async def test_closing_waits_for_what_is_due_on_other_ranks(place: Place) -> None:
     async with place.open(3) as ranks:
         held = ranks.faulty(0).hold("put", key="steps/*/manifest.ocdbt")

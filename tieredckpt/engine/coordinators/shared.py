@@ -46,7 +46,7 @@ class SharedStore(Mailbox):
         node: str | None = None,
     ) -> None:
         carrier = _Objects(open_store, f"{layout.RANKS}{name}/")
-        super().__init__(carrier, rank=rank, size=size, node=node, fastest=0.01, slowest=0.25)
+        super().__init__(carrier, rank=rank, size=size, node=node, fastest=0.01, slowest=1.0)
         self._objects = carrier
 
     async def open(self, *, timeout: float) -> None:
