@@ -218,9 +218,14 @@ class FailingTiersMachine(RuleBasedStateMachine):
         if not steps:
             return
         step, (away, to) = steps[which % len(steps)], way
-        for work in (self.store.promote(step, to), self.store.evict(step, away)):
-            with suppress(Conflict, NotFound, TierUnavailable):
-                self.run(work)
+        with suppress(Conflict, NotFound, TierUnavailable):
+            self.run(self.store.promote(step, to))
+        try:
+            self.run(self.store.evict(step, away))
+        except TierUnavailable:  # half deleted, it is held no more
+            self.acknowledged[away] -= {serial for serial, tree in self.saved.items() if tree["step"] == step}
+        except (Conflict, NotFound):
+            pass
 
     @precondition(lambda self: self.opened is not None and not self.dead)
     @rule()
