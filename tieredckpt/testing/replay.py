@@ -202,8 +202,15 @@ async def _check_restores(
             return  # its number may be another step's by now
         restored = await store.restore(info.step, resume=False)
     except NotFound as error:
-        if not copies <= evicted:
+        with suppress(TieredCkptError):
+            await store.flush()  # as above
+        if not copies & evicted:
             raise Lost(f"{step} is listed and not found") from error
+        again = [now for now in await store.steps() if now.serial == info.serial]
+        if again:  # on another tier
+            await _check_restores(store, again[0], life, owed, evicted)
+        elif not copies <= evicted:
+            raise Lost(f"{step} was listed and is gone") from error
         return
     except Corrupt as error:
         if not copies <= owed.damaged | evicted:
