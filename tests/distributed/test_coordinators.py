@@ -26,7 +26,7 @@ def test_ranks_speak_while_a_training_runs_collectives_and_leave_nothing_behind(
     engine: str, tmp_path: Path, disk: Path
 ) -> None:
     size = RANKS[engine]
-    messages = 25 if engine == "none" else 100
+    messages = 10 if engine == "none" else 40
     arguments = {"task": "speak", "disk": str(disk), "messages": messages, "sessions": 2}
     with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments) as job:
         job.succeed()
@@ -82,9 +82,9 @@ def test_a_process_with_two_stores_ends_in_order_though_nobody_closes_them(
     engine: str, tmp_path: Path, disk: Path
 ) -> None:
     arguments = {"task": "leave", "disk": str(disk)}
-    with launch(engine, PROGRAM, ranks=3, folder=tmp_path / "job", arguments=arguments) as job:
+    with launch(engine, PROGRAM, ranks=2, folder=tmp_path / "job", arguments=arguments) as job:
         job.succeed()
-        assert [job.told(rank) for rank in range(3)] == ["left"] * 3
+        assert [job.told(rank) for rank in range(2)] == ["left"] * 2
 
 
 @pytest.mark.slow
