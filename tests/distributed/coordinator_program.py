@@ -20,6 +20,7 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.ranks import Coordinator, barrier, broadcast, exchange, gather
 
 DEADLINE = 30.0
+WAITING: list[asyncio.Task[None]] = []
 LARGE = 9 << 20
 """Bytes of a message; more than the store of torch.distributed takes at once."""
 
@@ -186,8 +187,7 @@ async def outlive(me: Rank) -> None:
     if me.rank == me.size - 1:
         await asyncio.sleep(3600)
     deadline = me.arguments["deadline"]
-    while not Path(me.arguments["disk"], "gone").exists():  # noqa: ASYNC110  # another process makes it
-        await asyncio.sleep(0.01)
+    await let_go(me, "gone")
     begin = time.monotonic()
     try:
         await exchange(coordinator, "without", b"", timeout=deadline)
@@ -206,6 +206,13 @@ async def outlive(me: Rank) -> None:
     await coordinator.close()
     me.tell(told | {"closing": time.monotonic() - begin})
     me.mark("outlived")
+    await let_go(me, "over")  # mpiexec ends the others when one has ended
+
+
+async def let_go(me: Rank, word: str) -> None:
+    """Wait for the test to say a word."""
+    while not Path(me.arguments["disk"], word).exists():  # noqa: ASYNC110  # another process makes it
+        await asyncio.sleep(0.01)
 
 
 async def bulk_without(me: Rank, coordinator: Coordinator) -> list[float]:
@@ -253,6 +260,27 @@ async def cancelled_bulk(me: Rank, coordinator: Coordinator) -> float | None:
     return seconds
 
 
+async def leave(me: Rank) -> None:
+    """Two stores open at once, in another order on every second rank; nobody closes them or what waits in bulk."""
+    configs = [config_of(me).model_copy(update={"name": name}) for name in ("one", "another")]
+    ranks = [coordinator_of("auto", config) for config in configs]
+    await asyncio.gather(*(each.open(timeout=DEADLINE) for each in (ranks if me.rank % 2 else reversed(ranks))))
+    said = [f"{each} of {me.rank}".encode() for each in range(2)]
+    heard = await asyncio.gather(*(exchange(ranks[each], "hello", said[each], timeout=DEADLINE) for each in range(2)))
+    assert heard == [[f"{each} of {rank}".encode() for rank in range(me.size)] for each in range(2)]
+    for each in ranks:
+        receive = each.receive((me.rank + 1) % me.size, memoryview(bytearray(10)), tag=0, timeout=3600.0)
+        WAITING.append(asyncio.create_task(receive))
+    await barrier(ranks[0], "end", timeout=DEADLINE)
+
+
+def exit_without_closing(me: Rank) -> None:
+    """The loop goes on in its thread while the interpreter ends."""
+    loop = EngineLoop("tieredckpt engine")
+    loop.submit(leave(me)).outcome.result(DEADLINE)
+    me.tell("left")
+
+
 async def meet_again(me: Rank) -> None:
     """The first attempt leaves messages that nobody takes, and is killed; the second must not see them."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -281,6 +309,8 @@ def main() -> None:
         match me.arguments["task"]:
             case "speak":
                 speak_beside_training(me)
+            case "leave":
+                exit_without_closing(me)
             case "meet again":
                 asyncio.run(meet_again(me))
             case "outlive":

@@ -154,6 +154,9 @@ class Job:
         for process in self._processes:
             process.wait(10)
         psutil.wait_procs(list(found.values()), timeout=10)
+        for path in self._folder.glob("shared-*"):  # MPI removes its own only when all ranks end in order
+            for name in path.read_text().splitlines():
+                Path(name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -265,6 +268,9 @@ def rank_of_this_process() -> Iterator[Rank]:
             jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", size, rank)
             ending.callback(jax.distributed.shutdown)
         me = Rank(rank, size, engine, folder, arguments)
+        if engine == "mpi":
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            me._write(f"shared-{rank}", "\n".join({line.split()[-1] for line in maps if "/dev/shm/mpich" in line}))
         me._write(f"pid-{rank}", str(os.getpid()))
         yield me
 

@@ -26,7 +26,7 @@ def test_ranks_speak_while_a_training_runs_collectives_and_leave_nothing_behind(
     engine: str, tmp_path: Path, disk: Path
 ) -> None:
     size = RANKS[engine]
-    messages = 25 if engine == "none" else 100
+    messages = 10 if engine == "none" else 40
     arguments = {"task": "speak", "disk": str(disk), "messages": messages, "sessions": 2}
     with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments) as job:
         job.succeed()
@@ -72,7 +72,19 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
                 assert (told["cancelled"] or 0.0) < 5.0
             assert told["closing"] < 10.0
             assert told["still"] == [[other] for other in range(last) if other != rank]
+        (disk / "over").touch()
+        for rank in range(last):
             job.wait_until_ended(rank)  # whatever of it still waits for the dead
+
+
+@pytest.mark.parametrize("engine", ["torch", "mpi"])
+def test_a_process_with_two_stores_ends_in_order_though_nobody_closes_them(
+    engine: str, tmp_path: Path, disk: Path
+) -> None:
+    arguments = {"task": "leave", "disk": str(disk)}
+    with launch(engine, PROGRAM, ranks=2, folder=tmp_path / "job", arguments=arguments) as job:
+        job.succeed()
+        assert [job.told(rank) for rank in range(2)] == ["left"] * 2
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ class Commits:
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
         lag = self._state.observe_promotion(record, tier)
-        own = self.written.get((step, tier.name), 0)
+        own = self.written.pop((step, tier.name), 0)
         seconds = time.monotonic() - begin
         self._state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, own, seconds, lag))
         self._state.changed.beat()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from tieredckpt.errors import Invalid
@@ -42,6 +43,9 @@ class Sharded:
     """Several shards of one array, as one leaf of a tree."""
 
     shards: Sequence[Shard]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards", tuple(self.shards))  # they are gone through more than once
 
 
 def shards_of(value: object) -> tuple[Shard, ...] | None:
@@ -88,9 +92,9 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
     if leaf.prng is not None:
         raise Invalid(f"leaf {key!r}: typed PRNG keys cannot be a Shard; shard their key_data")
     try:
-        shape, offset = (tuple(int(n) for n in axes) for axes in (shard.shape, shard.offset))
-        cut = None if shard.cut is None else tuple(int(n) for n in shard.cut)
-    except (TypeError, ValueError) as error:
+        shape, offset = tuple(map(index, shard.shape)), tuple(map(index, shard.offset))
+        cut = None if shard.cut is None else tuple(map(index, shard.cut))
+    except TypeError as error:
         raise Invalid(f"leaf {key!r}: shape, offset and cut of a Shard are sequences of int: {error}") from error
     box = Box(offset, leaf.shape)
     if not (len(shape) == len(offset) == len(leaf.shape) and Box.whole(shape).contains(box)):
@@ -131,7 +135,7 @@ def check_whole(structure: Node, leaves: Iterable[ArrayLeaf]) -> None:
     """Raise `Invalid`, naming the key, unless ``leaves`` are all of every array that ``structure`` names."""
     boxes: dict[str, list[Box]] = {}
     for leaf in leaves:
-        boxes.setdefault(leaf.key if leaf.place is None else leaf.place.key, []).append(leaf.box)
+        boxes.setdefault(leaf.array, []).append(leaf.box)
     for node in array_nodes(structure):
         found = boxes.get(node.key, [])
         if (len(found) != 1 or found[0].shape != node.shape) and not tile(node.shape, found):

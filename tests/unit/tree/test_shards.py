@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tieredckpt import Shard, Sharded
+from tieredckpt.capturing import check_immutable
 from tieredckpt.errors import Invalid
 from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import array_nodes
@@ -57,6 +58,7 @@ def test_shards_of_an_array_without_items_are_one_array() -> None:
         (Shard(WHOLE[:2], (6, 4), (-1, 0)), "does not lie in"),
         (Shard(WHOLE[:2], (6,), (0,)), "does not lie in"),
         (Shard(WHOLE[:2], "abc", (0, 0)), "sequences of int"),
+        (Shard(WHOLE[:2], (6.5, 4), (2, 0)), "sequences of int"),
         (Shard(WHOLE[:2], (6, 4), (2, 0), "abc"), "sequences of int"),
         (Shard(WHOLE[:2], (6, 4), (2, 0), (4, 4)), r"cut by \[4, 4\] begins at \[2, 0\]"),
         (Shard(WHOLE[:2], (6, 4), (2, 0), (2,)), "no shard of a cut"),
@@ -75,6 +77,19 @@ def test_shards_of_an_array_without_items_are_one_array() -> None:
 def test_what_is_no_part_of_one_array_is_refused_by_key(leaf: object, why: str) -> None:
     with pytest.raises(Invalid, match=rf"leaf 'a/b'.*{why}"):
         flatten({"a": {"b": leaf}})
+
+
+def test_shards_that_can_be_gone_through_once_are_kept() -> None:
+    like = Sharded(Shard(np.zeros((3, 4)), (6, 4), (i, 0)) for i in (0, 3))
+    found = match({"w": like}, flatten({"w": WHOLE}).structure)
+    got: Any = found.build(arrays_for(found, WHOLE))
+    assert [shard.array.tolist() for shard in got["w"].shards] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
+
+
+def test_pieces_that_can_change_are_told_by_the_key_of_their_array() -> None:
+    shards = [Shard(WHOLE[:3], (6, 4), (0, 0)), Shard(WHOLE[3:], (6, 4), (3, 0))]
+    with pytest.raises(Invalid, match=r"and 'a/w' \(1 in all\) can change"):
+        check_immutable(flatten({"a": {"w": Sharded(shards)}}))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

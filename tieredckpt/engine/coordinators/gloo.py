@@ -1,26 +1,27 @@
 """Bytes in bulk between two ranks, over gloo: every pair that speaks has a group of its own.
 
 When a wait in gloo runs out of time, gloo closes all connections of that group. In a group of all ranks, one that
-hangs would cut off the living from each other; in a group of two it cuts off itself. Nor can a wait be ended early,
-so gloo sees memory of our own alone, and a thread that waits for nothing is left behind with it.
+hangs would cut off the living from each other; in a group of two it cuts off itself. There is no other way to end a
+wait early, so that is how it is done here. It may come late, hence gloo sees memory of our own alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tieredckpt.blobs.settle import in_thread, note
+from tieredckpt.blobs.settle import in_thread, note, whole
 from tieredckpt.engine.coordinators.aside import Aside
 from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.errors import Closed, RanksUnavailable
@@ -31,7 +32,9 @@ _TOPIC = "tieredckpt/gloo"
 _PIECE = 4 << 20
 _PIECES_AHEAD = 2
 _GROUP_TIMEOUT = 30.0
-_CLOSE_TIMEOUT = 5.0
+_END_TIMEOUT = 5.0
+_END_TAG = (1 << 31) - 1
+"""Nothing is ever sent with it."""
 
 
 class _Lane:
@@ -85,7 +88,9 @@ class GlooBulk:
         self._idle: list[_Lane] = []
         self._turns: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = WeakValueDictionary()
         self._running: set[asyncio.Task[None]] = set()
+        self._ending = Aside("tieredckpt gloo's end")
         self._closed = False
+        _living.add(self)
 
     @staticmethod
     def find_device() -> Any:
@@ -147,7 +152,7 @@ class GlooBulk:
         await self._whole(self._in_turn("receive", source, tag, receive), "receive", len(memory), source, timeout)
 
     async def close(self) -> None:
-        """End what is under way with `Closed`. Threads that wait in gloo end by their deadline, or with the process."""
+        """End what is under way with `Closed`."""
         self._closed = True
         running = [*self._running, *self._groups.values()]
         for task in running:
@@ -156,10 +161,21 @@ class GlooBulk:
         for lane in self._idle:
             lane.close()
         del running[:], self._idle[:]
-        aside = Aside("tieredckpt gloo's end")
-        with suppress(TimeoutError):
-            await aside.call(self._groups.clear, timeout=_CLOSE_TIMEOUT)  # which waits for threads of gloo's
-        aside.close()
+        with suppress(TimeoutError, Closed):
+            await self._ending.call(self._groups.clear, timeout=_END_TIMEOUT)  # which waits for threads of gloo's
+        self._ending.close()
+
+    def end_waits(self) -> None:
+        """Let no thread wait in gloo any more, nor any transfer go on. May be called on any thread."""
+        for peer, making in list(self._groups.items()):
+            if making.done() and not making.cancelled() and making.exception() is None:
+                self._end_waits(making.result(), peer)
+
+    def _end_waits(self, group: Any, peer: int) -> None:
+        """Run out of time in the group: gloo closes the connection, and every wait for it fails."""
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], _place(peer, self.rank), _END_TAG).wait(timedelta(milliseconds=1))
 
     @property
     def rank(self) -> int:
@@ -182,6 +198,7 @@ class GlooBulk:
             await asyncio.wait_for(running, timeout)
         except BaseException as error:
             self._broken.add(peer)
+            await whole(self._part_with(peer))
             me = asyncio.current_task()
             if self._closed and me is not None and not me.cancelling():
                 raise _closed() from None
@@ -194,6 +211,12 @@ class GlooBulk:
             ) from error
         finally:
             self._running.discard(running)
+
+    async def _part_with(self, peer: int) -> None:
+        making = self._groups.get(peer)
+        if making is not None and making.done() and not making.cancelled() and making.exception() is None:
+            with suppress(TimeoutError, Closed):
+                await self._ending.call(self._end_waits, making.result(), peer, timeout=_END_TIMEOUT)
 
     def _in_turn(
         self, verb: str, peer: int, tag: int, work: Callable[[], Coroutine[Any, Any, None]]
@@ -257,3 +280,13 @@ def _copy(source: memoryview, to: memoryview) -> None:
 
 def _closed() -> Closed:
     return Closed("the coordinator of the ranks was closed, with the store it belonged to")
+
+
+_living: WeakSet[GlooBulk] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back from gloo when the interpreter is gone already would abort the process."""
+    for bulk in list(_living):
+        bulk.end_waits()

@@ -248,6 +248,11 @@ class Mailbox:
             await self._carried(self._carrier.drop(_box(self.rank, self._card)))
         await self._carrier.close()
 
+    @property
+    def boxes(self) -> list[str]:
+        """Of all ranks of the session."""
+        return [_box(rank, card) for rank, card in enumerate(self._cards)]
+
     # -- messages -----------------------------------------------------------------------------------------
 
     async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
