@@ -17,7 +17,7 @@ from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
-from tieredckpt.format.digest import BLOCK, Digester, digest
+from tieredckpt.format.digest import copy_start_and_digest, digest
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
@@ -58,19 +58,8 @@ class Run:
 
 
 def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
-    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch.
-
-    What is digested is the copy, while it is still in the cache, so that it is the copy that is verified.
-    """
-    digester = Digester()
-    for start in range(0, source.size, BLOCK):
-        block = source[start : start + BLOCK]
-        copy = target[start : start + BLOCK]
-        np.copyto(copy, block[: copy.size])
-        digester.update(copy)
-        if copy.size < block.size:
-            digester.update(block[copy.size :])
-    return digester.digest() == expected
+    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch."""
+    return copy_start_and_digest(source, target) == expected
 
 
 async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
