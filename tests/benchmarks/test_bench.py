@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +156,8 @@ def test_this_library_stores_a_snapshot(peer: str, tmp_path: Path) -> None:
     assert {"stall", "durable", "restore_ram", "restore_views", "restore_cold_existing"} <= told.samples.keys()
 
 
-def spec(where: base.Setting | None = None, **changes: Any) -> Spec:
+def spec(**changes: Any) -> Spec:
+    """A turn with a MiB."""
     fields: dict[str, Any] = {
         "peer": "tieredckpt",
         "workload": "transformer",
@@ -220,6 +223,18 @@ def test_a_turn_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
 def test_a_turn_that_hangs_is_ended(tmp_path: Path) -> None:
     with places(tmp_path) as where, pytest.raises(Failed, match="took more than"):
         run_isolated("tieredckpt.bench.turn", spec(folder=str(where.folder)), where.result, timeout=0.01)
+
+
+def test_a_turn_ends_with_whoever_asked_for_it(tmp_path: Path) -> None:
+    with places(tmp_path) as where:
+        asked = spec(folder=str(where.folder), shared=str(where.shared), result=str(where.result), repeats=10_000)
+        process = subprocess.Popen([sys.executable, "-P", "-m", "tieredckpt.bench.turn"], stdin=subprocess.PIPE)
+        with process:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.close()  # as the kernel does when the process at the other end dies
+            assert process.wait(60) == 1
+        assert not where.result.exists()
 
 
 @pytest.mark.parametrize("workload", [each.name for each in workloads.WORKLOADS])
