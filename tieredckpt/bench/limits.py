@@ -33,7 +33,7 @@ class Limits:
     """Measures with the arrays of ``state``, and a warm copy of them in `into`."""
 
     def __init__(self, state: State, folder: Path, threads: int) -> None:
-        self.into: State = {key: np.zeros_like(array) for key, array in state.items()}
+        self.into: State = {key: array.copy() for key, array in state.items()}  # zeros would be no memory yet
         self.nbytes = sum(array.nbytes for array in state.values())
         self._state = state
         self._threads = threads

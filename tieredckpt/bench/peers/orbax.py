@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
+from tieredckpt.bench.peers.jax_arrays import jax_arrays
 from tieredckpt.bench.workloads import State
 
 __all__ = ["PEERS"]
@@ -29,10 +30,9 @@ class _Orbax:
 
     def take(self, state: State) -> None:
         import jax
-        import jax.numpy as jnp
 
         self._tree.clear()  # or the training would hold two states
-        self._tree = {key: jnp.array(array) for key, array in state.items()}
+        self._tree = jax_arrays(state)
         self._abstract = {
             key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for key, array in self._tree.items()

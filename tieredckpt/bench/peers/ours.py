@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
+from tieredckpt.bench.peers.jax_arrays import jax_arrays
 from tieredckpt.bench.workloads import State
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
 from tieredckpt.policy import Retention, parse
@@ -42,10 +43,8 @@ class Stored:
 
     def take(self, state: State) -> None:
         if self._reference:
-            import jax.numpy as jnp
-
             self._tree.clear()  # or the training would hold two states
-            self._tree = {key: jnp.array(array) for key, array in state.items()}
+            self._tree = jax_arrays(state)
         else:
             self._tree = dict(state)
 
