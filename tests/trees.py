@@ -11,6 +11,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tieredckpt.format.manifest import ArrayIndex, Chunk
+from tieredckpt.tree import Flat
+from tieredckpt.tree.snapshot import Snapshot
+
 
 def fingerprint(value: Any) -> object:
     """Type, order and bits, in a form that ``==`` compares exactly."""
@@ -109,3 +113,13 @@ def trees(leaves: st.SearchStrategy[Any], *, max_leaves: int = 12) -> st.SearchS
 
 
 TREES = trees(arrays() | SCALARS)
+
+
+def indexed(flat: Flat, chunk_size: int) -> dict[str, ArrayIndex]:
+    """What a save of a tree stores by storage key, with the bytes of every chunk in place of where they lie."""
+    snapshot = Snapshot.of(flat.arrays, chunk_size, {})
+    located = {}
+    for cell in snapshot.pending:
+        memory = np.zeros(cell.nbytes, np.uint8)
+        located[cell.array, cell.ordinal] = Chunk(cell.copy_to(memory), memory.tobytes())
+    return snapshot.index(located)

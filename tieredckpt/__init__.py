@@ -21,6 +21,7 @@ from tieredckpt.errors import (
     Invalid,
     NoSpace,
     NotFound,
+    RanksUnavailable,
     ShortRead,
     TieredCkptError,
     TierUnavailable,
@@ -28,6 +29,7 @@ from tieredckpt.errors import (
 from tieredckpt.inventory import ArrayInfo, StepDetails, StepInfo, TierInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncCheckpoint, SyncRestored, SyncStore
+from tieredckpt.tree.shards import Shard, Sharded
 
 __all__ = [
     "ArrayInfo",
@@ -39,7 +41,10 @@ __all__ = [
     "Invalid",
     "NoSpace",
     "NotFound",
+    "RanksUnavailable",
     "Restored",
+    "Shard",
+    "Sharded",
     "ShortRead",
     "StepDetails",
     "StepInfo",

@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from tieredckpt.blobs.settle import outlast
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.writer import Saved
+from tieredckpt.errors import Invalid
 from tieredckpt.events import Events, SaveFailed
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Captures"]
+__all__ = ["Captures", "check_immutable"]
 
 _log = logging.getLogger("tieredckpt")
+
+
+def check_immutable(flat: Flat) -> None:
+    """Raise `Invalid`, naming them, for arrays that can change after a save by reference has returned."""
+    mutable = [leaf.key for leaf in flat.arrays if not leaf.immutable]
+    if mutable:
+        raise Invalid(
+            f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "
+            f"({len(mutable)} in all) can change; use capture='copy'"
+        )
 
 
 class Captures:
@@ -26,13 +38,13 @@ class Captures:
         self.pending: set[asyncio.Task[Saved]] = set()
 
     async def save(
-        self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool
+        self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool, replicated: Sequence[str] = ()
     ) -> asyncio.Task[Saved]:
         """Begin a save; a failure is logged and told as an event, for nobody may be waiting for it."""
 
         async def save() -> Saved:
             try:
-                return await self._engine.save(step, flat, metrics, overwrite=overwrite)
+                return await self._engine.save(step, flat, metrics, overwrite=overwrite, replicated=replicated)
             except Exception as error:
                 _log.error("step %d, captured by reference, was not saved: %s", step, error)
                 self._events.emit(SaveFailed(step, error))
@@ -51,6 +63,18 @@ class Captures:
         self.pending.discard(task)
         if not task.cancelled():
             task.exception()  # reported as an event; `reached` raises it again
+
+    async def end(self) -> None:
+        """Return when none is under way; a cancellation ends them, and is raised when they have ended."""
+        pending = set(self.pending)
+        try:
+            if pending:
+                await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            for task in pending:
+                task.cancel()
+            await outlast(asyncio.gather(*pending, return_exceptions=True))
+            raise
 
     async def settled(self) -> None:
         """Return when none is under way."""

@@ -71,7 +71,7 @@ class Restored:
     tree: Any
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
-    """Bytes that came from each tier."""
+    """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
     _check: Callable[[], Awaitable[None]] | None = field(default=None, repr=False, compare=False)
 
     async def verified(self) -> None:

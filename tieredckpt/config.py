@@ -71,6 +71,15 @@ class StoreConfig(Settings):
     """Seconds after which a writer that has not renewed its lease counts as dead."""
     repack_below: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """A pack whose live share of bytes falls below this is rewritten."""
+    replicated: tuple[str, ...] = ()
+    """Keys or glob patterns of leaves that every rank has alike: the ranks share the work of storing them."""
+    rank_deadline: Interval = 600.0
+    """Seconds for which the ranks of a training wait for each other."""
+    restore_group: Annotated[int, Field(strict=True, ge=1)] | None = None
+    """How many neighbouring ranks share what one of them reads of a shared tier in a restore; None for all."""
+    rack: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Of this node; copies in other nodes' RAM never share one. None for ``TIEREDCKPT_RACK``, and where that is not
+    set either for a rack of its own."""
     tiers: Tiers = ()
     """Nearest first."""
 

@@ -7,6 +7,7 @@
     ├── Corrupt           bytes are there and wrong; another tier may have them right
     │   └── ShortRead     an object ends before the range that was asked for
     ├── TierUnavailable   the tier does not answer; it is retried, training goes on
+    ├── RanksUnavailable  other ranks do not answer; this step is not committed, training goes on
     ├── NoSpace           the tier is full; evict, or give it more room
     ├── Conflict          somebody else holds it, or it exists already
     ├── Invalid           the caller's input cannot be used (also a ValueError)
@@ -18,6 +19,8 @@ Foreign exceptions are mapped to these once, at the edge of a blob store, and st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "Closed",
     "Conflict",
@@ -25,6 +28,7 @@ __all__ = [
     "Invalid",
     "NoSpace",
     "NotFound",
+    "RanksUnavailable",
     "ShortRead",
     "TierUnavailable",
     "TieredCkptError",
@@ -49,6 +53,15 @@ class ShortRead(Corrupt):
 
 class TierUnavailable(TieredCkptError):
     """A tier failed, or did not answer within its deadline."""
+
+
+class RanksUnavailable(TieredCkptError):
+    """Other ranks of the training died, or did not answer within the deadline."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        """Those that did not answer, as far as known."""
 
 
 class NoSpace(TieredCkptError):

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 __all__ = [
     "ChunkRepaired",
+    "CommitFailed",
     "Event",
     "Events",
+    "ReplicationFailed",
     "SaveFailed",
     "SaveSkipped",
+    "StepAgreed",
     "StepEvicted",
     "StepPromoted",
+    "StepReplicated",
     "StepRestored",
     "StepSaved",
     "TierFailed",
@@ -62,8 +66,35 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepAgreed(Event):
+    """All ranks have saved their parts of a step, and the parts fit together; told on every rank.
+
+    ``nbytes`` counts all arrays of the step once.
+    """
+
+    step: int
+    serial: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed(Event):
+    """What several ranks do together was not done, and is told on every rank: nothing was committed.
+
+    ``tier`` is None where the ranks did not agree on what each has in its own memory; ``ranks`` are those that
+    failed, were silent or disagreed, as far as known.
+    """
+
+    step: int
+    serial: int
+    tier: str | None
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepPromoted(Event):
-    """A step was committed on a slower tier; ``written`` counts the bytes of its new packs.
+    """A step was committed on a slower tier; ``written`` counts the bytes of its new packs, those of this rank.
 
     ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is mended.
     """
@@ -78,6 +109,30 @@ class StepPromoted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepReplicated(Event):
+    """Every rank's part of a step lies in the RAM of so many nodes; ``sent`` counts the bytes that it took."""
+
+    step: int
+    serial: int
+    copies: int
+    sent: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationFailed(Event):
+    """The parts of a step could not be copied to the RAM of other nodes; the next step is tried again.
+
+    ``ranks`` are those that failed or were silent, as far as known.
+    """
+
+    step: int
+    serial: int
+    ranks: tuple[int, ...]
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvicted(Event):
     """A step was retracted from a tier."""
 
@@ -88,7 +143,7 @@ class StepEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepRestored(Event):
-    """A step was restored; ``sources`` maps a tier's name to the bytes that came from it."""
+    """A step was restored; ``sources`` maps a tier's name, or ``peers``, to the bytes that came from it."""
 
     step: int
     serial: int

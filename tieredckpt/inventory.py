@@ -49,6 +49,8 @@ class StepInfo:
     """Serial of the step that its run was restored from."""
     abandoned: bool
     """Of a line that was left by restoring an earlier step and training on from there."""
+    ranks: int = 1
+    """How many processes saved it together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +134,20 @@ async def describe(
     record = index.record
     structure = record.structure if keys is None else select(record.structure, keys)
     leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
-    arrays = [(node, index.arrays[key]) for key, node in leaves if isinstance(node, ArrayNode)]
+    arrays = [
+        (node, [index.arrays[name] for _, name in index.blocks(key)])
+        for key, node in leaves
+        if isinstance(node, ArrayNode)
+    ]
     return StepDetails(
         info=_info(state, found, record),
         store=record.store,
         line=record.line,
         provenance=record.provenance,
         policy=record.policy,
-        arrays=tuple(_array(node, array) for node, array in arrays),
+        arrays=tuple(_array(node, blocks) for node, blocks in arrays),
         scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
-        distinct_nbytes=_distinct_nbytes(array for _, array in arrays),
+        distinct_nbytes=_distinct_nbytes(block for _, blocks in arrays for block in blocks),
     )
 
 
@@ -167,11 +173,14 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         damaged=tuple(tier.name for tier in state.tiers if step in tier.damaged),
         restored_from=record.restored_from,
         abandoned=not state.on_line(step.serial),
+        ranks=record.ranks,
     )
 
 
-def _array(node: ArrayNode, index: ArrayIndex) -> ArrayInfo:
-    return ArrayInfo(node.key, node.dtype, node.shape, index.grid.nbytes, index.grid.size, node.kind)
+def _array(node: ArrayNode, blocks: Sequence[ArrayIndex]) -> ArrayInfo:
+    nbytes = sum(block.grid.nbytes for block in blocks)
+    chunks = sum(block.grid.size for block in blocks)
+    return ArrayInfo(node.key, node.dtype, node.shape, nbytes, chunks, node.kind)
 
 
 def _scalar(node: Node) -> Scalar:

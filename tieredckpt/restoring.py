@@ -10,11 +10,13 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Restored
-from tieredckpt.engine.engine import Engine, Read, empty_targets
+from tieredckpt.engine.engine import Engine, Read
 from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.pieces import Form, empty
 from tieredckpt.engine.state import numbers
 from tieredckpt.format.structure import Node, array_nodes
-from tieredckpt.tree.arrays import writable_view
+from tieredckpt.format.zarr import dtype_from_name
+from tieredckpt.tree.arrays import writable_part
 from tieredckpt.tree.flatten import unflatten
 from tieredckpt.tree.match import Match, match
 from tieredckpt.tree.select import select
@@ -38,13 +40,14 @@ async def restore(
     if found is None:
         return None
     chosen, record = found
-    wanted, fitted, targets = await in_thread(_fit, record.structure, keys, like, into)
-    names = [node.key for node in array_nodes(wanted)]
-    viewed = None if copy else await engine.view(chosen, names)
+    # Of what several ranks save or restore, each may want its own part only.
+    part = record.ranks > 1 or engine.state.ranks > 1
+    wanted, fitted, forms, targets = await in_thread(_fit, record.structure, keys, like, into, part)
+    viewed = None if copy else await engine.view(chosen, forms)
     if viewed is not None:
         read, check = viewed[0], partial(_check_views, loop, viewed[1])
     else:
-        read, check = await engine.read(chosen, lambda index: targets or empty_targets(index, names)), None
+        read, check = await engine.read(chosen, lambda _: empty(forms) if targets is None else targets), None
     tree = await in_thread(_build, wanted, fitted, read)
     if resume and not engine.state.read_only:
         await engine.resume_from(chosen, read.record)
@@ -56,17 +59,18 @@ async def _check_views(loop: EngineLoop, check: Callable[[], Coroutine[Any, Any,
 
 
 def _fit(
-    structure: Node, keys: Sequence[str] | None, like: Any, into: Any
-) -> tuple[Node, Match | None, dict[str, npt.NDArray[Any]] | None]:
-    """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to fill."""
+    structure: Node, keys: Sequence[str] | None, like: Any, into: Any, part: bool
+) -> tuple[Node, Match | None, dict[str, Form], dict[str, npt.NDArray[Any]] | None]:
+    """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to make or to fill."""
     wanted = structure if keys is None else select(structure, keys)
     template = like if into is None else into
     if template is None:
-        return wanted, None, None
-    fitted = match(template, wanted)
+        nodes = array_nodes(wanted)
+        return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
+    fitted = match(template, wanted, part=part)
     if into is None:
-        return wanted, fitted, None
-    return wanted, fitted, {leaf.key: writable_view(leaf.key, leaf.source) for leaf in fitted.leaves}
+        return wanted, fitted, {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}, None
+    return wanted, fitted, {}, {leaf.key: writable_part(leaf) for leaf in fitted.leaves}
 
 
 def _build(wanted: Node, fitted: Match | None, read: Read) -> Any:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tieredckpt.blobs.settle import in_thread, outlast
-from tieredckpt.capturing import Captures
+from tieredckpt.blobs.settle import in_thread
+from tieredckpt.capturing import Captures, check_immutable
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
+from tieredckpt.engine.coordinators.auto import coordinator_of
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.specs import array_spec
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
@@ -46,10 +49,10 @@ class CheckpointStore:
     Made by `open`; usable from any event loop and thread. All work happens on the store's own loop and threads.
     """
 
-    def __init__(self, config: StoreConfig, *, read_only: bool) -> None:
+    def __init__(self, config: StoreConfig, *, read_only: bool, ranks: Coordinator | Literal["auto"] | None) -> None:
         self._config = config
+        self._ranks = None if read_only else ranks
         self._events = Events()
-        self._read_only = read_only
         self._engine = Engine(config, self._events, read_only=read_only)
         self._loop: EngineLoop | None = None
         self._captures = Captures(self._engine, self._events)
@@ -58,7 +61,11 @@ class CheckpointStore:
 
     @classmethod
     def open(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig, *, read_only: bool = False
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig,
+        *,
+        read_only: bool = False,
+        ranks: Coordinator | Literal["auto"] | None = "auto",
     ) -> CheckpointStore:
         """A store over the tiers of a configuration.
 
@@ -67,7 +74,9 @@ class CheckpointStore:
 
         Args:
             source: a ``.toml`` file, a `StoreConfig` or its dict, or a path: RAM and that directory.
-            read_only: look at a store, also one that another process writes to.
+            read_only: look at a store, also one that another process writes to; always alone.
+            ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
+                jax.distributed has started, None for this one alone, or a coordinator. All open the store.
 
         Raises:
             Invalid: of the configuration, with a line for every problem.
@@ -76,7 +85,7 @@ class CheckpointStore:
         Opening raises `Conflict` when another store writes there, and a tier's own error when no tier can be
         opened at all; if some can, the others are reported as events and retried.
         """
-        return cls(load(source), read_only=read_only)
+        return cls(load(source), read_only=read_only, ranks=ranks)
 
     async def __aenter__(self) -> Self:
         await self._open()
@@ -93,7 +102,7 @@ class CheckpointStore:
     async def _open(self) -> None:
         loop = self._new_loop()
         try:
-            await loop.call(self._engine.start())
+            await loop.call(self._engine.start(await in_thread(coordinator_of, self._ranks, self._config)))
         except BaseException:
             await in_thread(loop.stop)
             raise
@@ -102,7 +111,7 @@ class CheckpointStore:
         """Open without an event loop; for `SyncStore`."""
         loop = self._new_loop()
         try:
-            loop.call_blocking(self._engine.start())
+            loop.call_blocking(self._engine.start(coordinator_of(self._ranks, self._config)))
         except BaseException:
             loop.stop()
             raise
@@ -139,23 +148,13 @@ class CheckpointStore:
             await in_thread(self._loop.stop)
 
     async def _finish(self, *, clean: bool) -> None:
-        pending = set(self._captures.pending)
         try:
-            if pending:
-                await asyncio.wait(pending)
+            await self._captures.end()
         except asyncio.CancelledError:
-            for task in pending:
-                task.cancel()
-            await outlast(asyncio.gather(*pending, return_exceptions=True))
             await self._engine.close(flush=False, keep_ram=True)
             raise
-        await self._engine.close(flush=clean, keep_ram=self._keeps_ram(clean=clean))
-
-    def _keeps_ram(self, *, clean: bool) -> bool:
         nearest = self._config.tiers[0]
-        if not isinstance(nearest, RamTier):
-            return True
-        return nearest.on_close == "keep" or (nearest.on_close == "auto" and not clean)
+        await self._engine.close(flush=clean, keep_ram=not isinstance(nearest, RamTier) or nearest.keeps(clean=clean))
 
     def sync(self) -> SyncStore:
         """The blocking face of this store, for trainers without an event loop."""
@@ -208,6 +207,7 @@ class CheckpointStore:
         metrics: Mapping[str, float] | None = None,
         capture: Literal["copy", "reference"] = "copy",
         overwrite: bool = False,
+        replicated: Sequence[str] = (),
     ) -> Checkpoint:
         """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
 
@@ -218,6 +218,10 @@ class CheckpointStore:
             capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
                 behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
             overwrite: save a step number again that this line has already.
+            replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
+                configuration: each rank stores its share of them.
+
+        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepAgreed`).
 
         Raises:
             Invalid: a leaf cannot be stored (named), or a mutable one captured by reference; nothing was saved.
@@ -227,24 +231,21 @@ class CheckpointStore:
         _checked_step(step)
         if capture == "reference":
             flat = flatten(tree)
-            mutable = [leaf.key for leaf in flat.arrays if not leaf.immutable]
-            if mutable:
-                raise Invalid(
-                    f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "
-                    f"({len(mutable)} in all) can change; use capture='copy'"
-                )
+            check_immutable(flat)
             saving = await self.engine_loop.call(
-                self._captures.save(step, flat, dict(metrics or {}), overwrite=overwrite)
+                self._captures.save(step, flat, dict(metrics or {}), overwrite=overwrite, replicated=replicated)
             )
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
-        saved = await self.engine_loop.call(self._save(step, tree, dict(metrics or {}), overwrite))
+        saved = await self.engine_loop.call(self._save(step, tree, dict(metrics or {}), overwrite, replicated))
         return Checkpoint(step, self._engine, self.engine_loop, saved)
 
-    async def _save(self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool) -> Saved:
+    async def _save(
+        self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool, replicated: Sequence[str]
+    ) -> Saved:
         flat = await in_thread(flatten, tree)
-        return await self._engine.save(step, flat, metrics, overwrite=overwrite)
+        return await self._engine.save(step, flat, metrics, overwrite=overwrite, replicated=replicated)
 
     async def flush(self) -> None:
         """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
@@ -267,6 +268,8 @@ class CheckpointStore:
         resume: bool | None = None,
     ) -> Restored | None:
         """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
+
+        A call of all ranks, which restore one step; if one fails, all raise.
 
         Args:
             step: which; None for the newest. A number that was saved on several lines means the live one's.
@@ -293,7 +296,9 @@ class CheckpointStore:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
         resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
-            restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
+            self._engine.restoring(
+                partial(restore, self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
+            )
         )
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -355,11 +360,11 @@ class CheckpointStore:
 
         Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.promote(step, tier))
+        return await self.engine_loop.call(self._engine.by_hand.promote(step, tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self.engine_loop.call(self._engine.evict(step, tier))
+        await self.engine_loop.call(self._engine.by_hand.evict(step, tier))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
@@ -383,7 +388,9 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
-        return await self.engine_loop.call(self._engine.verify(step, serial, tier, repair=repair, progress=progress))
+        return await self.engine_loop.call(
+            self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+        )
 
 
 def _checked_step(step: int) -> int:

@@ -128,10 +128,12 @@ class SyncStore:
         metrics: Mapping[str, float] | None = None,
         capture: Literal["copy", "reference"] = "copy",
         overwrite: bool = False,
+        replicated: Sequence[str] = (),
     ) -> SyncCheckpoint:
-        return SyncCheckpoint(
-            self._run(self.store.save(step, tree, metrics=metrics, capture=capture, overwrite=overwrite))
+        saving = self.store.save(
+            step, tree, metrics=metrics, capture=capture, overwrite=overwrite, replicated=replicated
         )
+        return SyncCheckpoint(self._run(saving))
 
     def restore(
         self,

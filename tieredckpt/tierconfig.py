@@ -158,8 +158,15 @@ class RamTier(_Tier):
     on_close: Literal["auto", "keep", "release"] = "auto"
     """What happens to the memory when the store is closed: ``keep`` leaves it for the next process, ``release``
     gives it back if slower tiers hold all of it, ``auto`` releases it unless an error ends the training."""
+    replicas: Annotated[int, Field(strict=True, ge=1, le=8)] = 1
+    """On how many nodes each rank's part of a step is kept, its own among them. Each more takes ``capacity`` bytes of
+    another node's memory for every rank."""
 
     survives: ClassVar[Literal["process"]] = "process"
+
+    def keeps(self, *, clean: bool) -> bool:
+        """Whether the memory stays when the store is closed, ``clean`` unless an error ends the training."""
+        return self.on_close == "keep" or (self.on_close == "auto" and not clean)
 
     @property
     def location(self) -> str | None:

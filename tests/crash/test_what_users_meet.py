@@ -457,7 +457,7 @@ async def test_a_restore_that_ran_out_of_memory_once_can_be_repeated(
         if nearest == "disk":
             await store.evict(1, "ram")
         target = tree(0)
-        for owner, name in ((reader, "verify_and_copy"), (reader, "_pieces")):
+        for owner, name in ((reader, "deliver"), (reader, "pieces_of")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, _raises(MemoryError("out of memory")).__func__)
                 with pytest.raises(MemoryError):

@@ -87,7 +87,7 @@ class Touched:
         self.gate = threading.Event()
         self.gate.set()
         self._guards_count = threading.Lock()
-        for owner, name in ((snapshot, "copy_and_digest"), (reader, "verify_and_copy"), (copier, "seal")):
+        for owner, name in ((snapshot, "copy_and_digest"), (reader, "deliver"), (copier, "seal")):
             patch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ OPTIONAL = (
     "jaxlib",
     "lightning",
     "matplotlib",
+    "mpi4py",
     "obstore",
     "orbax",
     "prometheus_client",

@@ -39,7 +39,7 @@ SYSTEM_CALLS = (
 
 HEAVY = (
     (copier, "seal"),
-    (reader, "verify_and_copy"),
+    (reader, "deliver"),
     (snapshot, "copy_and_digest"),
     (source, "digest_array"),
     (tier, "decode_step"),

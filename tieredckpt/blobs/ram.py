@@ -33,9 +33,12 @@ from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TierUnavaila
 from tieredckpt.format.layout import new_pack_id, pack_key, parse_pack_key
 from tieredckpt.units import format_size
 
-__all__ = ["RamStore", "shared_memory_root"]
+__all__ = ["RANK_FOLDER", "RamStore", "shared_memory_root"]
 
 _log = logging.getLogger("tieredckpt")
+
+RANK_FOLDER = "rank-"
+"""What the name of a folder begins with that belongs to one rank of a node."""
 
 _LOCK = "lock"
 _NOTE = "slab.json"
@@ -82,10 +85,11 @@ class RamStore:
         self._own = {_LOCK, _NOTE, _NEW_NOTE, slab_key}
 
     @classmethod
-    def open(cls, folder: Path, capacity: int | None) -> RamStore:
+    def open(cls, folder: Path, capacity: int | None, *, sharers: int = 1) -> RamStore:
         """Open or create the folder; blocking. ``capacity`` in bytes, None for an automatic one.
 
-        An explicit capacity is reserved at once; an automatic one is grown as saves need it.
+        An explicit capacity is reserved at once; an automatic one is grown as saves need it, and leaves room for as
+        many as there are ``sharers`` of the machine.
 
         Raises:
             Conflict: another process writes to the folder (named), or it belongs to another user.
@@ -99,7 +103,7 @@ class RamStore:
                 f"a RAM tier of {format_size(capacity)} cannot fit: {source} is {format_size(limit)}; "
                 f"choose a capacity below that, with room for the training itself"
             )
-        size = aligned(capacity if capacity is not None else limit // _AUTO_SHARE_OF_MEMORY)
+        size = aligned(capacity if capacity is not None else limit // _AUTO_SHARE_OF_MEMORY // sharers)
         try:
             with contextlib.ExitStack() as undo:
                 lock = _take(folder)
@@ -226,15 +230,32 @@ class RamStore:
 
         Before `close`: the lock goes last, so that no other process opens a folder that is half gone.
         """
-        for path in sorted(self._folder.iterdir(), key=lambda path: path.name == _LOCK):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
-            if self._folder.parent == shared_memory_root():
-                self._folder.parent.rmdir()
+        _remove(self._folder)
+
+    @classmethod
+    def discard(cls, folder: Path) -> None:
+        """Delete a folder that nobody writes to, with all that is in it; blocking. Raises as `open`."""
+        try:
+            lock = _take(folder)
+        except OSError as error:
+            raise TierUnavailable(f"the RAM tier at {folder} cannot be removed: {error.strerror}") from error
+        try:
+            _remove(folder)
+        finally:
+            let_go(lock)
+
+
+def _remove(folder: Path) -> None:
+    mine = (path for path in folder.iterdir() if not path.name.startswith(RANK_FOLDER))
+    for path in sorted(mine, key=lambda path: path.name == _LOCK):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        for above in reversed(_above(folder)):
+            above.rmdir()
 
 
 def _files(folder: Path) -> PosixStore:
@@ -244,14 +265,20 @@ def _files(folder: Path) -> PosixStore:
 def _take(folder: Path) -> int:
     """Make the folder ours alone; the descriptor that locks it. Raises `Conflict`, `OSError`."""
     while True:
-        if folder.parent == shared_memory_root():
-            _own_folder(folder.parent)
-        _own_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # the one who had it has just removed it
+            for own in (*_above(folder), folder):
+                _own_folder(own)
             lock = _lock_folder(folder)
             if os.fstat(lock).st_nlink:
                 return lock
             let_go(lock)
+
+
+def _above(folder: Path) -> list[Path]:
+    """The folders above that are this library's own, outermost first."""
+    ranks = [folder.parent] if folder.name.startswith(RANK_FOLDER) else []
+    top = ranks[0] if ranks else folder
+    return [top.parent, *ranks] if top.parent == shared_memory_root() else ranks
 
 
 def _own_folder(path: Path) -> None:

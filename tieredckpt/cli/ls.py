@@ -38,6 +38,7 @@ def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
             step.serial,
             when(step.saved_at),
             format_size(step.nbytes),
+            step.ranks,
             metrics_text(step.metrics),
             ", ".join(step.tiers),
             state_of(step),
@@ -45,15 +46,15 @@ def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
         for step in steps
     }
     for (serial, step), names in _lost(steps, tiers).items():
-        rows[serial] = (step, serial, "", "", "", "", ", ".join(f"damaged on {name}" for name in names))
+        rows[serial] = (step, serial, "", "", "", "", "", ", ".join(f"damaged on {name}" for name in names))
     if not rows:
         output().print("no steps")
         return
     print_table(
         "steps",
-        ("step", "serial", "saved", "size", "metrics", "tiers", "state"),
+        ("step", "serial", "saved", "size", "ranks", "metrics", "tiers", "state"),
         [rows[serial] for serial in sorted(rows)],
-        right=("step", "serial", "size"),
+        right=("step", "serial", "size", "ranks"),
     )
 
 

@@ -43,7 +43,7 @@ def writing(source: str) -> Iterator[SyncStore]:
 
 @contextmanager
 def _opened(config: StoreConfig, *, read_only: bool) -> Iterator[SyncStore]:
-    store = CheckpointStore.open(config, read_only=read_only).sync()
+    store = CheckpointStore.open(config, read_only=read_only, ranks=None).sync()
     with waiting("opening the store"):
         store.__enter__()
     clean = False

@@ -59,8 +59,10 @@ class Collector:
             NotFound: the tier does not hold it.
             Conflict: promise 6, or a reader, forbids it.
         """
-        if step not in tier.held and step not in tier.damaged:
+        if (step not in tier.held and step not in tier.damaged) or step in tier.leaving:
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
+        if not self._state.manages(tier):
+            raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
         if step in tier.held and (reason := why_not(self._state, step, tier)):
             raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
         tier.leaving.add(step)
@@ -86,13 +88,24 @@ class Collector:
     async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
         slab_index = tier.slab_index
         assert slab_index is not None
-        digests = list(unique_extents((await tier.load_index(step)).arrays)) if step in tier.held else []
+        digests = list(unique_extents((await tier.load_index(step)).arrays)) if tier.has_own(step) else []
         unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial))
         btree_key = tier.drop(step)
         self._unread.append((slab_index, unread, digests))
         self._reclaim_unread()
-        if btree_key is not None:
+        if btree_key:
             await tier.store.delete(btree_key)
+
+    async def let_part_go(self, step: StepId, tier: Tier) -> None:
+        """Take this rank's part of a step out of RAM, if it is there, for the step is or becomes none."""
+        if tier.ram is None or step in tier.leaving or not (step in tier.parts or step in tier.held):
+            return
+        tier.leaving.add(step)
+        try:
+            await whole(self._evict_from_ram(step, tier, tier.ram))
+        finally:
+            tier.leaving.discard(step)
+            self._state.changed.beat()
 
     async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
@@ -115,14 +128,16 @@ class Collector:
 
         A tier with a capacity keeps them until room is needed; one without would grow for ever.
         """
-        if tier.capacity is not None or not tier.answers:
+        if tier.capacity is not None or not tier.answers or not self._state.manages(tier):
             return
         evicted = [step for step in leaving(self._state, tier) if await self._try_evict(step, tier)]
         if evicted:
             await self.collect(tier, orphans=False)
 
     async def _try_evict(self, step: StepId, tier: Tier) -> bool:
-        if step not in tier.held or why_not(self._state, step, tier):
+        if step not in tier.held or step in tier.leaving or not self._state.manages(tier):
+            return False
+        if why_not(self._state, step, tier):
             return False
         await self.evict(step, tier)
         return True
@@ -136,6 +151,9 @@ class Collector:
         self._reclaim_unread()
         if enough():
             return True
+        for step in tuple(tier.parts):
+            if step not in self._state.undecided:  # it cannot become whole
+                await self.let_part_go(step, tier)
         going = leaving(self._state, tier)
         if tier.ram is not None:
             going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
@@ -169,7 +187,7 @@ class Collector:
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
         self._reclaim_unread()
-        if tier.ram is not None or not tier.answers:
+        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
@@ -249,7 +267,7 @@ class Collector:
 
     async def sparse_packs(self, tier: Tier) -> set[str]:
         """Packs whose live share of bytes is below the store's ``repack_below``."""
-        if tier.ram is not None or not tier.answers:
+        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return set()
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()

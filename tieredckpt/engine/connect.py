@@ -7,11 +7,12 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.blobs.ram import RamStore, shared_memory_root
-from tieredckpt.blobs.settle import left_behind_after, whole
+from tieredckpt.blobs.ram import RANK_FOLDER, RamStore, shared_memory_root
+from tieredckpt.blobs.settle import in_thread, left_behind_after, whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.lease import Lease
@@ -25,7 +26,7 @@ from tieredckpt.format.manifest import StoreMarker, decode_marker
 from tieredckpt.settings import explain
 from tieredckpt.units import format_size
 
-__all__ = ["connect", "identify", "make_tiers", "open_slower", "reopen"]
+__all__ = ["connect", "identify", "make_tiers", "open_slower", "ram_folder", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -34,22 +35,40 @@ _BYTES_IN_FLIGHT = 1 << 30
 _SURVIVES = {"process": Survives.PROCESS, "node": Survives.NODE, "site": Survives.SITE}
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
-    """The tiers of a store, not connected yet."""
+def make_tiers(config: StoreConfig, *, read_only: bool, rank: int | None = None, sharers: int = 1) -> tuple[Tier, ...]:
+    """The tiers of a store, not connected yet.
+
+    Args:
+        config: of the store.
+        read_only: to be looked at only.
+        rank: whose RAM it is, where there are several.
+        sharers: how many ranks share the memory of this machine.
+    """
     return tuple(
-        Tier(tier.name, index, tier, _connector(config, tier, read_only=read_only))
+        Tier(tier.name, index, tier, _connector(config, tier, read_only, rank, sharers))
         for index, tier in enumerate(config.tiers)
     )
 
 
-def _connector(config: StoreConfig, tier: TierConfig, *, read_only: bool) -> Callable[[], Awaitable[BlobStore]]:
+def ram_folder(config: StoreConfig, tier: RamTier) -> Path:
+    """Where the RAM tier is; of several ranks, each has a folder in it."""
+    return tier.path or shared_memory_root() / config.identity
+
+
+def _connector(
+    config: StoreConfig, tier: TierConfig, read_only: bool, rank: int | None, sharers: int
+) -> Callable[[], Awaitable[BlobStore]]:
     async def connect_ram() -> BlobStore:
         assert isinstance(tier, RamTier)
-        folder = tier.path or shared_memory_root() / config.identity
+        folder = ram_folder(config, tier)
+        if rank is not None:
+            folder /= f"{RANK_FOLDER}{rank}"
         if read_only:
             return await asyncio.to_thread(RamStore.attach, folder)
         capacity = tier.capacity if isinstance(tier.capacity, int) else None
-        return await asyncio.to_thread(RamStore.open, folder, capacity)
+        # What each rank keeps for others takes as much again for every replica.
+        shares = sharers * tier.replicas if rank is not None else 1
+        return await in_thread(partial(RamStore.open, folder, capacity, sharers=shares))
 
     async def connect_slower() -> BlobStore:
         if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
@@ -127,6 +146,8 @@ async def connect(state: State, tier: Tier) -> None:
         await tier.mark(state.marker)
     async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
         await survey(tier)
+        if state.ranks > 1 and tier.ram is not None:
+            tier.set_apart()
         tier.marker = marker or state.marker
 
 
@@ -192,6 +213,9 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
     if not state.read_only:
         for doubt in doubtful(state.config):
             _log.warning("configuration: %s", explain([doubt]))
+        first = state.config.tiers[0]
+        if state.ranks == 1 and isinstance(first, RamTier) and first.replicas > 1:
+            _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:

@@ -19,7 +19,7 @@ from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
-__all__ = ["copy_step"]
+__all__ = ["batches", "copy_step", "make_room"]
 
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
@@ -73,7 +73,7 @@ async def _copy(
     """The record and the bytes written; None when another promotion was faster."""
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier)[1].values())
-        await _make_room(state, collector, step, tier, need)
+        await make_room(state, collector, step, tier, need)
         async with tier.guards_packs:
             if step in tier.held and not again:
                 return None
@@ -82,8 +82,8 @@ async def _copy(
             needs, sizes = _missing(source, tier)
             written = 0
             if needs:
-                async with aclosing(_batches(state, source, tier, needs, sizes)) as batches:
-                    written = await write_packs(tier, batches)
+                async with aclosing(batches(state, source, tier, needs, sizes)) as found:
+                    written = await write_packs(tier, found)
             await tier.commit(source.index.record, _located(source.index.arrays, tier.chunks))
         return source.index.record, written
 
@@ -111,7 +111,8 @@ def _missing(source: StepSource, tier: Tier) -> tuple[dict[bytes, Need], dict[by
     return needs, sizes
 
 
-async def _make_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
+async def make_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
+    """Have room on the tier for so many bytes of the step. Raises `NoSpace`."""
     capacity = tier.capacity
     if capacity is None or await collector.make_room(tier, lambda: tier.used + need <= capacity):
         return
@@ -136,7 +137,7 @@ def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) 
     }
 
 
-async def _batches(
+async def batches(
     state: State, source: StepSource, target: Tier, needs: Mapping[bytes, Need], sizes: Mapping[bytes, int]
 ) -> AsyncGenerator[Batch, None]:
     """The missing chunks, sealed, a pack's worth at a time.
@@ -144,7 +145,7 @@ async def _batches(
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory.
     """
-    from_slab = source.tier.ram is not None
+    from_slab = source.tier.ram is not None and source.tier.ram.slab.writable  # for the checksums are written there
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     batch = Batch()

@@ -1,8 +1,8 @@
 """The engine: everything a store does, on one event loop of its own.
 
 The parts, each a module: `connect` makes tiers, `writer` saves, `promoter` and `copier` move steps down,
-`reader` and `source` bring them back, `heal` mends, `collector` and `safety` let go. This one ties them
-together and owns their life.
+`reader` and `source` bring them back, `heal` mends, `collector` and `safety` let go; `ranked` is what several
+ranks do together. This one ties them together and owns their life.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.settle import whole
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import heal as healing
 from tieredckpt.engine.ask import save_is_due
+from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
-from tieredckpt.engine.promoter import Promoter
+from tieredckpt.engine.pieces import Form, empty
+from tieredckpt.engine.promoter import Promote, Promoter
+from tieredckpt.engine.ranked import Ranked
+from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.reader import fill
-from tieredckpt.engine.repack import collect_on
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
+from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.verifier import Verified, verify_on
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
@@ -44,7 +46,9 @@ from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Engine", "Read", "empty_targets"]
+__all__ = ["Engine", "Read"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
@@ -66,6 +70,8 @@ class Engine:
     """Runs a store. Every coroutine belongs on the engine's loop."""
 
     def __init__(self, config: StoreConfig, events: Events, *, read_only: bool) -> None:
+        self.ranked: Ranked | None = None
+        """What is done with the other ranks; None for one that is alone."""
         self._config = config
         self._events = events
         self._read_only = read_only
@@ -75,29 +81,65 @@ class Engine:
 
     # -- life ---------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Open the tiers and begin to work. Raises when no tier can be opened, or another store writes here."""
-        config = self._config
-        self.state = State(
-            config=config,
-            tiers=make_tiers(config, read_only=self._read_only),
-            events=self._events,
-            pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
-            scratch=Scratch(max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size)),
-            read_only=self._read_only,
-        )
-        self.collector = Collector(self.state)
-        self._writer = Writer(self.state, self.collector)
+    async def start(self, coordinator: Coordinator | None = None) -> None:
+        """Open the tiers and begin to work; with other ranks where the ``coordinator`` has some.
+
+        Raises when no tier can be opened, another store writes here, or another rank cannot open.
+        """
+        team = None
+        if coordinator is not None and coordinator.size > 1:
+            team = Team(coordinator, deadline=self._config.rank_deadline)
         try:
-            await self._open_tiers()
+            if team is not None:
+                await team.open()
+            self._prepare(team)
+        except BaseException:
+            if team is not None:
+                await whole(team.close())
+            raise
+        try:
+            await self._open()
         except BaseException:
             await whole(self._release())
             raise
-        self.state.adopt_line()
-        if self._read_only:
-            return
-        for tier in self.state.tiers:
-            promoter = Promoter(self.state, self.collector, tier, self._reconnect)
+        if not self._read_only:
+            self._begin()
+
+    def _prepare(self, team: Team | None) -> None:
+        config = self._config
+        rank, sharers = (None, 1) if team is None else (team.rank, len(team.neighbours))
+        self.state = State(
+            config=config,
+            tiers=make_tiers(config, read_only=self._read_only, rank=rank, sharers=sharers),
+            events=self._events,
+            pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
+            scratch=Scratch(
+                max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size),
+                shared=any(tier.kind == "chfs" for tier in config.tiers),  # whose worker reads and writes it in place
+            ),
+            read_only=self._read_only,
+        )
+        self.collector = Collector(self.state)
+        self._promote: Promote = partial(copy_step, self.state, self.collector)
+        if team is not None:
+            self.state.rank, self.state.ranks = team.rank, team.size
+            self.ranked = Ranked(self.state, self.collector, team, self._open_tiers, self._look_up)
+            self._promote = self.ranked.commits.promote
+        self.by_hand = ByHand(self.state, self.collector, self._promote)
+        self._writer = Writer(self.state, self.collector)
+
+    async def _open(self) -> None:
+        if self.ranked is not None:
+            await self.ranked.open()
+        else:
+            await self._open_tiers()
+            self.state.adopt_line()
+
+    def _begin(self) -> None:
+        """Start what goes on behind the training."""
+        for tier in filter(self.state.manages, self.state.tiers):
+            tell_stuck = self.ranked.tell_stuck if self.ranked is not None else None
+            promoter = Promoter(self.state, self.collector, tier, self._reconnect, self._promote, tell_stuck)
             self.promoters[tier.name] = promoter
             self._tasks.append(asyncio.create_task(promoter.run(), name=f"tieredckpt promote to {tier.name}"))
             # Each on its own: one that hangs must not let the leases of the others run out.
@@ -151,6 +193,10 @@ class Engine:
             except Exception:
                 _log.exception("collection: unexpected failure")
 
+    async def collect(self) -> list[Collected]:
+        """See `ByHand.collect`."""
+        return await self.by_hand.collect()
+
     async def close(self, *, flush: bool, keep_ram: bool) -> None:
         """Finish what is due on the tiers that work, and let everything go.
 
@@ -163,6 +209,8 @@ class Engine:
             if flush and not self._read_only:
                 with suppress(TieredCkptError):
                     await self.flush()
+                if self.ranked is not None:
+                    await self.ranked.team.part()
         finally:
             await whole(self._let_go(keep_ram=keep_ram))  # a close that is cancelled closes none the less
 
@@ -174,13 +222,17 @@ class Engine:
 
     async def _release(self, *, keep_ram: bool = True) -> None:
         state = self.state
+        if self.ranked is not None:
+            await self.ranked.close()
         for tier in state.tiers:
             if tier.blobs is None:
                 continue
             if tier.lease is not None:
                 with suppress(TieredCkptError):
                     await tier.lease.release()
-            spare = not keep_ram and not any(why_not(state, step, tier) for step in tier.held)
+            spare = not keep_ram and not state.undecided and not any(why_not(state, step, tier) for step in tier.held)
+            if tier.ram is not None and self.ranked is not None and self.ranked.replicas is not None:
+                await self.ranked.replicas.close(remove=spare)
             if tier.ram is not None and spare and tier.ram.slab.writable:
                 await asyncio.to_thread(tier.ram.remove)  # while its lock is held
             await tier.blobs.close()
@@ -189,24 +241,28 @@ class Engine:
 
     # -- saving -------------------------------------------------------------------------------------------
 
-    async def save(self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool) -> Saved:
-        """See `Writer.save`."""
-        self._check_writable("save")
-        reserved = self._slab_reserved()
-        saved = await self._writer.save(step, flat, metrics, overwrite=overwrite)
+    async def save(
+        self,
+        step: int,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        *,
+        overwrite: bool,
+        replicated: Sequence[str] = (),
+    ) -> Saved:
+        """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
+        self.state.check_writable("save")
+        reserved = self.state.tiers[0].reserved
+        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite)
+        if self.ranked is None:
+            saved = await save(flat)
+        else:
+            saved = await self.ranked.save(step, flat, (*self._config.replicated, *replicated), save)
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
-        if self._slab_reserved() != reserved:
+        if self.state.tiers[0].reserved != reserved:
             self._prefault()
         return saved
-
-    def _slab_reserved(self) -> int:
-        ram = self.state.tiers[0].ram
-        return ram.slab.reserved if ram is not None else 0
-
-    def _check_writable(self, what: str) -> None:
-        if self._read_only:
-            raise Invalid(f"cannot {what}: the store was opened with read_only=True")
 
     def is_due(self, step: int) -> bool:
         """The schedule's answer."""
@@ -220,18 +276,28 @@ class Engine:
         """Wait until damage that was found is mended, and as `waiting.settled`."""
         while self._heals:
             await asyncio.wait(set(self._heals))
+        if self.ranked is not None:
+            await self.ranked.settled()
         await settled(self.state, self.promoters)
 
     # -- restoring ----------------------------------------------------------------------------------------
 
+    async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of a restore's work; of several ranks all succeed or none does."""
+        return await (work() if self.ranked is None else self.ranked.restores.together(work))
+
     async def look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
-        """The step that a restore takes; None when the store is empty.
+        """The step that a restore takes, the same on all ranks; None when the store is empty.
 
         Raises:
             NotFound: a step number that no tier holds.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
             Corrupt: every step there is has a damaged commit.
+            RanksUnavailable: other ranks do not restore too.
         """
+        return await (self._look_up if self.ranked is None else self.ranked.restores.look_up)(step)
+
+    async def _look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
         state = self.state
         records = state.records()
         if step is None and not records:
@@ -262,16 +328,21 @@ class Engine:
         return read
 
     async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
-        async with StepSource.open(self.state, step) as source:
+        state = self.state
+        if self.ranked is not None:
+            await self.ranked.restores.begin()
+        async with StepSource.open(state, step) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
-            sources = await fill(self.state, source, targets)
+            sources = await fill(state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
+        damage = [found for found in damage if found.tier in state.tiers and state.manages(found.tier)]
+        unreadable = [(tier, error) for tier, error in unreadable if state.manages(tier)]
         if (damage or unreadable) and not self._read_only:
             self._heal_behind(step, damage, unreadable)
         return Read(step, record, dict(targets), sources)
 
     async def view(
-        self, step: StepId, keys: Sequence[str]
+        self, step: StepId, forms: Mapping[str, Form]
     ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
         """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
 
@@ -280,15 +351,15 @@ class Engine:
             not in RAM.
         """
         begin = time.monotonic()
-        found = await view_step(self.state, step, keys)
+        found = await view_step(self.state, step, forms)
         if found is None:
             return None
         index, arrays = found
         check = partial(self._check_views, step, index, dict(arrays))
         sources = {self.state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
-        rest = [key for key in keys if key not in arrays]
-        if rest:
-            copied = await self._fill(step, lambda index: empty_targets(index, rest))
+        rest = {name: form for name, form in forms.items() if name not in arrays}
+        if rest or self.ranked is not None:  # which may have something for other ranks
+            copied = await self._fill(step, lambda _: empty(rest))
             for key, array in copied.arrays.items():
                 array.flags.writeable = False
                 arrays[key] = array
@@ -326,74 +397,3 @@ class Engine:
         task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
         self._heals.add(task)
         task.add_done_callback(self._heals.discard)
-
-    # -- by hand ------------------------------------------------------------------------------------------
-
-    async def promote(self, number: int, name: str) -> int:
-        """Copy a step to a tier now, whatever its policy says; the bytes written."""
-        self._check_writable("promote")
-        step, tier = self.state.find(number), self.state.tier(name)
-        if tier.ram is not None:
-            raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
-        tier.dismissed.discard(step)
-        written = await copy_step(self.state, self.collector, step, tier)
-        await self.collector.settle(tier)
-        return written
-
-    async def evict(self, number: int, name: str) -> None:
-        """See `Collector.evict`."""
-        self._check_writable("evict")
-        step, tier = self.state.find(number, damaged=True), self.state.tier(name)
-        tier.dismissed.add(step)
-        try:
-            await self.collector.evict(step, tier)
-        except BaseException:
-            tier.dismissed.discard(step)
-            raise
-        await self.collector.collect(tier, orphans=False)
-
-    async def collect(self) -> list[Collected]:
-        """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead.
-
-        Raises the first error, after the other tiers were collected.
-        """
-        self._check_writable("collect")
-        reclaimed: list[Collected] = []
-        errors: list[Exception] = []
-        for tier in self.state.tiers:
-            if not tier.healthy:
-                continue
-            try:
-                reclaimed.append(await collect_on(self.state, self.collector, tier))
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return reclaimed
-
-    async def verify(
-        self,
-        number: int | None,
-        serial: int | None,
-        name: str | None,
-        *,
-        repair: bool,
-        progress: Callable[[int], None] | None,
-    ) -> list[Verified]:
-        """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
-        if repair:
-            self._check_writable("repair")
-        step = self.state.find(number, serial, damaged=number is not None)
-        tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
-        holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
-        if not holding:
-            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        return [
-            await verify_on(self.state, self.collector, step, tier, repair=repair, progress=progress)
-            for tier in holding
-        ]
-
-
-def empty_targets(index: StepIndex, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """New arrays for the given keys of a step."""
-    return {key: np.empty(index.arrays[key].grid.shape, index.arrays[key].dtype) for key in keys}

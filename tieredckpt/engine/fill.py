@@ -140,4 +140,6 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
 
 def _waiting_helps(state: State, tier: Tier) -> bool:
     """Whether a step of the slab is on its way to a tier that works, or being read."""
-    return bool(tier.pins) or any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.held)
+    if tier.pins or tier.parts:
+        return True
+    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.held)

@@ -6,20 +6,23 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import reopen
-from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.source import SilentSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Promoter"]
+__all__ = ["Promote", "Promoter"]
+
+Promote = Callable[[StepId, Tier], Coroutine[Any, Any, int]]
+"""Copies a step to a tier; returns the bytes written."""
 
 _log = logging.getLogger("tieredckpt")
 
@@ -34,7 +37,13 @@ class Promoter:
     """The background work of one tier. Lives on the engine's loop."""
 
     def __init__(
-        self, state: State, collector: Collector, tier: Tier, connect: Callable[[Tier], Awaitable[None]]
+        self,
+        state: State,
+        collector: Collector,
+        tier: Tier,
+        connect: Callable[[Tier], Awaitable[None]],
+        promote: Promote,
+        tell_stuck: Callable[[StepId, Tier, Exception], None] | None = None,
     ) -> None:
         self.tier = tier
         self.busy: StepId | None = None
@@ -42,6 +51,8 @@ class Promoter:
         self._state = state
         self._collector = collector
         self._connect = connect
+        self._copy = promote
+        self._tell_stuck = tell_stuck
         self.stuck = tier.stuck
         """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
@@ -133,7 +144,7 @@ class Promoter:
         self.busy = step
         try:
             with self._state.promoting(self.tier):  # from now on, not from when the task first runs
-                self._copying = asyncio.create_task(copy_step(self._state, self._collector, step, self.tier))
+                self._copying = asyncio.create_task(self._copy(step, self.tier))
                 try:
                     await self._copying
                 except asyncio.CancelledError:
@@ -143,11 +154,13 @@ class Promoter:
                     return  # it gave way
             self._succeeded()
             await self._collector.settle(self.tier)
-        except (SilentSource, Corrupt, NotFound) as error:
+        except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
             if step in self._state.records():  # and was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
                 self.stuck[step] = error
-                if isinstance(error, SilentSource):
+                if self._tell_stuck is not None:
+                    self._tell_stuck(step, self.tier, error)
+                if isinstance(error, (SilentSource, RanksUnavailable)):
                     self._retry_at[step] = time.monotonic() + _SOURCE_RETRY
         finally:
             self.busy = self._copying = None

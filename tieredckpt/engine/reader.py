@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,15 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread, settle, together
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.pieces import NOTHING, Piece, deliver, pieces_of
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
-from tieredckpt.format.digest import copy_start_and_digest, digest
-from tieredckpt.format.grid import cells
-from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.digest import digest
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["check", "fill", "verify_and_copy"]
+__all__ = ["check", "fill"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,17 +35,6 @@ _RUN_GAP = 64 << 10
 """Bytes between two extents that are read rather than skipped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A chunk and where it goes: ``target`` is the part of the array that the cell covers, without padding."""
-
-    key: str
-    ordinal: int
-    nbytes: int
-    chunk: Chunk
-    target: Bytes
-
-
 @dataclass(slots=True)
 class Run:
     """Extents of one pack that are read in one go."""
@@ -57,49 +45,58 @@ class Run:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
-    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch."""
-    return copy_start_and_digest(source, target) == expected
-
-
 async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
-    """Fill every target array with the array of its key, and return the bytes that came from each tier.
+    """Fill every target array with the array, or box of an array, of its name; the bytes that came from each tier.
 
     Args:
         state: of the engine.
         source: the step.
-        targets: C-contiguous writable arrays of the stored shape and dtype, by key.
+        targets: as `tieredckpt.engine.pieces.pieces_of` takes them.
 
     Raises:
         Corrupt: a chunk is intact on no tier; the message names the array.
+        NotFound: the step does not have all of a target.
     """
     sources: dict[str, int] = {}
-    inline, pieces = _pieces(source, targets)
-    for piece in inline:
-        assert isinstance(piece.chunk.where, bytes)
-        if digest(piece.chunk.where) != piece.chunk.digest:
+    pieces: list[Piece] = []
+    for piece in pieces_of(source.index, targets):
+        where = piece.chunk.where
+        if not isinstance(where, bytes):
+            pieces.append(piece)
+            continue
+        if digest(where) != piece.chunk.digest:
             raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
-        piece.target[:] = np.frombuffer(piece.chunk.where, dtype=np.uint8)[: piece.target.size]
-        sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.target.size
-    if source.tier.ram is not None:
-        failed = await _from_slab(state, source, pieces)
-    else:
-        failed = await _from_packs(state, source, pieces)
-    lost = {id(piece) for piece in failed}
-    good = sum(piece.target.size for piece in pieces if id(piece) not in lost)
-    if good:
-        sources[source.tier.name] = sources.get(source.tier.name, 0) + good
-    for piece in failed:
+        piece.put(np.frombuffer(where, dtype=np.uint8))
+        sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
+    near, far = source.near_ones(pieces)
+    for tier, some in near:
+        far += await _counted(sources, tier, some, _from_slab(state, source, tier, some))
+    if source.passing is not None:
+        far = await source.passing(source, far, sources)
+    tier, far, absent = await source.on_one_tier(far)
+    absent += await _counted(sources, tier, far, (_from_slab if tier.ram else _from_packs)(state, source, tier, far))
+    for piece in absent:
         tier = await _from_elsewhere(state, source, piece)
-        sources[tier.name] = sources.get(tier.name, 0) + piece.target.size
+        sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
     return sources
+
+
+async def _counted(
+    sources: dict[str, int], tier: Tier, pieces: list[Piece], reading: Awaitable[list[Piece]]
+) -> list[Piece]:
+    """Count the bytes of what was read; what was not intact."""
+    failed = await reading
+    lost = {id(piece) for piece in failed}
+    good = sum(piece.wanted for piece in pieces if id(piece) not in lost)
+    if good:
+        sources[tier.name] = sources.get(tier.name, 0) + good
+    return failed
 
 
 async def check(state: State, source: StepSource) -> None:
     """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage."""
-    nothing = np.empty(0, dtype=np.uint8)
     pieces = [
-        Piece(key, ordinal, array.grid.cell_nbytes, chunk, nothing)
+        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
         for key, array in source.index.arrays.items()
         for ordinal, chunk in enumerate(array.chunks)
     ]
@@ -114,25 +111,12 @@ async def check(state: State, source: StepSource) -> None:
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, stored)
+    await (_from_slab if source.tier.ram is not None else _from_packs)(state, source, source.tier, stored)
 
 
-def _pieces(source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> tuple[list[Piece], list[Piece]]:
-    inline: list[Piece] = []
-    stored: list[Piece] = []
-    for key, target in targets.items():
-        array = source.index.arrays[key]
-        flat = target.reshape(-1).view(np.uint8) if target.size else np.empty(0, np.uint8)
-        for ordinal, (cell, chunk) in enumerate(zip(cells(array.grid), array.chunks, strict=True)):
-            part = flat[cell.start : cell.start + cell.nbytes]
-            piece = Piece(key, ordinal, array.grid.cell_nbytes, chunk, part)
-            (inline if isinstance(chunk.where, bytes) else stored).append(piece)
-    return inline, stored
-
-
-async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
-    assert source.tier.ram is not None
-    slab = source.tier.ram.slab
+async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
+    assert tier.ram is not None
+    slab = tier.ram.slab
     waiting = deque(pieces)
     failed: list[Piece] = []
 
@@ -145,7 +129,7 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
             assert isinstance(piece.chunk.where, Extent)
             try:
                 memory = slab.bytes_at(piece.chunk.where.offset, piece.nbytes)
-                intact = verify_and_copy(memory, piece.target, piece.chunk.digest)
+                intact = deliver(piece, memory)
             except Corrupt:
                 intact = False
             if not intact:
@@ -159,7 +143,7 @@ async def _from_slab(state: State, source: StepSource, pieces: list[Piece]) -> l
     await settle(everyone, waiting.clear)  # nobody writes into the caller's arrays any more
     for piece in failed:
         source.note(
-            source.tier,
+            tier,
             piece.key,
             piece.chunk,
             Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"),
@@ -187,10 +171,10 @@ def _runs(pieces: list[Piece]) -> list[Run]:
     return runs
 
 
-async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> list[Piece]:
+async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
     """Read runs of extents through scratch memory, several at a time, as much as that holds."""
     failed: list[Piece] = []
-    at_once = _DEVICE_READS if source.tier.store.traits.direct_io else _REMOTE_READS
+    at_once = _DEVICE_READS if tier.store.traits.direct_io else _REMOTE_READS
     reading = asyncio.Semaphore(at_once)
 
     def unpack(run: Run, memory: Bytes) -> list[Piece]:
@@ -198,7 +182,7 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         for piece in run.pieces:
             assert isinstance(piece.chunk.where, Extent)
             start = piece.chunk.where.offset - run.offset
-            if not verify_and_copy(memory[start : start + piece.nbytes], piece.target, piece.chunk.digest):
+            if not deliver(piece, memory[start : start + piece.nbytes]):
                 bad.append(piece)
         return bad
 
@@ -207,7 +191,7 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
         async with state.scratch.lend(size) as memory:
             try:
                 async with reading:
-                    await source.tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
+                    await tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
             except (Corrupt, NotFound, TierUnavailable) as error:
                 if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
                     waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
@@ -215,9 +199,9 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
                 bad, why = run.pieces, error
             else:
                 bad = await in_thread(unpack, run, memory, pool=state.pool)
-                why = Corrupt(f"tier {source.tier.name!r}: bytes of {run.path} are not what was saved")
+                why = Corrupt(f"tier {tier.name!r}: bytes of {run.path} are not what was saved")
         for piece in bad:
-            source.note(source.tier, piece.key, piece.chunk, why)
+            source.note(tier, piece.key, piece.chunk, why)
         failed.extend(bad)
         if source.progress is not None:
             source.progress(sum(piece.nbytes for piece in run.pieces))
@@ -236,5 +220,5 @@ async def _from_packs(state: State, source: StepSource, pieces: list[Piece]) -> 
 async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:
     async with state.scratch.lend(aligned(piece.nbytes)) as memory:
         tier = await source.read(piece.key, piece.ordinal, memory, bad=source.tier)
-        await in_thread(np.copyto, piece.target, memory[: piece.target.size], pool=state.pool)
+        await in_thread(piece.put, memory[: piece.nbytes], pool=state.pool)
         return tier

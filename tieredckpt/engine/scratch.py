@@ -6,8 +6,9 @@ import asyncio
 import mmap
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,15 +31,10 @@ class Scratch:
     The pieces are reused, because first-touched pages cost several times what a copy does.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, shared: bool = True) -> None:
+        """Of ``capacity`` bytes; other processes need not map them where ``shared`` is False."""
         self.capacity = aligned(capacity)
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("tieredckpt-scratch", os.MFD_CLOEXEC)
-        else:
-            fd, path = tempfile.mkstemp(prefix="tieredckpt-scratch-")
-            os.unlink(path)
-        os.ftruncate(fd, self.capacity)
-        self.slab = Slab(fd, self.capacity)
+        self.slab = Slab(_shared_file(self.capacity) if shared else None, self.capacity)
         self.returned = Pulse()
         """Beats whenever memory was given back."""
         self._turn = asyncio.Lock()
@@ -50,16 +46,20 @@ class Scratch:
         More than there is in all is new memory, for a chunk of a store that was configured with larger ones.
         Raises `Corrupt` for more than any chunk has, `NoSpace`.
         """
+        memory, give_back = await self.take(nbytes)
+        try:
+            yield memory
+        finally:
+            give_back()
+
+    async def take(self, nbytes: int) -> tuple[npt.NDArray[np.uint8], Callable[[], None]]:
+        """As `lend`, for work that ends elsewhere: the memory, and what gives it back."""
         if aligned(nbytes) > self.capacity:
             if nbytes > _LARGEST:
                 raise Corrupt(f"a chunk of {format_size(nbytes)} cannot be right: {format_size(_LARGEST)} is the most")
-            yield np.frombuffer(mmap.mmap(-1, aligned(nbytes)), dtype=np.uint8)
-            return
+            return np.frombuffer(mmap.mmap(-1, aligned(nbytes)), dtype=np.uint8), lambda: None
         offset = await self.borrow(nbytes)
-        try:
-            yield self.memory(offset, nbytes)
-        finally:
-            self.give_back(offset, nbytes)
+        return self.memory(offset, nbytes), partial(self.give_back, offset, nbytes)
 
     async def borrow(self, nbytes: int) -> int:
         """The offset of a piece that is to be given back. Waiters are served in their order.
@@ -86,3 +86,13 @@ class Scratch:
 
     def close(self) -> None:
         self.slab.close()
+
+
+def _shared_file(nbytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("tieredckpt-scratch", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="tieredckpt-scratch-")
+        os.unlink(path)
+    os.ftruncate(fd, nbytes)
+    return fd

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,19 +14,23 @@ import numpy.typing as npt
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.pieces import Piece
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.digest import digest_array
 from tieredckpt.format.manifest import Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Damage", "SilentSource", "StepSource", "pinned"]
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned"]
 
 _log = logging.getLogger("tieredckpt")
 
 Bytes = npt.NDArray[np.uint8]
+Near = Mapping[bytes, tuple[Tier, Extent]]
+Passing = Callable[["StepSource", list[Piece], dict[str, int]], Awaitable[list[Piece]]]
+"""Takes pieces of a step, and the bytes by source to add to; returns those that did not come."""
 
 
 class SilentSource(TierUnavailable):
@@ -40,6 +45,20 @@ class Damage:
     digest: bytes
     key: str
     error: TieredCkptError
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """The step that all ranks restore, as the leader has told."""
+
+    step: StepId
+    tier: Tier
+    """The nearest tier with an index of it."""
+    index: StepIndex
+    """Of the whole step."""
+    near: Callable[[], AbstractAsyncContextManager[Near]]
+    """Keeps what this machine's RAM has of the step while it is read."""
+    passing: Passing | None = None
 
 
 @asynccontextmanager
@@ -75,6 +94,11 @@ class StepSource:
     """Why a chunk could not be read, from a tier that may have it intact."""
     progress: Callable[[int], None] | None = None
     """Told the bytes of each part that was read; from any thread."""
+    near: Near | None = None
+    """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
+    passing: Passing | None = None
+    """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
     _indexes: dict[str, StepIndex] = field(default_factory=dict)
 
     @classmethod
@@ -86,9 +110,17 @@ class StepSource:
             NotFound: no tier holds it.
             Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
         """
+        chosen = state.chosen
+        if chosen is not None and chosen.step == step and only is None:
+            async with chosen.near() as near:
+                indexes = {chosen.tier.name: chosen.index}
+                yield cls(state, step, chosen.tier, chosen.index, near=near, passing=chosen.passing, _indexes=indexes)
+            return
         unreadable: list[tuple[Tier, TieredCkptError]] = []
         for tier in [only] if only is not None else state.holders(step):
             if step in tier.leaving:  # nobody asks for pins any more
+                continue
+            if only is None and state.ranks > 1 and tier.config.kind == "ram":  # which has a part of it
                 continue
             async with AsyncExitStack() as stack:
                 try:
@@ -113,24 +145,85 @@ class StepSource:
     async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Every place that should have a chunk: where the indexes of the step say, then any that has the digest."""
         tried: set[tuple[str, Extent]] = set()
+        if self.near is not None and (here := self.near.get(digest)) is not None:
+            yield here
         holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
         for tier in holders:
+            if self.near is not None and tier.config.kind == "ram":
+                continue
             try:
                 index = await self._index_on(tier)
             except TieredCkptError as error:
                 self.unreadable.append((tier, error))
                 _report_silent(self.state, tier, error)
                 continue
-            chunk = index.arrays[key].chunks[ordinal] if key in index.arrays else None
-            if chunk is not None and chunk.digest == digest:
-                if isinstance(chunk.where, Extent):
-                    tried.add((tier.name, chunk.where))
-                yield tier, chunk.where
+            where = self._where(tier, index, key, ordinal, digest)
+            if where is not None:
+                if isinstance(where, Extent):
+                    tried.add((tier.name, where))
+                yield tier, where
         for tier in self.state.tiers:
             found = [extent for extent in (tier.chunks.get(digest), *tier.spares.get(digest, ())) if extent is not None]
             for extent in found:
                 if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs:
                     yield tier, extent  # of another step, or of this one after a repair
+
+    def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:
+        """Where a tier's index of the step has a chunk; parts of ranks are cut as the whole step need not be."""
+        array = index.arrays.get(key)
+        if array is not None and ordinal < len(array.chunks) and array.chunks[ordinal].digest == digest:
+            return array.chunks[ordinal].where
+        return None if self.state.ranks == 1 else self._extents_on(tier, index).get(digest)
+
+    def _extents_on(self, tier: Tier, index: StepIndex) -> dict[bytes, Extent]:
+        if tier.name not in self._digests:
+            self._digests[tier.name] = unique_extents(index.arrays)
+        return self._digests[tier.name]
+
+    def near_ones(self, pieces: list[Piece]) -> tuple[list[tuple[Tier, list[Piece]]], list[Piece]]:
+        """The pieces that are in RAM of this machine, by the RAM that has them, and the others."""
+        if self.near is None:
+            return [], pieces
+        found: dict[int, tuple[Tier, list[Piece]]] = {}
+        rest: list[Piece] = []
+        for piece in pieces:
+            here = self.near.get(piece.chunk.digest)
+            if here is None:
+                rest.append(piece)
+            else:
+                tier, where = here
+                chunk = Chunk(piece.chunk.digest, where)
+                found.setdefault(id(tier), (tier, []))[1].append(dataclasses.replace(piece, chunk=chunk))
+        return list(found.values()), rest
+
+    async def on_one_tier(self, pieces: list[Piece]) -> tuple[Tier, list[Piece], list[Piece]]:
+        """The tier that the pieces are read from, the pieces as they lie there, and those that are not there."""
+        if self.near is None:
+            return self.tier, pieces, []
+        tier, index = await self._shared()
+        if tier is None or index is None:
+            return self.tier, [], pieces
+        extents = self._extents_on(tier, index)
+        there: list[Piece] = []
+        absent: list[Piece] = []
+        for piece in pieces:
+            where = extents.get(piece.chunk.digest)
+            if where is None:
+                absent.append(piece)
+            else:
+                there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
+        return tier, there, absent
+
+    async def _shared(self) -> tuple[Tier | None, StepIndex | None]:
+        """The nearest shared tier that holds the step, and its index there."""
+        for tier in (self.tier, *self.state.holders(self.step)):
+            if tier.config.kind != "ram":
+                try:
+                    return tier, await self._index_on(tier)
+                except TieredCkptError as error:
+                    self.unreadable.append((tier, error))
+                    _report_silent(self.state, tier, error)
+        return None, None
 
     async def _index_on(self, tier: Tier) -> StepIndex:
         found = self._indexes.get(tier.name)
@@ -156,7 +249,7 @@ class StepSource:
         last: TieredCkptError | None = None
         silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.error is not None]
         async for tier, where in self.candidates(key, ordinal, chunk.digest):
-            if tier is bad and where == self._indexes[bad.name].arrays[key].chunks[ordinal].where:
+            if tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal):
                 continue
             try:
                 await read_chunk(self.state, tier, chunk.digest, where, nbytes, memory)
@@ -178,6 +271,10 @@ class StepSource:
             + (f" (last: {last})" if last else "")
             + "; older steps may be whole, see `tieredckpt ls`"
         )
+
+    def _listed(self, name: str, key: str, ordinal: int) -> Extent | bytes | None:
+        array = self._indexes[name].arrays.get(key)
+        return None if array is None else array.chunks[ordinal].where
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""

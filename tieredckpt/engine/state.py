@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.config import StoreConfig
@@ -19,10 +19,13 @@ from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events, TierFailed
-from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
+
+if TYPE_CHECKING:
+    from tieredckpt.engine.source import ChosenStep
 
 __all__ = ["State", "blend", "numbers"]
 
@@ -59,6 +62,19 @@ class State:
     """What the trainer has raised; changed from its thread, or from a signal handler there."""
     promotions_ended: int = 0
     """How many promotions, done or failed, there have been."""
+    rank: int = 0
+    ranks: int = 1
+    """How many ranks this store has; they make every step together."""
+    streamed: dict[StepId, tuple[Tier, StepIndex]] = field(default_factory=dict)
+    """This rank's parts of steps that RAM could not hold: written to a shared tier, and not committed there yet."""
+    undecided: set[StepId] = field(default_factory=set)
+    """Steps that this rank saved, and the ranks have not agreed on yet."""
+    failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
+    """Steps that this rank saved, and the ranks did not agree on."""
+    replicated: dict[StepId, int] = field(default_factory=dict)
+    """Steps whose parts all lie in the RAM of several nodes, and of how many."""
+    chosen: ChosenStep | None = None
+    """Of several ranks: the step that all restore at present, or restored last."""
     saving: dict[int, float] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
 
@@ -151,8 +167,20 @@ class State:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NotFound(f"there is no tier {name!r} (tiers: {', '.join(names)}){hint}")
 
+    def manages(self, tier: Tier) -> bool:
+        """Whether this process decides what goes to a tier and leaves it: of shared tiers, rank 0 does for all."""
+        return self.rank == 0 or tier.config.kind == "ram"
+
+    def check_writable(self, what: str) -> None:
+        """Raise `Invalid` in a store that is only looked at."""
+        if self.read_only:
+            raise Invalid(f"cannot {what}: the store was opened with read_only=True")
+
     def report(self, tier: Tier, error: Exception) -> None:
         """Note that a tier failed, and tell everybody; its promoter brings it back."""
+        if not self.manages(tier):  # rank 0 tells how a shared tier is
+            _log.warning("tier %r failed on rank %d: %s", tier.name, self.rank, error)
+            return
         delay = tier.fail(error)
         level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING
         _log.log(level, "tier %r failed, next try in %.1f s: %s", tier.name, delay, error)
@@ -213,6 +241,7 @@ class State:
                     nbytes=record.nbytes,
                     metrics=numbers(record.metrics),
                     tiers=names,
+                    replicas=self.replicated.get(step, 1) if step in self.tiers[0].held else 1,
                     on_line=self.on_line(step.serial),
                 )
             )

@@ -88,7 +88,8 @@ async def stream(
             problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
             continue
         passage = await _passage(state, collector, snapshot, refusals)
-        await until_committed.enter_async_context(tier.guards_packs)
+        if state.ranks == 1:  # else the commit is behind the training, and young packs that none refers to are kept
+            await until_committed.enter_async_context(tier.guards_packs)
         return tier, await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "

@@ -54,6 +54,7 @@ class Held:
 
     record: StepRecord
     btree_key: str
+    """Empty in the RAM of a rank that has no part of a step which other ranks hold."""
 
 
 @dataclass
@@ -73,6 +74,8 @@ class Tier:
     ram: RamStore | None = None
     slab_index: SlabIndex | None = None
     held: dict[StepId, Held] = field(default_factory=dict)
+    parts: dict[StepId, Held] = field(default_factory=dict)
+    """In the RAM of a rank: its parts of steps that are not known to be whole."""
     damaged: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps whose commit is there and cannot be read."""
     chunks: dict[bytes, Extent] = field(default_factory=dict)
@@ -102,6 +105,8 @@ class Tier:
     """How many promotions to it are under way."""
     promotion_seconds: float | None = None
     """From a save to its commit here, a recent mean; None before the first."""
+    used_elsewhere: int | None = None
+    """Bytes in use, as the leader has told; None where this process counts them."""
     _failures: int = 0
     index_bytes: dict[StepId, int] = field(default_factory=dict)
     _indexes: OrderedDict[StepId, StepIndex] = field(default_factory=OrderedDict)
@@ -137,8 +142,15 @@ class Tier:
     @property
     def used(self) -> int:
         """Bytes that the tier's packs and indexes take."""
+        if self.used_elsewhere is not None:
+            return self.used_elsewhere
         packs = self.ram.slab.used if self.ram is not None else sum(self.packs.values())
         return packs + sum(self.index_bytes.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of memory that its slab has; 0 without one."""
+        return self.ram.slab.reserved if self.ram is not None else 0
 
     @property
     def capacity(self) -> int | None:
@@ -202,7 +214,16 @@ class Tier:
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
-        for known in (self.held, self.damaged, self.packs, self.chunks, self.spares, self.orphans, self.doubtful):
+        for known in (
+            self.held,
+            self.parts,
+            self.damaged,
+            self.packs,
+            self.chunks,
+            self.spares,
+            self.orphans,
+            self.doubtful,
+        ):
             known.clear()
         for remembered in (self.index_bytes, self._indexes, self._packs_of):
             remembered.clear()
@@ -222,7 +243,7 @@ class Tier:
 
     async def load_index(self, step: StepId) -> StepIndex:
         """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
-        if step not in self.held:
+        if not self.has_own(step):
             raise NotFound(f"tier {self.name!r} does not hold {step}")
         found = self._indexes.get(step)
         if found is None:
@@ -232,6 +253,21 @@ class Tier:
                 raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
         self.remember(step, found)
         return found
+
+    def has_own(self, step: StepId) -> bool:
+        """Whether the step lies here, or a rank's part of it."""
+        held = self.held.get(step) or self.parts.get(step)
+        return held is not None and held.btree_key != ""
+
+    def set_apart(self) -> None:
+        """Count no step as held: what lies here are parts of a rank, and the other ranks' are not known yet."""
+        self.parts.update(self.held)
+        self.held.clear()
+
+    def agree(self, record: StepRecord) -> None:
+        """Count a step as held: all ranks have their parts of it, whose record this is."""
+        part = self.parts.pop(record.id, None) or self.held.get(record.id)
+        self.held[record.id] = Held(record, part.btree_key if part is not None else "")
 
     def remember(self, step: StepId, index: StepIndex) -> None:
         self._indexes[step] = index
@@ -248,7 +284,7 @@ class Tier:
         return found
 
     async def commit(self, record: StepRecord, arrays: Mapping[str, ArrayIndex]) -> None:
-        """Write the index of a step whose packs are written, its manifest last.
+        """Write the index of a step whose packs are written, its manifest last; a rank's part counts as such.
 
         A step that is committed already is replaced: its new nodes lie beside the old ones until the manifest
         points to them.
@@ -266,7 +302,7 @@ class Tier:
         except (TierUnavailable, asyncio.CancelledError):
             await self._doubt(step)
             raise
-        self.held[step] = Held(record, btree_key)
+        (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
         self.dismissed.discard(step)
@@ -275,7 +311,7 @@ class Tier:
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
         for key in self._packs_of[step]:
             self.orphans.pop(key, None)
-        if before is not None:
+        if before is not None and before.btree_key:
             await self.store.delete(before.btree_key)
 
     async def _doubt(self, step: StepId) -> None:
@@ -303,7 +339,8 @@ class Tier:
 
     def drop(self, step: StepId) -> str | None:
         """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
-        held = self.held.pop(step, None)
+        part = self.parts.pop(step, None)
+        held = self.held.pop(step, part)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
         self._indexes.pop(step, None)

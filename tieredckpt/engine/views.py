@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.blobs.window import Placed, window
+from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.source import Damage
 from tieredckpt.engine.state import State
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
@@ -32,8 +33,8 @@ _log = logging.getLogger("tieredckpt")
 Views = dict[str, npt.NDArray[Any]]
 
 
-async def view_step(state: State, step: StepId, keys: Sequence[str]) -> tuple[StepIndex, Views] | None:
-    """Read-only views of those arrays of a step that can be seen in one piece, by key, and its index.
+async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tuple[StepIndex, Views] | None:
+    """Read-only views of those arrays of a step that can be seen in one piece, by name, and its index.
 
     Nothing is verified, see `damage_of`. While any view lives, the step's memory is not reused.
 
@@ -45,16 +46,20 @@ async def view_step(state: State, step: StepId, keys: Sequence[str]) -> tuple[St
         return None
     try:
         index = await tier.load_index(step)
-        arrays = {key: index.arrays[key] for key in keys if _in_one_piece(index.arrays[key])}
+        arrays = {name: index.arrays[name] for name, form in forms.items() if _in_one_piece(index, name, form)}
         return index, await in_thread(_view, tier.ram, step, arrays)
     except (Corrupt, NotFound, TierUnavailable) as error:
         _log.warning("%s cannot be seen in RAM and is copied: %s", step, error)
         return None
 
 
-def _in_one_piece(array: ArrayIndex) -> bool:
-    """Whether an array's chunks end at page boundaries, or there is one only."""
-    return array.grid.size <= 1 or array.grid.cell_nbytes % ALIGNMENT == 0
+def _in_one_piece(index: StepIndex, name: str, form: Form) -> bool:
+    """Whether the step has an array as it is wanted whose chunks lie end to end: they fill pages, or it is one."""
+    array = index.arrays.get(name)
+    if array is None or array.grid.shape != form.shape or not array.grid.contiguous:
+        return False
+    in_pages = array.grid.cell_nbytes % ALIGNMENT == 0
+    return array.grid.size <= 1 or (in_pages and all(isinstance(chunk.where, Extent) for chunk in array.chunks))
 
 
 def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> Views:

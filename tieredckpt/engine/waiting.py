@@ -23,8 +23,13 @@ async def reached(state: State, promoters: Mapping[str, Promoter], step: StepId,
     tier = state.tier(name)
     while step not in tier.held:
         promoter = promoters.get(name)
-        if promoter is not None and step in promoter.stuck:
-            raise _again(promoter.stuck[step], f"{step} cannot reach tier {name!r}: ")
+        if step in state.failed:
+            raise _again(state.failed[step], "")
+        if step in state.undecided:
+            await state.changed.wait()
+            continue
+        if step in tier.stuck:
+            raise _again(tier.stuck[step], f"{step} cannot reach tier {name!r}: ")
         if step not in state.records():
             raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
         if tier.error is not None:

@@ -25,11 +25,13 @@ from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
 from tieredckpt.engine.state import State
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import SaveSkipped, StepSaved
-from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
+from tieredckpt.format.joining import join
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.shards import check_whole
 from tieredckpt.tree.snapshot import Snapshot
 
 __all__ = ["Saved", "Writer"]
@@ -75,9 +77,12 @@ class Writer:
 
         Raises:
             Conflict: the live line has that step already.
+            Invalid: an array is given in pieces that are not all of it, and there is no other rank.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         begin = time.monotonic()
+        if flat.in_pieces and self._state.ranks == 1:
+            await self._in_pool(check_whole, flat.structure, flat.arrays)
         async with self.guards_saves:
             state = self._state
             self._check_new(step, overwrite=overwrite)
@@ -117,22 +122,36 @@ class Writer:
             try:
                 record = await self._in_pool(self._record, identity, flat, snapshot, metrics)
                 arrays: dict[str, ArrayIndex] = await self._in_pool(snapshot.index, located)
+                stored = arrays
+                if flat.in_pieces and self._state.ranks == 1:
+                    stored = await self._in_pool(join, flat.structure, arrays, str(identity))
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.last_serial = identity.serial
-                    await tier.commit(record, arrays)
+                    if tier.ram is None and self._state.ranks > 1:
+                        self._keep_streamed(tier, StepIndex(record, arrays))
+                    else:
+                        await tier.commit(record, stored)
             except BaseException:
                 if tier.slab_index is not None:
                     tier.slab_index.drop({done.digest for done in snapshot.copied})
                 raise
         return tier, record, arrays
 
+    def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
+        """Hold this rank's part, which rank 0 commits with those of the others."""
+        self._state.streamed[index.record.id] = tier, index
+        if not self._state.manages(tier):
+            for digest in unique_extents(index.arrays):
+                tier.chunks.pop(digest, None)  # nothing here hears of what becomes of its pack
+
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
 
     def _check_new(self, step: int, *, overwrite: bool) -> None:
         state = self._state
-        same = [found for found in state.records() if found.step == step and state.on_line(found.serial)]
+        known = (*state.records(), *state.undecided)
+        same = [found for found in known if found.step == step and state.on_line(found.serial)]
         if same and not overwrite:
             raise Conflict(
                 f"step {step} was saved before on this line ({same[-1]}); to train on from it, restore it first, "
@@ -177,6 +196,8 @@ class Writer:
             },
             policy=state.config.model_dump(mode="json"),
             structure=flat.structure,
+            rank=state.rank if state.ranks > 1 else None,
+            ranks=state.ranks,
         )
 
     def _learn(self, now: dict[str, list[bytes]]) -> None:

@@ -5,9 +5,11 @@ The nouns, in the order in which they build on each other:
 array
     A leaf of the tree with a shape and a dtype, under a key such as ``params/dense/kernel``.
 grid, cell
-    A grid divides an array into equal cells. Every cell is one contiguous range of the array in
-    row-major order, so its shape is ``(1, ..., 1, r, full, ...)``. The last cell of an axis may reach beyond
-    the array.
+    A grid divides an array into equal cells. Of an array that one rank saves, every cell is one contiguous
+    range in row-major order, so its shape is ``(1, ..., 1, r, full, ...)``; where ranks have boxes of an array,
+    cells may be any boxes. The last cell of an axis may reach beyond the array.
+block
+    A box of an array, stored as an array of its own.
 chunk
     The bytes of one cell, in full cell size: what lies beyond the array is zero.
 digest
@@ -23,7 +25,10 @@ step index
 manifest
     The small file that names the root of a step index and carries its own length and CRC-32C. It is written
     last: a step exists exactly when its manifest does.
+part
+    What one rank contributes to a step: a file with the chunks of its blocks, which the commit merges and deletes.
 
-Modules: `layout` names files, `digest` hashes, `grid` divides arrays, `zarr` describes them, `pack` writes
-footers, `ocdbt` writes and reads step indexes, `manifest` assembles a step from all of these.
+Modules: `layout` names files, `digest` hashes, `boxes` and `grid` divide arrays, `zarr` describes them, `pack`
+writes footers, `ocdbt` writes and reads step indexes, `manifest` assembles a step from all of these, `part` writes
+what a rank contributes, `merging` makes one step of all parts, and `joining` one array of blocks.
 """

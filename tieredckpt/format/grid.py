@@ -1,26 +1,38 @@
-"""Grids that divide an array into cells which are contiguous ranges of its row-major bytes.
+"""Grids that divide an array into equal cells, the chunks of zarr version 3.
 
-Such a cell has the shape ``(1, ..., 1, r, full, ...)``: one index on the outer axes, ``r`` rows on the cut
-axis, and everything on the inner ones. A chunk is thus one slice of the leaf's memory and, at the same time,
-a chunk of a regular zarr version 3 grid (https://zarr-specs.readthedocs.io, "Regular grids").
+The grid of a whole array has cells of the shape ``(1, ..., 1, r, full, ...)``: one index on the outer axes,
+``r`` rows on the cut axis, and everything on the inner ones. A chunk is thus one slice of the leaf's memory
+and, at the same time, a chunk of a regular zarr grid (https://zarr-specs.readthedocs.io, "Regular grids").
+Where ranks have boxes of an array, `plan_block` cuts each so that all become cells of one grid, which may then
+be any boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
-from math import prod
+from math import gcd, isqrt, prod
 from typing import Final, NamedTuple
 
-from tieredckpt.errors import Invalid
+import numpy as np
 
-__all__ = ["MAX_RANK", "Cell", "Grid", "cell_key", "cells", "check", "plan"]
+from tieredckpt.errors import Invalid
+from tieredckpt.format.boxes import Box
+
+__all__ = ["MAX_RANK", "Cell", "Grid", "cell_box", "cell_key", "cells", "check", "overlapping", "plan", "plan_block"]
 
 MAX_RANK: Final = 32
 """Axes of an array at most; TensorStore opens no more."""
 
 _MAX_BYTES = (1 << 63) - 1
+
+_MOST_TRIED = 1 << 20
+"""Divisors beyond it are found only with those below it, for numbers beyond its square."""
+
+_SMALLEST_SHARE = 16
+"""A block is stored by itself if its cells would, to join with others, be less than this part of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +63,21 @@ class Grid:
         """Bytes of the array."""
         return prod(self.shape) * self.itemsize
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether every cell is one range of the row-major array, and its padding the end of its chunk."""
+        if self.cell == self.shape:
+            return True
+        inner = _cut_axis(self) + 1
+        return self.cell[inner:] == self.shape[inner:]
+
 
 class Cell(NamedTuple):
-    """One cell: its grid index, where its bytes start in the row-major array, and how many are the array's.
+    """One cell: its grid index, where its first item starts in the row-major array, and bytes of the array in it.
 
-    The remaining ``cell_nbytes - nbytes`` bytes of the chunk are zero padding.
+    The remaining ``cell_nbytes - nbytes`` bytes of the chunk are zero padding. Only if the grid is
+    `Grid.contiguous` are the bytes of the array the range ``start : start + nbytes`` of it, and the start of
+    the chunk; of any other grid, `cell_box` tells which items a cell has.
     """
 
     index: tuple[int, ...]  # type: ignore[assignment]  # hides tuple.index, which no cell needs
@@ -98,15 +120,108 @@ def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
     return Grid(shape, (1,) * axis + (height,) + shape[axis + 1 :], itemsize)
 
 
+def plan_block(
+    box: Box, shape: tuple[int, ...], itemsize: int, target: int, cut: tuple[int, ...] | None = None
+) -> Grid:
+    """The grid of one block of an array, such that its cells are, where possible, cells of a grid of the array.
+
+    They are if the cell divides the block's offset on every axis, and its shape where the block does not end
+    with the array. Blocks of one regular mesh get the same cell without knowing of each other, so they join.
+    The cell is the largest of at most ``target`` bytes that does so, preferably of whole rows. If it were less
+    than a sixteenth of the target, and of the block, the block is planned by itself, as `plan` does.
+
+    Args:
+        box: where the block lies in the array.
+        shape: of the array.
+        itemsize: bytes of an item, at least 1.
+        target: bytes of a cell, at least 1.
+        cut: what every block of the array begins at multiples of, such as the shape of a full block of a mesh, of
+            which the last along an axis may be shorter; without it, a short last block is planned as if the mesh
+            were its own, and may not join.
+
+    Returns:
+        The grid of an array of ``box.shape``. Its cell may be larger than that.
+
+    Raises:
+        Invalid: as `plan` does, or a box that is not inside the array.
+    """
+    whole = plan(shape, itemsize, target)
+    if not Box.whole(shape).contains(box) or min(box.shape, default=0) < 0:
+        raise Invalid(f"no block at {box.offset} of shape {box.shape} in an array of shape {shape}")
+    if box.shape == shape:
+        return whole
+    alone = plan(box.shape, itemsize, target)
+    if not box.size:
+        return alone
+    steps = tuple([_step(*axis) for axis in zip(box.offset, box.shape, shape, cut or (0,) * len(shape), strict=True)])
+    cell = _largest(steps, box.shape, itemsize, target)
+    if prod(cell) * itemsize * _SMALLEST_SHARE < min(target, alone.nbytes):
+        return alone
+    return Grid(box.shape, cell, itemsize)
+
+
+def _step(start: int, size: int, full: int, cut: int) -> int:
+    """What a cell must divide on an axis so that it begins and ends with the block; 0 if anything does."""
+    if size == full:
+        return 0
+    last = start + size == full
+    if cut >= 1 and start % cut == 0 and (last or size % cut == 0):
+        return cut
+    # Two blocks of unequal size join: the first is cut by its size, and the last by its offset, which equals that.
+    return start if last and start % size else gcd(start, size)
+
+
+@lru_cache(maxsize=4096)
+def _largest(steps: tuple[int, ...], shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
+    """The cell whose sides divide ``steps``, of whole rows unless those are too few, else as large as found."""
+    room = max(1, target // itemsize)
+    inwards = range(len(shape) - 1, -1, -1)
+    best = _fitted(steps, shape, room, inwards, rows=True)
+    if prod(best) * _SMALLEST_SHARE >= room:
+        return best
+    for first in inwards:
+        cell = _fitted(steps, shape, room, [first, *(axis for axis in inwards if axis != first)], rows=False)
+        best = max(best, cell, key=prod)
+    return best
+
+
+def _fitted(
+    steps: tuple[int, ...], shape: tuple[int, ...], room: int, axes: Iterable[int], *, rows: bool
+) -> tuple[int, ...]:
+    """A cell of at most ``room`` items, each axis in turn as long as can be; ``rows``: one range of the block."""
+    cell = [1] * len(shape)
+    for axis in axes:
+        step, full = steps[axis], shape[axis]
+        cell[axis] = _longest(step, room) if step else -(-full // -(-full // room))
+        room //= cell[axis]
+        if rows and cell[axis] != (step or full):
+            break
+    return tuple(cell)
+
+
+@lru_cache(maxsize=4096)
+def _longest(step: int, room: int) -> int:
+    """The largest divisor of ``step`` up to ``room``."""
+    small = np.arange(1, min(isqrt(step), _MOST_TRIED) + 1)
+    small = small[step % small == 0]
+    divisors = np.concatenate([small, step // small])
+    return int(divisors[divisors <= room].max())
+
+
 def cells(grid: Grid) -> Iterator[Cell]:
-    """Every cell in row-major order of its index, which is also the order of its bytes.
+    """Every cell in row-major order of its index, for a contiguous grid also the order of its bytes.
 
     ``grid`` must be one that `plan` made or `check` accepted.
     """
-    if not grid.shape:
-        yield Cell((), 0, grid.itemsize)
+    if grid.cell == grid.shape:  # as most arrays are
+        yield Cell((0,) * len(grid.shape), 0, grid.cell_nbytes)
+        return
+    if not grid.size:
         return
     axis = _cut_axis(grid)
+    if grid.cell[axis + 1 :] != grid.shape[axis + 1 :]:
+        yield from _any_cells(grid)
+        return
     row = prod(grid.shape[axis + 1 :]) * grid.itemsize
     rows, height = grid.shape[axis], grid.cell[axis]
     inner = (0,) * (len(grid.shape) - axis - 1)
@@ -116,30 +231,61 @@ def cells(grid: Grid) -> Iterator[Cell]:
             yield Cell((*outer, i, *inner), base + first * row, min(height, rows - first) * row)
 
 
+def _any_cells(grid: Grid) -> Iterator[Cell]:
+    strides = [prod(grid.shape[axis + 1 :]) * grid.itemsize for axis in range(len(grid.shape))]
+    # Of every axis: how far along it a cell starts, in bytes, and how many items of the array it has there.
+    starts, sizes = [], []
+    for full, part, stride in zip(grid.shape, grid.cell, strides, strict=True):
+        firsts = range(0, full, part)
+        starts.append([first * stride for first in firsts])
+        sizes.append([min(part, full - first) for first in firsts])
+    for index, start, size in zip(
+        product(*map(range, grid.counts)), map(sum, product(*starts)), map(prod, product(*sizes)), strict=True
+    ):
+        yield Cell(index, start, size * grid.itemsize)
+
+
+def cell_box(grid: Grid, index: tuple[int, ...]) -> Box:
+    """The items of the array that the cell of that index has; its padding is left out."""
+    offset = tuple([i * part for i, part in zip(index, grid.cell, strict=True)])
+    sizes = zip(offset, grid.cell, grid.shape, strict=True)
+    return Box(offset, tuple([min(part, full - start) for start, part, full in sizes]))
+
+
+def overlapping(grid: Grid, box: Box) -> Iterator[tuple[int, Box]]:
+    """Ordinal and box of every cell that has items of ``box``, in row-major order; a box may be of any size.
+
+    The ordinal is the place in `cells`, the box that of `cell_box`.
+    """
+    part = Box.whole(grid.shape).intersection(box)
+    if part is None:
+        return
+    spans = [range(a // n, -(-b // n)) for a, b, n in zip(part.offset, part.end, grid.cell, strict=True)]
+    counts = grid.counts
+    for index in product(*spans):
+        ordinal = 0
+        for i, count in zip(index, counts, strict=True):
+            ordinal = ordinal * count + i
+        yield ordinal, cell_box(grid, index)
+
+
 def cell_key(index: tuple[int, ...]) -> str:
     """Key of a cell below its array: zarr's default chunk key encoding, ``c/0/1``, or ``c`` without axes."""
     return "/".join(("c", *map(str, index)))
 
 
 def check(grid: Grid) -> Grid:
-    """``grid`` itself if it has the form that `plan` makes; for grids that were read from somewhere.
+    """``grid`` itself if it is one; for grids that were read from somewhere.
 
     Raises:
-        Invalid: axes out of range, cells that are no contiguous range or exceed the array, or sizes of 2**63
-            bytes and more.
+        Invalid: axes out of range, cells without items, or sizes of 2**63 bytes and more.
     """
     shape, cell = grid.shape, grid.cell
     fine = len(shape) == len(cell) <= MAX_RANK and grid.itemsize >= 1
-    fine = fine and min(shape, default=0) >= 0
-    fine = fine and all(1 <= part <= max(1, full) for full, part in zip(shape, cell, strict=True))
-    fine = fine and grid.nbytes <= _MAX_BYTES and grid.cell_nbytes <= _MAX_BYTES
-    if fine:
-        axis = _cut_axis(grid)
-        fine = cell[axis + 1 :] == shape[axis + 1 :]
-    if not fine:
+    fine = fine and min(shape, default=0) >= 0 and min(cell, default=1) >= 1
+    if not (fine and grid.nbytes <= _MAX_BYTES and grid.cell_nbytes <= _MAX_BYTES):
         raise Invalid(
-            f"cells of shape {cell} do not divide an array of shape {shape} with items of {grid.itemsize} "
-            "bytes into contiguous ranges"
+            f"cells of shape {cell} do not divide an array of shape {shape} with items of {grid.itemsize} bytes"
         )
     return grid
 

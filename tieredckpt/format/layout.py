@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import re
 import secrets
+from functools import lru_cache
 
 from tieredckpt.errors import Invalid
 
 __all__ = [
     "ALIGNMENT",
+    "BLOCKS",
     "CHUNK_DIGESTS",
     "FORMAT_VERSION",
     "LEASES",
     "MARKER",
     "PACKS",
+    "RANKS",
     "STEPS",
     "STEP_RECORD",
+    "block_key",
     "btree_key",
     "manifest_key",
     "new_pack_id",
     "pack_key",
+    "parse_block_key",
     "parse_pack_key",
+    "parse_part_key",
     "parse_step_folder",
+    "part_key",
     "step_folder",
 ]
 
@@ -37,6 +44,8 @@ ALIGNMENT = 4096
 STEPS = "steps/"
 PACKS = "packs/"
 LEASES = "leases/"
+RANKS = "ranks/"
+"""Messages that ranks leave each other where they have no other way to speak; no part of any step."""
 
 STEP_RECORD = "tieredckpt/step.json"
 """Key in a step index: the record of the step, JSON."""
@@ -44,6 +53,13 @@ STEP_RECORD = "tieredckpt/step.json"
 CHUNK_DIGESTS = "tieredckpt/chunks"
 """Key in a step index: the digests of all chunks, back to back."""
 
+BLOCKS = "tieredckpt/blocks/"
+"""Keys in a step index: the blocks of arrays that are stored in several boxes, each a zarr array of its own."""
+
+_MAX_AXES = 32
+_LARGEST = (1 << 63) - 1
+_OFFSET = re.compile(r"(?:0|[1-9]\d{0,18})(?:\.(?:0|[1-9]\d{0,18}))*", re.ASCII)
+_PART_KEY = re.compile(r"(steps/.*/)parts/(0|[1-9]\d{0,9})", re.ASCII)
 _STEP_FOLDER = re.compile(r"steps/(\d{10,})-(\d{6,})/", re.ASCII)
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
@@ -80,6 +96,49 @@ def manifest_key(step: int, serial: int) -> str:
 def btree_key(step: int, serial: int) -> str:
     """The file with the index nodes of a step. Raises `Invalid` as `step_folder` does."""
     return step_folder(step, serial) + "btree"
+
+
+def part_key(step: int, serial: int, rank: int) -> str:
+    """What one rank contributes to a step while that is being committed. Raises `Invalid` as `step_folder` does."""
+    if rank < 0:
+        raise Invalid(f"rank {rank} has no part: ranks begin at 0")
+    return f"{step_folder(step, serial)}parts/{rank}"
+
+
+def parse_part_key(key: str) -> tuple[int, int, int] | None:
+    """``(step, serial, rank)`` of a name that `part_key` makes, None for any other."""
+    match = _PART_KEY.fullmatch(key)
+    found = parse_step_folder(match[1]) if match else None
+    return None if match is None or found is None else (*found, int(match[2]))
+
+
+def block_key(key: str, offset: tuple[int, ...]) -> str:
+    """Key of the block of array ``key`` that begins at ``offset``: ``tieredckpt/blocks/<key>/4096.0``.
+
+    Raises:
+        Invalid: an array without axes, which is never cut, or a negative offset.
+    """
+    if not 1 <= len(offset) <= _MAX_AXES or not all(0 <= start <= _LARGEST for start in offset):
+        raise Invalid(f"array {key!r} has no block at {offset}: offsets are at least 0, one for each axis")
+    return f"{BLOCKS}{key}/{'.'.join(map(str, offset))}"
+
+
+def parse_block_key(storage_key: str) -> tuple[str, tuple[int, ...]] | None:
+    """``(key, offset)`` of a name that `block_key` makes, None for any other, as the key of a whole array is."""
+    if not storage_key.startswith(BLOCKS):
+        return None
+    key, _, tail = storage_key.removeprefix(BLOCKS).rpartition("/")
+    offset = _parse_offset(tail)
+    return (key, offset) if key and offset is not None else None
+
+
+# A step of many ranks has a million blocks at a few thousand offsets.
+@lru_cache(maxsize=16384)
+def _parse_offset(text: str) -> tuple[int, ...] | None:
+    if not _OFFSET.fullmatch(text):
+        return None
+    offset = tuple(map(int, text.split(".")))
+    return offset if len(offset) <= _MAX_AXES and max(offset) <= _LARGEST else None
 
 
 def new_pack_id() -> str:

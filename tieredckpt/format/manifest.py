@@ -3,9 +3,10 @@
 A step's key space is, in TensorStore's OCDBT format (`tieredckpt.format.ocdbt`):
 
 - ``<array>/zarr.json`` and ``<array>/c/i/j`` for every array, as zarr version 3 has them;
+- the same below ``tieredckpt/blocks/<array>/<offset>`` for each block of an array that is stored in blocks;
 - ``tieredckpt/step.json``, a `StepRecord`;
-- ``tieredckpt/chunks``, the digests of all chunks: arrays in ascending byte order of their keys, cells in
-  row-major order, 16 bytes each.
+- ``tieredckpt/chunks``, the digests of all chunks: arrays and blocks in ascending byte order of their keys,
+  cells in row-major order, 16 bytes each.
 
 The last two are inline values, so that the CRC-32C of the index nodes covers them; one longer than OCDBT's
 limit for those goes on under ``tieredckpt/step.json.1``, ``.2`` and so on.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ import numpy as np
 from tieredckpt.errors import Corrupt, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout, ocdbt, zarr
+from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.structure import Node, array_nodes, check_structure
+from tieredckpt.format.structure import ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
     "CHECKSUM_SIZE",
@@ -87,6 +89,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     policy: dict[str, Any]
     """The configuration in force, as ``StoreConfig`` dumps it."""
     structure: Node
+    rank: int | None = None
+    """The rank whose part of the step this is; its arrays may be incomplete. None for a whole step."""
+    ranks: int = 1
+    """How many ranks saved the step together."""
     format_version: int = layout.FORMAT_VERSION
     digest: str = digests.NAME
 
@@ -125,10 +131,26 @@ class ArrayIndex:
 
 @dataclass(frozen=True, slots=True)
 class StepIndex:
-    """A committed step: its record, and its arrays by key."""
+    """A committed step: its record, and its arrays by storage key: whole ones by their key, blocks by `block_key`."""
 
     record: StepRecord
     arrays: dict[str, ArrayIndex]
+    _blocks: dict[str, list[tuple[Box, str]]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, array in self.arrays.items():
+            if (block := layout.parse_block_key(name)) is not None:
+                key, offset = block
+                self._blocks.setdefault(key, []).append((Box(offset, array.grid.shape), name))
+
+    def blocks(self, key: str) -> list[tuple[Box, str]]:
+        """Where an array is: boxes of it, by offset, each with its storage key; one for an array stored whole.
+
+        Empty for an array that is not there. In the part of a rank the boxes may leave some of the array out.
+        """
+        if (array := self.arrays.get(key)) is not None:
+            return [(Box.whole(array.grid.shape), key)]
+        return sorted(self._blocks.get(key, ()))
 
 
 def encode_marker(marker: StoreMarker) -> bytes:
@@ -247,13 +269,32 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
         arrays[key] = ArrayIndex(grid, dtype, chunks)
     if taken != len(table) or len(values) != len(arrays) + taken // digests.SIZE:
         raise Corrupt(f"{btree_path}: arrays, chunks and digests do not match in number")
-    for node in array_nodes(record.structure):
-        dtype = zarr.dtype_from_name(node.dtype)
-        found = arrays.get(node.key)
-        if found is None or found.grid.shape != node.shape or found.dtype != _stored_as(dtype):
-            raise Corrupt(f"{btree_path}: array {node.key!r} is missing, or not of the shape and dtype in the tree")
-        arrays[node.key] = ArrayIndex(found.grid, dtype, found.chunks)
-    return StepIndex(record, arrays)
+    index = StepIndex(record, arrays)
+    known = sum(_settle_array(index, node, btree_path) for node in array_nodes(record.structure))
+    if known != len(arrays):
+        raise Corrupt(f"{btree_path}: {len(arrays) - known} arrays or blocks are not those of the tree")
+    return index
+
+
+def _settle_array(index: StepIndex, node: ArrayNode, where: str) -> int:
+    """Give an array the dtype that the tree has, once it is found to fit; the number of boxes that it is in."""
+    dtype = zarr.dtype_from_name(node.dtype)
+    arrays, blocks = index.arrays, index.blocks(node.key)
+    boxes = [box for box, _ in blocks]
+    if any(arrays[name].dtype != _stored_as(dtype) for _, name in blocks):
+        raise Corrupt(f"{where}: array {node.key!r} is not of the dtype in the tree")
+    if node.key in arrays:
+        fine = boxes[0].shape == node.shape
+    elif index.record.rank is None:
+        fine = bool(boxes) and tile(node.shape, boxes)
+    else:
+        # A rank has what it has of an array, which may be nothing.
+        fine = all(map(Box.whole(node.shape).contains, boxes))
+    if not fine:
+        raise Corrupt(f"{where}: array {node.key!r} is missing, or its blocks are not the array of the tree")
+    for _, name in blocks:
+        arrays[name] = ArrayIndex(arrays[name].grid, dtype, arrays[name].chunks)
+    return len(blocks)
 
 
 def _stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -285,5 +326,7 @@ def _decode_record(data: bytes, where: str) -> StepRecord:
         raise Corrupt(f"{where}: {layout.STEP_RECORD} cannot be read: {error}") from error
     if record.format_version != layout.FORMAT_VERSION or record.digest != digests.NAME:
         raise Corrupt(f"{where}: a step of format {record.format_version}; use a newer tieredckpt")
+    if record.ranks < 1 or not (record.rank is None or 0 <= record.rank < record.ranks):
+        raise Corrupt(f"{where}: a step of rank {record.rank} of {record.ranks}")
     check_structure(record.structure)
     return record

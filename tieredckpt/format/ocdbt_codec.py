@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -71,9 +72,11 @@ _VARINT_MAX = 10
 _PATH = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of bytes in a file: path relative to the tier's root, offset and length in bytes."""
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """A range of bytes in a file: path relative to the tier's root, offset and length in bytes.
+
+    A step may have a million of them, and none can be in a cycle: the collector of cycles need not look.
+    """
 
     path: str
     offset: int

@@ -22,7 +22,7 @@ import numpy as np
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.grid import Grid, check
 
-__all__ = ["array_metadata", "dtype_from_name", "dtype_name", "parse_array_metadata"]
+__all__ = ["array_metadata", "dtype_from_name", "dtype_name", "parse_array_metadata", "zarr_type"]
 
 _BUILTIN = (
     "bool",
@@ -52,7 +52,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     Raises:
         Invalid: a dtype that zarr cannot hold: object, strings, structured, long double, and the like.
     """
-    name = _zarr_type(dtype)
+    name = zarr_type(dtype)
     if dtype.kind in "mM":
         name = dtype.newbyteorder("<").name
     return name + (_BIG if _endian(dtype) == "big" else "")
@@ -126,7 +126,7 @@ def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], t
 
 
 def _metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool) -> dict[str, Any]:
-    data_type = _zarr_type(dtype)
+    data_type = zarr_type(dtype)
     codec: dict[str, Any] = {"name": "bytes"}
     if (endian := _endian(dtype)) is not None:
         codec["configuration"] = {"endian": endian}
@@ -144,7 +144,7 @@ def _metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...
     }
 
 
-def _zarr_type(dtype: np.dtype[Any]) -> str:
+def zarr_type(dtype: np.dtype[Any]) -> str:
     """The zarr data type that holds a dtype's bytes. Raises `Invalid` if none does."""
     if dtype.kind in "mM" and np.datetime_data(dtype)[0] != "generic":
         return "int64"

@@ -64,7 +64,8 @@ class Hold:
             if not future.done():
                 future.set_result(None)
 
-    async def _stop_here(self) -> None:
+    async def stop_here(self) -> None:
+        """Come to this place; returns once it is released."""
         self._settle(self._reached)
         released = asyncio.wrap_future(self._released)
         await (outlast(released) if self._stubborn else asyncio.shield(released))
@@ -240,7 +241,7 @@ class Faulty(Forward):
         effects = self._due(operation, when)
         for effect in effects:
             if isinstance(effect, Hold):
-                await effect._stop_here()
+                await effect.stop_here()
         for effect in effects:
             if isinstance(effect, _Error):
                 raise effect.error

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from tieredckpt.tree.arrays import as_array_leaf, host_view, row_major_bytes, writable_view
 from tieredckpt.tree.flatten import Flat, flatten, unflatten
-from tieredckpt.tree.leaf import ArrayLeaf
+from tieredckpt.tree.leaf import ArrayLeaf, Pieces, Place
 from tieredckpt.tree.match import Match, match
 from tieredckpt.tree.select import select
+from tieredckpt.tree.shards import Shard, Sharded
 
 __all__ = [
     "ArrayLeaf",
     "Flat",
     "Match",
+    "Pieces",
+    "Place",
+    "Shard",
+    "Sharded",
     "as_array_leaf",
     "flatten",
     "host_view",

@@ -7,6 +7,7 @@ jax hands over one of their arrays.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -14,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
-from tieredckpt.tree.leaf import ArrayLeaf, checked_dtype
+from tieredckpt.format.boxes import Box
+from tieredckpt.tree import shards
+from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype, storage_key
+from tieredckpt.tree.shards import Shard, Sharded
 
 __all__ = [
     "ArrayLeaf",
@@ -22,20 +26,25 @@ __all__ = [
     "as_template",
     "host_view",
     "restored",
+    "restored_pieces",
     "row_major_bytes",
+    "writable_part",
     "writable_view",
 ]
 
-_Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax"]
+_Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax", "shards"]
 
 
-def as_array_leaf(key: str, value: object) -> ArrayLeaf | None:
-    """``value`` as an array to save, or None when it is no array.
+def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces | None:
+    """``value`` as an array to save, or the pieces of one, or None when it is no array.
 
-    Raises `Invalid`, naming key and type, for an array that cannot be stored: an unsupported dtype or layout,
-    an array of which this process has only a part, one without data, or one already donated or deleted.
+    Pieces are `Shard` and `Sharded`, torch's distributed tensors, and jax arrays of several processes. Raises
+    `Invalid`, naming key and type, for an array that cannot be stored: an unsupported dtype or layout, one
+    without data, or one already donated or deleted.
     """
     match _family(value):
+        case "shards":
+            return shards.pieces(key, value, as_array_leaf)
         case "torch":
             from tieredckpt.tree import torch_leaves
 
@@ -48,13 +57,15 @@ def as_array_leaf(key: str, value: object) -> ArrayLeaf | None:
             return _numpy_leaf(key, value, family)
 
 
-def as_template(key: str, value: object) -> ArrayLeaf | None:
-    """``value`` as an example of an array to restore, or None when it is no array.
+def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
+    """``value`` as an example of an array to restore, or of pieces of one, or None when it is no array.
 
     As `as_array_leaf`, but the data may be absent: torch meta tensors, `jax.ShapeDtypeStruct`, and jax arrays
     that were donated or deleted are examples too.
     """
     match _family(value):
+        case "shards":
+            return shards.pieces(key, value, as_template)
         case "torch":
             from tieredckpt.tree import torch_leaves
 
@@ -84,7 +95,8 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
 
             return jax_leaves.host_view(leaf)
         case _:
-            return np.asarray(leaf.source)
+            view = np.asarray(leaf.source)
+            return view if leaf.part is None else view[leaf.part]
 
 
 def row_major_bytes(view: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
@@ -124,6 +136,16 @@ def writable_view(key: str, value: object) -> npt.NDArray[Any]:
     return np.asarray(value)
 
 
+def writable_part(leaf: ArrayLeaf) -> npt.NDArray[Any]:
+    """As `writable_view`, of the memory of a leaf, which may be a piece of what the tree holds."""
+    key = leaf.key if leaf.place is None else leaf.place.key
+    view = writable_view(key, leaf.source)
+    part = view if leaf.part is None else view[leaf.part]
+    if not part.flags.c_contiguous:
+        raise Invalid(f"leaf {key!r}: a piece of it is not contiguous in memory; use `like`")
+    return part
+
+
 def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> object:
     """``array`` as the kind of array that ``template`` is an example of.
 
@@ -145,6 +167,32 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> object:
             return array
 
 
+def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
+    """What ``pieces`` are an example of, with the values of ``arrays`` by storage key; see `restored`."""
+    value = pieces.source
+    if _family(value) == "torch":
+        from tieredckpt.tree import torch_leaves
+
+        return torch_leaves.restored_pieces(pieces, arrays)
+    if _family(value) == "jax":
+        from tieredckpt.tree import jax_leaves
+
+        return jax_leaves.restored_pieces(pieces, arrays)
+    made = [_restored_shard(pieces, shard, arrays) for shard in shards.shards_of(value) or ()]
+    return made[0] if isinstance(value, Shard) else Sharded(made)
+
+
+def _restored_shard(pieces: Pieces, shard: Shard, arrays: Mapping[str, npt.NDArray[Any]]) -> Shard:
+    template = as_template(pieces.node.key, shard.array)
+    assert isinstance(template, ArrayLeaf)
+    box = Box(tuple(shard.offset), template.shape)
+    if box.size:
+        array = arrays[storage_key(pieces.node.key, pieces.node.shape, box)]
+    else:
+        array = np.empty(template.shape, template.dtype)
+    return Shard(restored(template, array), shard.shape, shard.offset)
+
+
 def _family(value: object) -> _Family | None:
     return _family_of_class(type(value))  # type: ignore[arg-type]  # mypy takes the instances' __hash__
 
@@ -158,6 +206,8 @@ def _family_of_class(cls: type) -> _Family | None:
         return "numpy-subclass"
     if issubclass(cls, np.generic):
         return "numpy-scalar"
+    if cls is Shard or cls is Sharded:
+        return "shards"
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None and issubclass(cls, tensor):
         return "torch"

@@ -27,25 +27,38 @@ from tieredckpt.format.structure import (
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import as_array_leaf
 from tieredckpt.tree.containers import NAMESPACE, Opened, open_container
-from tieredckpt.tree.leaf import ArrayLeaf, array_node
+from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 
 __all__ = ["Flat", "Skeleton", "flatten", "skeleton", "stored_array", "unflatten"]
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree, flat: its structure, and the arrays that it names in the same order."""
+    """A tree, flat: its structure, and the arrays that it names in the same order, or what is here of them."""
 
     structure: Node
     arrays: tuple[ArrayLeaf, ...]
+    elsewhere: frozenset[str] = frozenset()
+    """Keys of the arrays that another rank has too and will write to the slower tiers."""
+    in_pieces: bool = False
+    """Whether some array is given in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A tree, flat, and the opened containers, outermost first."""
+    """A tree, flat: its structure, its arrays in the same order, and the opened containers, outermost first."""
 
-    flat: Flat
+    structure: Node
+    arrays: tuple[ArrayLeaf | Pieces, ...]
     containers: tuple[Opened, ...]
+
+    @property
+    def leaves(self) -> tuple[ArrayLeaf, ...]:
+        """The arrays, and of those that are given in pieces the pieces."""
+        found: list[ArrayLeaf] = []
+        for array in self.arrays:
+            found += (array,) if isinstance(array, ArrayLeaf) else array.leaves
+        return tuple(found)
 
 
 @dataclass(slots=True)
@@ -60,18 +73,21 @@ class _Frame:
 def flatten(tree: object) -> Flat:
     """The structure and arrays of ``tree``.
 
-    Leaves are arrays (NumPy, torch, jax), NumPy scalars, int, float, complex, bool, str, bytes and None; for
-    containers see `tieredckpt.tree.containers`, for keys `tieredckpt.format.keys`. Arrays are not read.
+    Leaves are arrays (NumPy, torch, jax), shards of arrays (see `as_array_leaf`), NumPy scalars, int, float,
+    complex, bool, str, bytes and None; for containers see `tieredckpt.tree.containers`, for keys
+    `tieredckpt.format.keys`. Arrays are not read.
 
     Raises `Invalid`, naming the key, for any other object, a leaf that cannot be stored, two children of one
     key (the dict keys 1 and "1"), a container inside itself, and one deeper than `MAX_DEPTH`.
     """
-    return skeleton(tree, as_array_leaf).flat
+    found = skeleton(tree, as_array_leaf)
+    in_pieces = any(isinstance(array, Pieces) for array in found.arrays)
+    return Flat(found.structure, found.leaves, in_pieces=in_pieces)
 
 
-def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | None]) -> Skeleton:
+def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces | None]) -> Skeleton:
     """As `flatten`, with ``as_array`` to tell what an array is."""
-    arrays: list[ArrayLeaf] = []
+    arrays: list[ArrayLeaf | Pieces] = []
     containers: list[Opened] = []
     frames: list[_Frame] = []
 
@@ -104,7 +120,7 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | None]) 
         if len(key) * 4 > MAX_KEY_BYTES and len(key.encode()) > MAX_KEY_BYTES:
             raise Invalid(f"leaf {key[:64]!r}…: the key takes more than {MAX_KEY_BYTES} bytes; shorten it")
         arrays.append(leaf)
-        return array_node(leaf)
+        return array_node(leaf) if isinstance(leaf, ArrayLeaf) else leaf.node
 
     # An explicit stack: the depth of a tree must not depend on how deep the caller's own calls are.
     structure = visit(ROOT, LEAF_KEY, tree)
@@ -117,7 +133,7 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | None]) 
                 break
         else:
             frames.pop()
-    return Skeleton(Flat(structure, tuple(arrays)), tuple(containers))
+    return Skeleton(structure, tuple(arrays), tuple(containers))
 
 
 def unflatten(structure: Node, arrays: Mapping[str, npt.NDArray[Any]]) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
-from tieredckpt.tree.leaf import ArrayLeaf, checked_dtype
+from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["Level", "as_array_leaf", "as_template", "host_view", "one_level", "restored"]
+__all__ = ["Level", "as_array_leaf", "as_template", "host_view", "one_level", "restored", "restored_pieces"]
 
 
 class Level(NamedTuple):
@@ -23,22 +23,38 @@ class Level(NamedTuple):
     make: Callable[[Sequence[Any]], object]
 
 
-def as_array_leaf(key: str, value: object) -> ArrayLeaf:
+def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces:
     """The jax array ``value`` as a leaf; of a typed PRNG key, its data."""
     if isinstance(value, jax.ShapeDtypeStruct):
         raise Invalid(f"leaf {key!r}: a ShapeDtypeStruct has no data to save; it can only be given as `like`")
     array = _concrete(key, value)
     if array.is_deleted():
         raise Invalid(f"leaf {key!r}: the jax array was donated or deleted before the save; save the new one")
+    if not array.is_fully_addressable:
+        from tieredckpt.tree import jax_shards
+
+        return jax_shards.pieces(key, array, _array_leaf, _template)
+    return _array_leaf(key, array)
+
+
+def _array_leaf(key: str, array: Any) -> ArrayLeaf:
     if not _is_key(array):
         return ArrayLeaf(key, array, "jax", array.shape, _dtype(key, array), True, None)
     data = jax.random.key_data(array)
     return ArrayLeaf(key, data, "jax-key", data.shape, _dtype(key, data), True, _prng(key, array))
 
 
-def as_template(key: str, value: object) -> ArrayLeaf:
+def as_template(key: str, value: object) -> ArrayLeaf | Pieces:
     """The jax array or `jax.ShapeDtypeStruct` ``value`` as an example; its data is not looked at."""
     like = value if isinstance(value, jax.ShapeDtypeStruct) else _concrete(key, value)
+    if like.sharding is not None and not like.sharding.is_fully_addressable:
+        from tieredckpt.tree import jax_shards
+
+        return jax_shards.templates(key, like, _template)
+    return _template(key, like)
+
+
+def _template(key: str, like: Any) -> ArrayLeaf:
     if not _is_key(like):
         return ArrayLeaf(key, like, "jax", like.shape, _dtype(key, like), True, None)
     prng = []
@@ -57,7 +73,8 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     array = leaf.source
     assert isinstance(array, jax.Array)
     try:
-        return np.asarray(array)
+        view = np.asarray(array)
+        return view if leaf.part is None else view[leaf.part]
     except RuntimeError as error:
         if array.is_deleted():
             raise Invalid(
@@ -80,6 +97,16 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
     if result.dtype != template.dtype:
         raise Invalid(f"leaf {template.key!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
     return result
+
+
+def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> jax.Array:
+    """The array of several processes that ``pieces`` are an example of, with ``arrays`` by storage key."""
+    from tieredckpt.tree import jax_shards
+
+    prng = pieces.node.prng
+    if prng is None:
+        return jax_shards.restored(pieces, arrays, lambda data: data)
+    return jax_shards.restored(pieces, arrays, lambda data: jax.random.wrap_key_data(data, impl=prng))
 
 
 def one_level(value: object) -> Level | None:
@@ -105,8 +132,6 @@ def _concrete(key: str, value: object) -> jax.Array:
     if isinstance(value, jax.core.Tracer):
         raise Invalid(f"leaf {key!r}: a traced value has no data; save and restore outside of jit")
     assert isinstance(value, jax.Array)
-    if not value.is_fully_addressable:
-        raise Invalid(f"leaf {key!r}: this process can address only part of the jax array; save its addressable shards")
     return value
 
 

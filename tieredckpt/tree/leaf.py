@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,19 +10,39 @@ from typing import Any
 import numpy as np
 
 from tieredckpt.errors import Invalid
+from tieredckpt.format.boxes import Box
+from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import MAX_RANK, ArrayNode, Kind
 from tieredckpt.format.zarr import dtype_name
 
-__all__ = ["ArrayLeaf", "array_node", "checked_dtype"]
+__all__ = ["ArrayLeaf", "Pieces", "Place", "array_node", "checked_dtype", "nothing", "storage_key"]
 
 _name_of = lru_cache(maxsize=256)(dtype_name)
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayLeaf:
-    """An array of a tree, saved or given as ``like``."""
+class Place:
+    """Where a piece lies in the array that it is a box of."""
 
     key: str
+    """Of the array."""
+    shape: tuple[int, ...]
+    """Of the array."""
+    offset: tuple[int, ...]
+    cut: tuple[int, ...] | None = None
+    """What every piece of the array begins at multiples of, such as the shape of a shard, where that is known."""
+    cell: tuple[int, ...] | None = None
+    """Of the grid, where that is decided already."""
+    replicas: tuple[int, ...] = ()
+    """The ranks that have this very piece, where there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """An array of a tree, or a piece of one, saved or given as ``like``."""
+
+    key: str
+    """Under which it is stored: of a whole array the path of the leaf, see `storage_key`."""
     source: object
     """What the tree holds; for a typed PRNG key that is saved, its data."""
     kind: Kind
@@ -33,6 +54,32 @@ class ArrayLeaf:
     """Nobody can write to the bytes, so they may be captured by reference."""
     prng: str | None
     """Implementation of a typed PRNG key, such as ``threefry2x32``."""
+    place: Place | None = None
+    """Of a piece; of a whole array only where other ranks are known to have it too."""
+    part: tuple[slice, ...] | None = None
+    """The part of ``source`` that this leaf is, where it is not all of it."""
+
+    @property
+    def box(self) -> Box:
+        """What it is of the array."""
+        return Box((0,) * len(self.shape) if self.place is None else self.place.offset, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A leaf of a tree that is some boxes of a larger array."""
+
+    node: ArrayNode
+    """The array as the structure of the tree names it."""
+    source: object
+    """What the tree holds."""
+    leaves: tuple[ArrayLeaf, ...]
+    """The boxes that hold something."""
+
+
+def storage_key(key: str, shape: Sequence[int], box: Box) -> str:
+    """The key under which a box of the array ``key`` is stored: that of the array if it is all of it."""
+    return key if box.shape == tuple(shape) else block_key(key, box.offset)
 
 
 def checked_dtype(key: str, dtype: np.dtype[Any], rank: int) -> np.dtype[Any]:
@@ -47,5 +94,13 @@ def checked_dtype(key: str, dtype: np.dtype[Any], rank: int) -> np.dtype[Any]:
 
 
 def array_node(leaf: ArrayLeaf) -> ArrayNode:
-    """``leaf`` as the structure of a tree names it."""
+    """The array of ``leaf`` as the structure of a tree names it."""
+    if leaf.place is not None:
+        return ArrayNode(leaf.place.key, _name_of(leaf.dtype), leaf.place.shape, leaf.kind, leaf.prng)
     return ArrayNode(leaf.key, _name_of(leaf.dtype), leaf.shape, leaf.kind, leaf.prng)
+
+
+def nothing(node: ArrayNode, dtype: np.dtype[Any]) -> ArrayLeaf:
+    """The one piece of an array without items: all of it, so that somebody stores it."""
+    empty = np.empty(node.shape, dtype)
+    return ArrayLeaf(node.key, empty, "numpy", empty.shape, dtype, True, None)

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.format.keys import show_key
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
-from tieredckpt.tree.arrays import as_template, restored
+from tieredckpt.tree.arrays import as_template, restored, restored_pieces
 from tieredckpt.tree.containers import Opened
 from tieredckpt.tree.flatten import skeleton, stored_array
-from tieredckpt.tree.leaf import ArrayLeaf
+from tieredckpt.tree.leaf import ArrayLeaf, Pieces
 
 __all__ = ["Match", "match"]
 
@@ -28,7 +29,8 @@ class Match:
     structure: Node
     """Of ``like``, in its own order."""
     leaves: tuple[ArrayLeaf, ...]
-    """The arrays of ``like``, in its own order; ``source`` is the object that it holds."""
+    """The arrays of ``like``, in its own order, or the pieces of them that it asks for."""
+    _arrays: tuple[ArrayLeaf | Pieces, ...]
     _containers: tuple[Opened, ...]
     _stored: Mapping[str, Node]
 
@@ -36,13 +38,14 @@ class Match:
         """The restored tree: containers of the types of ``like``, arrays of its kinds, scalars as stored.
 
         Args:
-            arrays: by key, of the stored dtypes and shapes. They belong to the tree from here on.
+            arrays: by key of the leaf, of the stored dtypes and of the leaves' shapes. They belong to the tree from
+                here on.
 
         Raises `NotFound` for a missing array, `Corrupt` for one of another dtype or shape, and `Invalid` for
         a container that cannot be made from the restored children.
         """
         nodes = walk(self.structure)
-        return _Build(nodes, iter(self.leaves), iter(self._containers), self._stored, arrays).next()
+        return _Build(nodes, iter(self._arrays), iter(self._containers), self._stored, arrays).next()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class _Build:
     """Consumes nodes, leaves and containers in the order in which `skeleton` met them."""
 
     nodes: Iterator[tuple[str, Node]]
-    leaves: Iterator[ArrayLeaf]
+    leaves: Iterator[ArrayLeaf | Pieces]
     containers: Iterator[Opened]
     stored: Mapping[str, Node]
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -59,7 +62,11 @@ class _Build:
         path, node = next(self.nodes)
         stored = self.stored[path]
         if isinstance(stored, ArrayNode):
-            return restored(next(self.leaves), stored_array(stored, self.arrays))
+            leaf = next(self.leaves)
+            if isinstance(leaf, ArrayLeaf):
+                return restored(leaf, stored_array(stored, self.arrays))
+            nodes = [msgspec.structs.replace(stored, key=piece.key, shape=piece.shape) for piece in leaf.leaves]
+            return restored_pieces(leaf, {node.key: stored_array(node, self.arrays) for node in nodes})
         if not isinstance(node, CONTAINERS):
             assert not isinstance(stored, CONTAINERS)
             return scalar_value(stored)
@@ -77,19 +84,20 @@ class _Build:
             ) from error
 
 
-def match(like: object, structure: Node) -> Match:
+def match(like: object, structure: Node, *, part: bool = False) -> Match:
     """``structure`` as fitting ``like``, or one `Invalid` that lists every difference.
 
     Args:
         like: a tree as `flatten` takes it, whose arrays may also be torch meta tensors and
-            `jax.ShapeDtypeStruct`. An array matches one of the same dtype and shape of any library; a typed
-            PRNG key one of the same implementation; a scalar one of its type, whatever the value. Containers
-            match those of their kind (dict, list, tuple, namedtuple, dataclass, custom) with the same keys,
-            in any order; a dict key ``1`` matches ``"1"``.
+            `jax.ShapeDtypeStruct`. An array matches one of the same dtype and shape of any library, and a shard
+            an array of its global shape; a typed PRNG key one of the same implementation; a scalar one of its
+            type, whatever the value. Containers match those of their kind (dict, list, tuple, namedtuple,
+            dataclass, custom) with the same keys, in any order; a dict key ``1`` matches ``"1"``.
         structure: as stored.
+        part: ``like`` may leave out what the step has.
     """
     wanted = skeleton(like, as_template)
-    wanted_structure = wanted.flat.structure
+    wanted_structure = wanted.structure
     likes = dict(walk(wanted_structure))
     stored = dict(walk(structure))
     if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
@@ -97,7 +105,7 @@ def match(like: object, structure: Node) -> Match:
             f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, the step one {_show(structure)}"
         )
     missing = [path for path, node in likes.items() if path not in stored and _is_end(node)]
-    extra = [path for path, node in stored.items() if path not in likes and _is_end(node)]
+    extra = [] if part else [path for path, node in stored.items() if path not in likes and _is_end(node)]
     mismatched = [
         f"{show_key(path)} (like: {_show(node)}, step: {_show(stored[path])})"
         for path, node in likes.items()
@@ -113,7 +121,7 @@ def match(like: object, structure: Node) -> Match:
             f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
             f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
         )
-    return Match(wanted_structure, wanted.flat.arrays, wanted.containers, stored)
+    return Match(wanted_structure, wanted.leaves, wanted.arrays, wanted.containers, stored)
 
 
 def _is_end(node: Node) -> bool:

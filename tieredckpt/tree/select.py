@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from tieredckpt.errors import Invalid, NotFound
@@ -21,7 +21,7 @@ from tieredckpt.format.structure import (
     walk,
 )
 
-__all__ = ["select"]
+__all__ = ["choose", "select"]
 
 _COMPARED = 10_000
 
@@ -41,10 +41,7 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
         raise Invalid(f"keys={keys!r} chooses nothing: give a sequence of paths or patterns, or leave it out")
     ends = [path for path, node in walk(structure) if not (isinstance(node, CONTAINERS) and node.children)]
     kept: set[str] = set()
-    leaves = set(ends)
-    for pattern in keys:
-        # One look for a whole key: a caller may name thousands.
-        chosen = [pattern] if pattern in leaves else _chosen(pattern, ends)
+    for pattern, chosen in choose(keys, ends):
         if not chosen:
             raise NotFound(f"no leaf matches {pattern!r}{_near_misses(pattern, ends)}")
         kept.update(chosen)
@@ -56,7 +53,15 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
     return part
 
 
-def _chosen(pattern: str, ends: list[str]) -> list[str]:
+def choose(patterns: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Every pattern, and those of ``keys`` that it chooses; see `select`."""
+    known = set(keys)
+    for pattern in patterns:
+        # One look for a whole key: a caller may name thousands.
+        yield pattern, [pattern] if pattern in known else _chosen(pattern, keys)
+
+
+def _chosen(pattern: str, ends: Sequence[str]) -> list[str]:
     path = pattern.rstrip("/")
     below = path + "/"
     chosen = [key for key in ends if key == path or key.startswith(below)]

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.format.digest import copy_and_digest, digest, digest_array
-from tieredckpt.format.grid import Grid, cells, plan
+from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest
+from tieredckpt.format.grid import Grid, cell_box, cells, plan, plan_block
 from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes
@@ -51,17 +51,16 @@ class Cell:
     nbytes: int
     """Of the whole cell; the source may be shorter, the rest is zero padding."""
     source: Bytes | npt.NDArray[Any]
+    shape: tuple[int, ...] | None
+    """Of the whole cell, where ``source`` is no range of bytes; the source may be shorter along any axis."""
     expected: bytes | None
     """The digest that this cell had in the last two saves: likely unchanged, so digest before copying."""
 
     def copy_to(self, target: Bytes) -> bytes:
         """Fill ``target`` (``nbytes`` long) and return its digest."""
-        if self.source.dtype == np.uint8 and self.source.ndim == 1 and self.source.flags.c_contiguous:
+        if self.shape is None:
             return copy_and_digest(self.source, target)
-        valid = self.source.nbytes
-        np.copyto(target[:valid].view(self.source.dtype).reshape(self.source.shape), self.source)
-        target[valid:] = 0
-        return digest_array(target)
+        return _gather(self.source, target.view(self.source.dtype).reshape(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +103,18 @@ class Snapshot:
         snapshot = cls(leaves, [], deque(), {})
         for i, leaf in enumerate(leaves):
             view = host_view(leaf)
-            grid = plan(leaf.shape, leaf.dtype.itemsize, chunk_size)
+            grid = _grid(leaf, chunk_size)
             snapshot.grids.append(grid)
             if grid.size == 1 and grid.cell_nbytes <= INLINE_MAX:
-                snapshot.inline[i] = view.tobytes()
+                snapshot.inline[i] = _padded(view, grid)
                 continue
+            flat = row_major_bytes(view) if leaf.place is None or grid.contiguous else None
             known = expected.get(leaf.key, ())
-            if len(known) != grid.size or row_major_bytes(view) is None:
+            if len(known) != grid.size or flat is None:
                 known = (None,) * grid.size
-            for ordinal, source in enumerate(_sources(view, grid)):
-                snapshot.pending.append(Cell(i, ordinal, grid.cell_nbytes, source, known[ordinal]))
+            shape = None if flat is not None else grid.cell
+            for ordinal, source in enumerate(_sources(view, flat, grid)):
+                snapshot.pending.append(Cell(i, ordinal, grid.cell_nbytes, source, shape, known[ordinal]))
         return snapshot
 
     @property
@@ -190,12 +191,50 @@ class Snapshot:
         }
 
 
-def _sources(view: npt.NDArray[Any], grid: Grid) -> Iterator[Bytes | npt.NDArray[Any]]:
-    flat = row_major_bytes(view)
+def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:
+    """The cells of a leaf: of a piece such that, where possible, they are cells of one grid of its array."""
+    if leaf.place is None:
+        return plan(leaf.shape, leaf.dtype.itemsize, chunk_size)
+    if leaf.place.cell is not None:
+        return Grid(leaf.shape, leaf.place.cell, leaf.dtype.itemsize)
+    return plan_block(leaf.box, leaf.place.shape, leaf.dtype.itemsize, chunk_size, leaf.place.cut)
+
+
+def _sources(view: npt.NDArray[Any], flat: Bytes | None, grid: Grid) -> Iterator[Bytes | npt.NDArray[Any]]:
     if flat is not None:
         for cell in cells(grid):
             yield flat[cell.start : cell.start + cell.nbytes]
         return
     for cell in cells(grid):
-        starts = (i * n for i, n in zip(cell.index, grid.cell, strict=True))
-        yield view[tuple(slice(s, s + n) for s, n in zip(starts, grid.cell, strict=True))]
+        yield view[cell_box(grid, cell.index).slices()]
+
+
+def _padded(view: npt.NDArray[Any], grid: Grid) -> bytes:
+    """The bytes of the only cell of an array."""
+    if view.shape == grid.cell:
+        return view.tobytes()
+    memory = np.zeros(grid.cell_nbytes, np.uint8)
+    _gather(view, memory.view(view.dtype).reshape(grid.cell))
+    return memory.tobytes()
+
+
+def _gather(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> bytes:
+    """Copy ``source`` to the start of ``target`` along every axis, zero the rest, and return the target's digest.
+
+    What is digested is what was copied just before, while it is in the cache.
+    """
+    memory = target.reshape(-1).view(np.uint8)
+    while target.ndim > 1 and target.shape[0] == 1:
+        source, target = source[0], target[0]
+    row = target.nbytes // target.shape[0]
+    rows = max(1, BLOCK // row)
+    digester = Digester()
+    for first in range(0, target.shape[0], rows):
+        block = memory[first * row : (first + rows) * row]
+        part = source[first : first + rows]
+        copy = target[first : first + rows]
+        if part.shape != copy.shape:
+            block[:] = 0
+        np.copyto(copy[tuple(map(slice, part.shape))], part)
+        digester.update(block)
+    return digester.digest()

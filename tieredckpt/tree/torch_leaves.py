@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -10,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from tieredckpt.errors import Invalid
-from tieredckpt.tree.leaf import ArrayLeaf, checked_dtype
+from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["as_array_leaf", "as_template", "host_view", "restored", "writable_view"]
+__all__ = ["as_array_leaf", "as_template", "host_view", "restored", "restored_pieces", "writable_view"]
 
 _NATIVE: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype(np.bool_),
@@ -45,9 +47,26 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
 _DTYPES = _NATIVE | {dtype: numpy_dtype for dtype, (numpy_dtype, _) in _CARRIED.items()}
 
 
-def as_array_leaf(key: str, value: object) -> ArrayLeaf:
+def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces:
     """The tensor ``value`` as a leaf; `Invalid` for those that are more, or less, than a dense array."""
-    leaf = as_template(key, value)
+    if _is_distributed(value):
+        from tieredckpt.tree import torch_shards
+
+        return torch_shards.pieces(key, value, _array_leaf)
+    return _array_leaf(key, value)
+
+
+def as_template(key: str, value: object) -> ArrayLeaf | Pieces:
+    """The tensor ``value`` as an example; its data is not looked at."""
+    if _is_distributed(value):
+        from tieredckpt.tree import torch_shards
+
+        return torch_shards.pieces(key, value, _template)
+    return _template(key, value)
+
+
+def _array_leaf(key: str, value: object) -> ArrayLeaf:
+    leaf = _template(key, value)
     tensor = _tensor(leaf)
     if tensor.is_meta:
         raise Invalid(f"leaf {key!r}: a meta tensor has no data to save; materialize it first")
@@ -56,8 +75,7 @@ def as_array_leaf(key: str, value: object) -> ArrayLeaf:
     return leaf
 
 
-def as_template(key: str, value: object) -> ArrayLeaf:
-    """The tensor ``value`` as an example; its data is not looked at."""
+def _template(key: str, value: object) -> ArrayLeaf:
     assert isinstance(value, torch.Tensor)
     cls = type(value)
     if cls is not torch.Tensor and cls is not torch.nn.Parameter:
@@ -74,8 +92,10 @@ def as_template(key: str, value: object) -> ArrayLeaf:
 
 
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
-    """The tensor's array: a view of CPU memory, else a copy by torch."""
+    """The tensor's array: a view of CPU memory, else a copy by torch, of no more than the leaf."""
     tensor = _tensor(leaf)
+    if leaf.part is not None:
+        tensor = tensor.detach()[leaf.part]
     carried = _CARRIED.get(tensor.dtype)
     if carried is None:
         native: npt.NDArray[Any] = tensor.numpy(force=True)
@@ -86,7 +106,7 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
 
 def writable_view(key: str, value: object) -> npt.NDArray[Any]:
     """As `tieredckpt.tree.arrays.writable_view`, for a tensor."""
-    leaf = as_array_leaf(key, value)
+    leaf = _array_leaf(key, value)
     tensor = _tensor(leaf)
     if tensor.device.type != "cpu":
         raise Invalid(f"leaf {key!r}: a tensor on {tensor.device} cannot be restored into; use `like`")
@@ -113,6 +133,20 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> torch.Tensor:
     if type(like) is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     return tensor.requires_grad_(like.requires_grad)
+
+
+def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
+    """The distributed tensor that ``pieces`` are an example of, with the values of ``arrays`` by storage key."""
+    from tieredckpt.tree import torch_shards
+
+    return torch_shards.restored(pieces, arrays, _template, restored)
+
+
+def _is_distributed(value: object) -> bool:
+    # Whoever has made one has imported the module.
+    module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
+    cls = getattr(module, "DTensor", None)
+    return cls is not None and isinstance(value, cls)
 
 
 def _tensor(leaf: ArrayLeaf) -> torch.Tensor:

@@ -8,11 +8,13 @@ from math import prod
 
 import numpy as np
 import pytest
+from cuts import cuts, meshes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.errors import Invalid
-from tieredckpt.format.grid import MAX_RANK, Cell, Grid, cell_key, cells, check, plan
+from tieredckpt.format.boxes import Box, tile
+from tieredckpt.format.grid import MAX_RANK, Cell, Grid, cell_box, cell_key, cells, check, overlapping, plan, plan_block
 
 shapes = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
@@ -110,42 +112,65 @@ def test_impossible_arrays_are_refused(shape: tuple[int, ...], itemsize: int, ta
 
 
 @given(
-    shape=st.lists(st.integers(-1, 6), max_size=3).map(tuple),
-    cell=st.lists(st.integers(-1, 6), max_size=3).map(tuple),
+    shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
+    cell=st.lists(st.integers(1, 7), min_size=3, max_size=3),
 )
-def test_a_grid_passes_the_check_only_if_its_cells_are_ranges(shape: tuple[int, ...], cell: tuple[int, ...]) -> None:
-    grid = Grid(shape, cell, 2)
-    try:
-        check(grid)
-    except Invalid:
-        if len(shape) != len(cell) or min((*shape, *cell), default=1) < 1:
-            return
-        # A grid of possible sizes was refused: some cell is no range, or larger than the array.
-        numbers = np.arange(prod(shape)).reshape(shape)
-        whole = tuple(slice(0, part) for part in cell)
-        spread = numbers[whole].reshape(-1)
-        assert any(p > s for p, s in zip(cell, shape, strict=True)) or np.any(np.diff(spread) != 1)
-    else:
-        assert sum(found.nbytes for found in cells(grid)) == grid.nbytes
+def test_a_grid_is_contiguous_only_if_its_cells_are_ranges_padded_at_their_end(
+    shape: tuple[int, ...], cell: list[int]
+) -> None:
+    grid = check(Grid(shape, tuple(cell[: len(shape)]), 2))
+    numbers = np.arange(prod(shape)).reshape(shape)
+    found = list(cells(grid))
+    assert [position.index for position in found] == list(np.ndindex(*grid.counts))
+    for position in found:
+        box = cell_box(grid, position.index)
+        inside = numbers[box.slices()]
+        assert position.nbytes == inside.size * 2
+        assert position.start == inside.reshape(-1)[0] * 2
+        if grid.contiguous:
+            assert not np.any(np.diff(inside.reshape(-1)) != 1)
+            padded = np.full(grid.cell, -1)
+            padded[tuple(map(slice, inside.shape))] = inside
+            assert np.array_equal(padded.reshape(-1)[: inside.size], inside.reshape(-1))
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple),
+    cell=st.lists(st.integers(1, 7), min_size=3, max_size=3),
+    corners=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=3, max_size=3),
+)
+def test_the_cells_that_overlap_a_box_are_those_that_share_items_with_it(
+    shape: tuple[int, ...], cell: list[int], corners: list[tuple[int, int]]
+) -> None:
+    grid = Grid(shape, tuple(cell[: len(shape)]), 1)
+    pairs = corners[: len(shape)]
+    box = Box(tuple(min(pair) for pair in pairs), tuple(abs(b - a) for a, b in pairs))
+    boxes = [cell_box(grid, position.index) for position in cells(grid)]
+    expected = [(ordinal, found) for ordinal, found in enumerate(boxes) if found.intersection(box)]
+    assert list(overlapping(grid, box)) == expected
 
 
 @pytest.mark.parametrize(
     "grid",
     [
-        Grid((4, 4), (2, 2), 4),
         Grid((4, 4), (4,), 4),
         Grid((4,), (0,), 4),
         Grid((-1,), (1,), 4),
         Grid((0, 1 << 62), (1, 1 << 62), 4),
-        Grid((4,), (5,), 4),
         Grid((4,), (2,), 0),
         Grid((1 << 62,), (1,), 4),
+        Grid((4,), (1 << 62,), 4),
         Grid((1,) * 33, (1,) * 33, 1),
     ],
 )
-def test_grids_from_disk_that_are_not_ours_are_refused(grid: Grid) -> None:
+def test_grids_from_disk_that_are_none_are_refused(grid: Grid) -> None:
     with pytest.raises(Invalid, match="do not divide"):
         check(grid)
+
+
+def test_an_empty_array_of_any_shape_has_no_cells() -> None:
+    assert not list(cells(Grid((1 << 62, 0), (1, 1), 1)))
+    assert not list(cells(Grid((1 << 62, 0), (2, 2), 1)))
 
 
 def test_counting_an_enormous_grid_costs_nothing_until_its_cells_are_asked_for() -> None:
@@ -162,3 +187,66 @@ def test_a_million_cells_and_ten_thousand_tiny_arrays_are_planned_in_a_blink() -
         list(cells(plan((768,), 4, 16 << 20)))
     # Measured: 0.4 s for the cells, 30 ms for the arrays; the bound only catches a change of order.
     assert time.perf_counter() - began < 10
+
+
+@given(mesh=meshes(), itemsize=itemsizes, target=st.integers(1, 3000))
+def test_the_blocks_of_a_mesh_are_cut_into_cells_of_one_grid_or_all_by_themselves(
+    mesh: tuple[tuple[int, ...], tuple[int, ...], list[Box]], itemsize: int, target: int
+) -> None:
+    shape, cut, boxes = mesh
+    grids = [plan_block(box, shape, itemsize, target, cut) for box in boxes]
+    for box, grid in zip(boxes, grids, strict=True):
+        assert check(grid).shape == box.shape
+        assert grid.cell_nbytes <= max(target, itemsize)
+    # Blocks of full size agree; only a short last one may be too small for cells of its siblings to make sense.
+    assert len({grid.cell for box, grid in zip(boxes, grids, strict=True) if box.shape == cut}) <= 1
+    cell = grids[0].cell
+    for box, grid in zip(boxes, grids, strict=True):
+        if grid.cell == cell and all(c == 0 or o % c == 0 for o, c in zip(box.offset, cell, strict=True)):
+            continue
+        alone = plan(box.shape, itemsize, target)
+        assert grid == alone
+
+
+@given(cut=cuts(), itemsize=itemsizes, target=st.integers(1, 3000))
+def test_a_block_of_any_cut_is_covered_by_its_own_grid(
+    cut: tuple[tuple[int, ...], list[Box]], itemsize: int, target: int
+) -> None:
+    shape, boxes = cut
+    for box in boxes:
+        grid = check(plan_block(box, shape, itemsize, target))
+        assert tile(box.shape, [cell_box(grid, position.index) for position in cells(grid)])
+
+
+@pytest.mark.parametrize(
+    ("box", "shape", "cut", "cell"),
+    [
+        # Rows over ranks, whole rows in a cell.
+        (Box((4096, 0), (4096, 1024)), (32768, 1024), None, (4096, 1024)),
+        (Box((8192, 0), (8192, 1024)), (32768, 1024), None, (4096, 1024)),
+        # Columns over ranks: cells of columns.
+        (Box((0, 512), (8192, 512)), (8192, 1024), None, (8192, 512)),
+        # The last block of a vocabulary over eight ranks is shorter, and is cut like the others.
+        (Box((0, 0), (6283, 1600)), (50257, 1600), (6283, 1600), (6283, 534)),
+        (Box((43981, 0), (6276, 1600)), (50257, 1600), (6283, 1600), (6283, 534)),
+        # Two unequal halves meet where one ends and the other begins.
+        (Box((0,), (9,)), (13,), None, (9,)),
+        (Box((9,), (4,)), (13,), None, (9,)),
+        # A prime length in one axis cannot join above the smallest share.
+        (Box((0,), (16777259,)), (3 * 16777259,), None, (8388630,)),
+    ],
+)
+def test_known_blocks(box: Box, shape: tuple[int, ...], cut: tuple[int, ...] | None, cell: tuple[int, ...]) -> None:
+    assert plan_block(box, shape, 4 if len(shape) > 1 else 1, 16 << 20, cut).cell == cell
+
+
+def test_a_block_outside_its_array_is_refused() -> None:
+    with pytest.raises(Invalid, match="no block"):
+        plan_block(Box((3,), (2,)), (4,), 4, 64)
+
+
+@pytest.mark.parametrize("size", [(1 << 61) - 1, 1 << 60])
+def test_the_largest_blocks_are_planned_in_a_blink(size: int) -> None:
+    began = time.perf_counter()
+    assert plan_block(Box((0,), (size,)), (3 * size,), 1, 1 << 50).size > 1
+    assert time.perf_counter() - began < 5

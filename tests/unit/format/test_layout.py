@@ -93,3 +93,49 @@ def test_no_other_file_is_taken_for_a_pack(key: str) -> None:
 def test_only_a_pack_id_names_a_pack(identity: str) -> None:
     with pytest.raises(Invalid):
         layout.pack_key(identity)
+
+
+@given(key=st.text(min_size=1, max_size=20), offset=st.lists(st.integers(0, (1 << 63) - 1), min_size=1, max_size=32))
+def test_a_block_key_parses_to_its_array_and_offset(key: str, offset: list[int]) -> None:
+    name = layout.block_key(key, tuple(offset))
+    assert layout.parse_block_key(name) == (key, tuple(offset))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "params/w",
+        "tieredckpt/step.json",
+        "tieredckpt/blocks/w",
+        "tieredckpt/blocks//0",
+        "tieredckpt/blocks/w/",
+        "tieredckpt/blocks/w/00",
+        "tieredckpt/blocks/w/0.",
+        "tieredckpt/blocks/w/-1",
+        "tieredckpt/blocks/w/0.01",
+        "tieredckpt/blocks/w/\N{ARABIC-INDIC DIGIT ONE}",
+        "tieredckpt/blocks/w/9223372036854775808",
+        "tieredckpt/blocks/w/" + ".".join("0" * 33),
+        "tieredckpt/blocks/w/0/zarr.json",
+    ],
+)
+def test_no_other_key_is_taken_for_a_block(key: str) -> None:
+    assert layout.parse_block_key(key) is None
+
+
+@pytest.mark.parametrize("offset", [(), (-1,), (1 << 63,), (0,) * 33])
+def test_impossible_offsets_have_no_block(offset: tuple[int, ...]) -> None:
+    with pytest.raises(Invalid, match="no block"):
+        layout.block_key("w", offset)
+
+
+@given(step=steps, serial=serials, rank=st.integers(0, 10**6))
+def test_the_file_of_a_part_parses_to_its_step_and_rank(step: int, serial: int, rank: int) -> None:
+    assert layout.parse_part_key(layout.part_key(step, serial, rank)) == (step, serial, rank)
+
+
+@pytest.mark.parametrize(
+    "name", ["steps/0000000001-000001/parts/01", "steps/0000000001-000001/parts/", "steps/1-1/parts/1", "parts/1"]
+)
+def test_no_other_file_is_taken_for_a_part(name: str) -> None:
+    assert layout.parse_part_key(name) is None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import uuid
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.boxes import Box
 from tieredckpt.format.digest import digest
 from tieredckpt.format.grid import Grid
 from tieredckpt.format.keys import child_key
-from tieredckpt.format.layout import btree_key
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, decode_step, encode_step
+from tieredckpt.format.layout import block_key, btree_key
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord, decode_step, encode_step
 from tieredckpt.format.structure import ArrayNode, DictNode
 
 NAMES = st.text("a.-!%/0", min_size=1, max_size=4) | st.text(st.characters(codec="utf-8"), max_size=6)
@@ -45,6 +48,76 @@ def test_every_array_gets_its_own_digests_back(names: set[str], checksum: bool) 
     decoded = decode_step(files.manifest, files.btree, path)
     assert decoded.record == record
     assert decoded.arrays == arrays
+
+
+WHOLE = ArrayNode("w", "uint8", (8, 2), "numpy")
+
+
+def _blocks(record: StepRecord, blocks: dict[str, tuple[int, ...]], dtype: str = "uint8") -> StepIndex:
+    """An index with arrays of those storage keys and shapes, read back."""
+    arrays = {
+        name: ArrayIndex(Grid(shape, (1, 2), 1), np.dtype(dtype), [_chunk(i, n) for n in range(shape[0])])
+        for i, (name, shape) in enumerate(blocks.items())
+    }
+    path = btree_key(1, 1)
+    files = encode_step(record, arrays, btree_path=path, checksum=False)
+    return decode_step(files.manifest, files.btree, path)
+
+
+def _record(rank: int | None, ranks: int = 2) -> StepRecord:
+    return StepRecord(
+        store=str(uuid.UUID(int=1)),
+        step=1,
+        serial=1,
+        line=((1, 1),),
+        restored_from=None,
+        saved_at=0.0,
+        nbytes=16,
+        metrics={},
+        provenance={},
+        policy={},
+        structure=DictNode(["w"], [WHOLE]),
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+TOP, BOTTOM = block_key("w", (0, 0)), block_key("w", (4, 0))
+
+
+def test_an_array_in_blocks_is_read_with_the_boxes_that_it_is_in() -> None:
+    index = _blocks(_record(None), {TOP: (4, 2), BOTTOM: (4, 2)})
+    assert index.blocks("w") == [(Box((0, 0), (4, 2)), TOP), (Box((4, 0), (4, 2)), BOTTOM)]
+
+
+def test_the_step_of_a_rank_has_what_the_rank_has_of_an_array() -> None:
+    assert _blocks(_record(1), {BOTTOM: (4, 2)}).blocks("w") == [(Box((4, 0), (4, 2)), BOTTOM)]
+    assert _blocks(_record(0), {}).blocks("w") == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "blocks", "dtype"),
+    [
+        pytest.param(None, {TOP: (4, 2)}, "uint8", id="a block is missing"),
+        pytest.param(None, {TOP: (4, 2), BOTTOM: (2, 2)}, "uint8", id="a block is short"),
+        pytest.param(None, {TOP: (6, 2), BOTTOM: (4, 2)}, "uint8", id="blocks overlap"),
+        pytest.param(None, {TOP: (4, 2), BOTTOM: (4, 2), "w": (8, 2)}, "uint8", id="whole, and in blocks"),
+        pytest.param(None, {TOP: (4, 2), BOTTOM: (4, 2)}, "int8", id="of another dtype"),
+        pytest.param(None, {}, "uint8", id="nothing is there"),
+        pytest.param(None, {"w": (8, 2), block_key("v", (0, 0)): (4, 2)}, "uint8", id="a block of no array"),
+        pytest.param(None, {"w": (6, 2)}, "uint8", id="of another shape"),
+        pytest.param(1, {BOTTOM: (6, 2)}, "uint8", id="beyond the array"),
+        pytest.param(1, {"w": (6, 2)}, "uint8", id="a whole array of another shape"),
+        pytest.param(1, {block_key("w", (0,)): (4, 2)}, "uint8", id="an offset of too few axes"),
+        pytest.param(2, {"w": (8, 2)}, "uint8", id="a rank that is none"),
+        pytest.param(-1, {"w": (8, 2)}, "uint8", id="a negative rank"),
+    ],
+)
+def test_blocks_that_are_not_the_array_of_the_tree_are_corrupt(
+    rank: int | None, blocks: dict[str, tuple[int, ...]], dtype: str
+) -> None:
+    with pytest.raises(Corrupt, match=f"{btree_key(1, 1)}: .*(in the tree|of the tree|of rank)"):
+        _blocks(_record(rank), blocks, dtype)
 
 
 def _chunk(array: int, ordinal: int) -> Chunk:

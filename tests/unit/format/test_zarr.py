@@ -127,7 +127,6 @@ CHANGES: list[tuple[str, Any]] = [
     ("codecs", [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}]),
     ("codecs", [{"name": "bytes", "configuration": {"endian": "little"}}, *[{"name": "crc32c"}] * 2]),
     ("chunk_key_encoding", {"name": "default", "configuration": {"separator": "."}}),
-    ("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [2, 2]}}),
     ("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [0, 4]}}),
     ("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [2]}}),
     ("chunk_grid", {"name": "rectilinear", "configuration": {"chunk_shape": [2, 4]}}),

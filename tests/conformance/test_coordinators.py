@@ -1,0 +1,90 @@
+"""Every coordinator that can run in one process keeps the contract of `tieredckpt.engine.ranks`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.engine.coordinators.mailbox import Mailbox
+from tieredckpt.engine.coordinators.shared import SharedStore
+from tieredckpt.engine.ranks import Coordinator, Solo
+from tieredckpt.testing.coordinators import CoordinatorTests
+from tieredckpt.testing.ranks import World
+
+Processes = Callable[[], list[Coordinator]]
+
+
+@pytest.fixture(autouse=True)
+def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
+    with blockbuster_ctx("tieredckpt") as guard:
+        yield guard
+
+
+class TestSolo(CoordinatorTests):
+    @pytest.fixture
+    def processes(self) -> Processes:
+        return lambda: [Solo()]
+
+
+class TestInProcess(CoordinatorTests):
+    @pytest.fixture
+    def processes(self) -> Processes:
+        world = World(4)
+        return lambda: [*world.coordinators()]
+
+
+class TestInProcessWithoutBulk(CoordinatorTests):
+    @pytest.fixture
+    def processes(self) -> Processes:
+        world = World(2, nodes=["a", "a"], bulk=False)
+        return lambda: [*world.coordinators()]
+
+
+class TestSharedFolder(CoordinatorTests):
+    @pytest.fixture
+    def processes(self, tmp_path: Path) -> Processes:
+        async def open_store() -> PosixStore:
+            return await asyncio.to_thread(PosixStore, tmp_path, fsync=False)
+
+        return lambda: [SharedStore(open_store, rank=rank, size=3) for rank in range(3)]
+
+
+class TestSharedKvstore(CoordinatorTests):
+    @pytest.fixture
+    def processes(self, tmp_path: Path) -> Processes:
+        async def open_store() -> KvStoreBlobs:
+            return await KvStoreBlobs.open({"driver": "file", "path": f"{tmp_path}/"})
+
+        return lambda: [SharedStore(open_store, rank=rank, size=2) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def connections() -> list[Any]:
+    """To a store of torch, one for each rank; to make one may take seconds where names are looked up slowly."""
+    dist = pytest.importorskip("torch.distributed")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [server, server.clone(), server.clone()]
+
+
+class TestTorchStore(CoordinatorTests):
+    """Messages through the store of a job that goes on while its ranks are started again."""
+
+    @pytest.fixture
+    def processes(self, connections: list[Any], request: pytest.FixtureRequest) -> Processes:
+        from torch.distributed import PrefixStore
+
+        from tieredckpt.engine.coordinators.torch import StoreCarrier
+
+        name = request.node.name
+        return lambda: [
+            Mailbox(StoreCarrier(partial(PrefixStore, name, store)), rank=rank, size=3)
+            for rank, store in enumerate(connections)
+        ]

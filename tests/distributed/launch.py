@@ -1,0 +1,271 @@
+"""Runs a program as the ranks of a real engine, and tells what each of them told.
+
+In a test::
+
+    with launch("torch", PROGRAM, ranks=4, folder=tmp_path, arguments={"steps": 3}) as job:
+        job.wait_for("saving", rank=2)          # ranks mark how far they are
+        job.kill(2)                             # SIGKILL
+        job.wait(timeout=60)                    # the exit status; everything has ended
+        assert job.told(0) == {"loss": 0.5}
+
+In the program, a file that runs in every process::
+
+    with rank_of_this_process() as me:          # the engine is initialised
+        store = CheckpointStore.open(..., ranks="auto")
+        me.mark("saving")
+        me.tell({"loss": 0.5})
+
+The engines: ``torch`` (torchrun, gloo), ``mpi`` (mpiexec, mpi4py), ``jax`` (jax.distributed), and ``none``: processes
+with the variables of torchrun and no engine at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+__all__ = ["ENGINES", "Job", "Rank", "free_port", "launch", "mpiexec", "need", "rank_of_this_process"]
+
+ENGINES = ("torch", "mpi", "jax", "none")
+
+_TESTS = Path(__file__).parents[1]
+_NEEDS = {"torch": ("torch",), "mpi": ("mpi4py",), "jax": ("jax",), "none": ()}
+
+
+def need(engine: str) -> None:
+    """Skip the test where the engine is not installed; fail it where ``TIEREDCKPT_REQUIRE_ENGINES`` is set."""
+    missing = [module for module in _NEEDS[engine] if importlib.util.find_spec(module) is None]
+    if engine == "mpi" and mpiexec() is None:
+        missing.append("mpiexec")
+    if not missing:
+        return
+    reason = f"needs {' and '.join(missing)}"
+    if os.environ.get("TIEREDCKPT_REQUIRE_ENGINES"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+class Job:
+    """The processes of one launch, by rank."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+        self._processes = processes
+        self._folder = folder
+
+    @property
+    def output(self) -> str:
+        """What the processes have printed so far."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self._folder.glob("output-*")))
+
+    def told(self, rank: int) -> Any:
+        """What a rank told; fails the test, with the output, where it told nothing."""
+        path = self._folder / f"told-{rank}.json"
+        if not path.exists():
+            pytest.fail(f"rank {rank} told nothing; the output was:\n{self.output}")
+        return json.loads(path.read_text())
+
+    def has_told(self, rank: int) -> bool:
+        """Whether a rank told anything."""
+        return (self._folder / f"told-{rank}.json").exists()
+
+    def wait_for(self, mark: str, *, rank: int, timeout: float = 60.0) -> None:
+        """Wait until a rank has marked that it is so far."""
+        path = self._folder / f"mark-{rank}-{mark}"
+        self._until(path.exists, f"rank {rank} has not come to {mark!r}", timeout)
+
+    def kill(self, rank: int) -> None:
+        """End one rank at once, as a machine does that fails."""
+        os.kill(self._pid(rank), signal.SIGKILL)
+
+    def stop(self, rank: int) -> None:
+        """Let one rank hang, until `go_on`."""
+        os.kill(self._pid(rank), signal.SIGSTOP)
+
+    def go_on(self, rank: int) -> None:
+        """Let one rank that hangs go on."""
+        os.kill(self._pid(rank), signal.SIGCONT)
+
+    def wait(self, *, timeout: float = 60.0) -> int:
+        """Wait until all processes have ended; the first exit status that is not 0, else 0."""
+        self._until(lambda: all(p.poll() is not None for p in self._processes), "the job has not ended", timeout)
+        return next((p.returncode for p in self._processes if p.returncode), 0)
+
+    def succeed(self, *, timeout: float = 60.0) -> None:
+        """The same for a job that must not fail."""
+        status = self.wait(timeout=timeout)
+        if status != 0:
+            pytest.fail(f"the job ended with {status}; the output was:\n{self.output}")
+
+    def _pid(self, rank: int) -> int:
+        path = self._folder / f"pid-{rank}"
+        self._until(path.exists, f"rank {rank} has not begun", 60.0)
+        return int(path.read_text())
+
+    def _until(self, done: Any, what: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not done():
+            if time.monotonic() >= deadline:
+                pytest.fail(f"{what} within {timeout:.0f} s; the output was:\n{self.output}")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Kill whatever of it still runs."""
+        found: dict[int, psutil.Process] = {}
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.poll() is None:
+                    parent = psutil.Process(process.pid)
+                    found |= {each.pid: each for each in [parent, *parent.children(recursive=True)]}
+        for path in self._folder.glob("pid-*"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each = psutil.Process(int(path.read_text()))
+                if str(self._folder) in each.environ().get("TIEREDCKPT_TEST_FOLDER", ""):
+                    found[each.pid] = each
+        for each in found.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        for process in self._processes:
+            process.wait(10)
+        psutil.wait_procs(list(found.values()), timeout=10)
+
+
+@contextmanager
+def launch(
+    engine: str,
+    program: Path,
+    *,
+    ranks: int,
+    folder: Path,
+    arguments: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    notice: float = 0.1,
+) -> Iterator[Job]:
+    """Start ``program`` as ``ranks`` ranks; what is left of them at the end is killed.
+
+    Args:
+        folder: of this launch alone; made if it is not there.
+        arguments: what the program finds as `Rank.arguments`.
+        restarts: how often torchrun starts all ranks again when one has failed.
+        notice: seconds between torchrun's looks at its ranks; it ends the others when one has died.
+    """
+    need(engine)
+    folder.mkdir(parents=True, exist_ok=True)
+    common = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{_TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+        "TIEREDCKPT_TEST_ARGUMENTS": json.dumps(dict(arguments or {})),
+        "TIEREDCKPT_TEST_ENGINE": engine,
+        "TIEREDCKPT_TEST_FOLDER": str(folder),
+        **(environment or {}),
+    }
+    python = [sys.executable, str(program)]
+    commands: list[tuple[list[str], dict[str, str]]]
+    if engine == "torch":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        commands = [([*torchrun, f"--max-restarts={restarts}", f"--monitor-interval={notice}", str(program)], common)]
+    elif engine == "mpi":
+        commands = [([str(mpiexec()), "-n", str(ranks), *python], common)]
+    else:
+        port = free_port()
+        each = {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)}
+        commands = [(python, {**common, **each, "RANK": str(rank)}) for rank in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
+    job = Job(processes, folder)
+    try:
+        for number, (command, variables) in enumerate(commands):
+            with open(folder / f"output-{number}", "wb") as output:
+                processes.append(
+                    subprocess.Popen(
+                        command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        yield job
+    finally:
+        job.end()
+
+
+class Rank:
+    """This process, in a program."""
+
+    def __init__(self, rank: int, size: int, engine: str, folder: Path, arguments: dict[str, Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self.engine = engine
+        self.arguments = arguments
+        self._folder = folder
+
+    def mark(self, name: str) -> None:
+        """Let the test know how far this rank is."""
+        self._write(f"mark-{self.rank}-{name}", "")
+
+    def tell(self, value: Any) -> None:
+        """Hand the test a value that JSON can hold, in place of what was told before."""
+        self._write(f"told-{self.rank}.json", json.dumps(value))
+
+    def _write(self, name: str, text: str) -> None:
+        unfinished = self._folder / f".{name}"
+        unfinished.write_text(text)
+        unfinished.rename(self._folder / name)
+
+
+@contextmanager
+def rank_of_this_process() -> Iterator[Rank]:
+    """Initialise the engine, and end it; in a program that `launch` started."""
+    engine = os.environ["TIEREDCKPT_TEST_ENGINE"]
+    folder = Path(os.environ["TIEREDCKPT_TEST_FOLDER"])
+    arguments = json.loads(os.environ["TIEREDCKPT_TEST_ARGUMENTS"])
+    with contextlib.ExitStack() as ending:
+        if engine == "torch":
+            import torch.distributed as dist
+
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            # torchrun keeps its store when it starts all ranks again, with the addresses of the dead in it.
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            ending.callback(dist.destroy_process_group)
+        elif engine == "mpi":
+            from mpi4py import MPI
+
+            rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        else:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if engine == "jax":
+            import jax
+
+            jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", size, rank)
+            ending.callback(jax.distributed.shutdown)
+        me = Rank(rank, size, engine, folder, arguments)
+        me._write(f"pid-{rank}", str(os.getpid()))
+        yield me
+
+
+def mpiexec() -> str | None:
+    """That of this environment, else that of the machine."""
+    here = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    return here or shutil.which("mpiexec")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

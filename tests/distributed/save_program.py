@@ -1,0 +1,120 @@
+"""What every rank does in `test_save_and_restore`: saves, dies in the middle of one, goes on, and restores."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+from distributed.launch import Rank, rank_of_this_process
+
+from tieredckpt import CheckpointStore, Shard, SyncStore
+from tieredckpt.engine.tier import Tier
+from tieredckpt.events import CommitFailed, StepAgreed
+
+ROWS, COLUMNS = 24 * 1024, 16
+
+
+def config_of(me: Rank) -> dict[str, Any]:
+    """RAM of this node, and a folder that all share."""
+    return {
+        "store": {
+            "name": "save-and-restore",
+            "chunk_size": "64 KiB",
+            "rank_deadline": me.arguments.get("deadline", "60 s"),
+            "replicated": ["common/**"],
+        },
+        "tiers": {
+            "ram": {"kind": "ram", "path": me.arguments["ram"], "capacity": "16 MiB", "on_close": "keep"},
+            "disk": {"kind": "posix", "path": me.arguments["disk"], "fsync": False},
+        },
+    }
+
+
+def whole(step: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(step).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+
+
+def common(step: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.random.default_rng(100 + step).standard_normal(50_000)
+
+
+def rows(me: Rank) -> tuple[int, int]:
+    return ROWS * me.rank // me.size, ROWS * (me.rank + 1) // me.size
+
+
+def state(me: Rank, step: int) -> dict[str, Any]:
+    """Rows of an array, what all ranks have alike, and what this one alone has."""
+    first, last = rows(me)
+    return {
+        "w": Shard(whole(step)[first:last].copy(), shape=(ROWS, COLUMNS), offset=(first, 0)),
+        "common": {"bias": common(step)},
+        "own": {str(me.rank): np.full(3, me.rank)},
+        "step": step,
+    }
+
+
+def check(me: Rank, store: SyncStore, step: int) -> dict[str, Any]:
+    """Restore this rank's part, and tell whether it is what was saved."""
+    first, last = rows(me)
+    mine, shared = np.zeros((last - first, COLUMNS), np.float32), np.zeros(50_000)
+    into = {"w": Shard(mine, shape=(ROWS, COLUMNS), offset=(first, 0)), "common": {"bias": shared}}
+    restored = store.restore(into=into)
+    assert restored is not None
+    same = mine.tobytes() == whole(step)[first:last].tobytes() and shared.tobytes() == common(step).tobytes()
+    return {"step": restored.step, "same": same, "sources": dict(restored.sources)}
+
+
+def die(me: Rank, store: SyncStore) -> None:
+    """Save one step for good; of the next, the victim has copied its part, and never commits it."""
+    failed: list[CommitFailed] = []
+    heard, agreed = threading.Event(), threading.Event()
+
+    def hear(event: object) -> None:
+        if isinstance(event, CommitFailed):
+            failed.append(event)
+            heard.set()
+        elif isinstance(event, StepAgreed):
+            agreed.set()
+
+    store.subscribe(hear)
+    store.save(1, state(me, 1)).reached("disk")
+    assert agreed.is_set()
+    if me.rank == me.arguments["victim"]:
+
+        async def hang(*_: object) -> None:
+            me.mark("saving")
+            await asyncio.Event().wait()
+
+        Tier.commit = hang  # type: ignore[method-assign]
+    store.save(2, state(me, 2))
+    me.mark("saved")
+    assert heard.wait(60)
+    me.tell({"ranks": failed[0].ranks, "reason": failed[0].reason})
+    me.mark("heard")
+
+
+def go_on(me: Rank, store: SyncStore) -> None:
+    """Restore what there is, and save the step that was lost, and one more."""
+    found = check(me, store, 1)
+    store.save(2, state(me, 2)).reached("disk")
+    last = store.save(3, state(me, 3))
+    last.reached("ram")
+    store.flush()
+    me.tell(found | {"where": store.where(3), "written": last.saved.new_bytes if last.saved else 0})
+
+
+def restore(me: Rank, store: SyncStore) -> None:
+    """Restore what another number of ranks saved."""
+    me.tell(check(me, store, 3))
+
+
+def main() -> None:
+    """Do what the test asks for."""
+    with rank_of_this_process() as me, CheckpointStore.open(config_of(me)).sync() as store:
+        {"die": die, "go_on": go_on, "restore": restore}[me.arguments["task"]](me, store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Ranks speak over real engines, beside a training that uses them, and outlive each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from distributed.launch import launch
+
+PROGRAM = Path(__file__).with_name("coordinator_program.py")
+
+RANKS = {"torch": 4, "mpi": 4, "jax": 2, "none": 3}
+KINDS = {"torch": "TorchRanks", "mpi": "MpiRanks", "jax": "JaxRanks", "none": "SharedStore"}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """The folder that all ranks share."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("engine", RANKS)
+def test_ranks_speak_while_a_training_runs_collectives_and_leave_nothing_behind(
+    engine: str, tmp_path: Path, disk: Path
+) -> None:
+    size = RANKS[engine]
+    messages = 25 if engine == "none" else 100
+    arguments = {"task": "speak", "disk": str(disk), "messages": messages, "sessions": 2}
+    with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments) as job:
+        job.succeed()
+        told = [job.told(rank) for rank in range(size)]
+    for each in told:
+        assert each["kind"] == KINDS[engine]
+        assert each["bulk"] == (engine in ("torch", "mpi"))
+        assert each["steps"] > 0
+        assert each["left"] == []
+    assert [path for path in disk.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [
+        ("torch", "kill"),
+        pytest.param("torch", "stop", marks=pytest.mark.slow),
+        ("mpi", "stop"),  # mpiexec itself ends all ranks when one is killed
+        ("jax", "kill"),
+        pytest.param("jax", "stop", marks=pytest.mark.slow),
+        ("none", "kill"),
+    ],
+)
+def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
+    engine: str, how: str, tmp_path: Path, disk: Path
+) -> None:
+    size = max(3, RANKS[engine])
+    last = size - 1
+    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5, "bulk": (engine, how) == ("torch", "kill")}
+    with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments, notice=60.0) as job:
+        for rank in range(size):
+            job.wait_for("open", rank=rank)
+        (job.kill if how == "kill" else job.stop)(last)
+        (disk / "gone").touch()
+        for rank in range(last):
+            job.wait_for("outlived", rank=rank)
+            told = job.told(rank)
+            assert told["missing"] == [last]
+            assert 1.4 < told["seconds"] < 5.0
+            if arguments["bulk"]:
+                assert len(told["bulk"]) == 2
+                assert max(told["bulk"]) < 5.0
+            assert told["still"] == [[other] for other in range(last) if other != rank]
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_read_nothing_of_before(tmp_path: Path, disk: Path) -> None:
+    arguments = {"task": "meet again", "disk": str(disk)}
+    with launch("torch", PROGRAM, ranks=4, folder=tmp_path / "job", arguments=arguments, restarts=1) as job:
+        job.succeed()
+        for rank in range(4):
+            assert job.told(rank) == {"words": ["second"] * 4, "stale": []}

@@ -1,0 +1,63 @@
+"""One thread for the calls of a foreign library, which may hang in them without hanging anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from tieredckpt.errors import Closed
+
+__all__ = ["Aside"]
+
+T = TypeVar("T")
+
+
+class Aside:
+    """Runs calls one after the other on a daemon thread: an exiting process does not wait for it.
+
+    The thread begins with the first call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    async def call(self, function: Callable[..., T], *arguments: Any, timeout: float) -> T:
+        """What ``function`` returns or raises; `TimeoutError` after so many seconds.
+
+        A call that is cancelled or late is left behind, so it must not touch the caller's memory; one that
+        has not begun by then never does.
+        """
+        if self._closed:
+            raise Closed("the coordinator of the ranks was closed, with the store it belonged to")
+        if self._thread.ident is None:
+            self._thread.start()
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            if not outcome.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(result)
+
+        self._calls.put(run)
+        return await asyncio.wait_for(asyncio.wrap_future(outcome), timeout)
+
+    def close(self) -> None:
+        """End the thread after the calls that were made. Does not wait for it. Idempotent."""
+        self._closed = True
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # it holds what its caller gave it

@@ -1,0 +1,279 @@
+"""What the ranks of a store tell each other, as bytes.
+
+Most is in the leader's log: numbered messages to all other ranks, which they apply in their order. Answers have
+topics of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from tieredckpt.errors import (
+    Closed,
+    Conflict,
+    Corrupt,
+    Invalid,
+    NoSpace,
+    NotFound,
+    RanksUnavailable,
+    TieredCkptError,
+    TierUnavailable,
+)
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.structure import NoneNode
+
+__all__ = [
+    "Agreed",
+    "Catalog",
+    "Chosen",
+    "Closing",
+    "Done",
+    "Evicted",
+    "Failed",
+    "Failure",
+    "HeldStep",
+    "Logged",
+    "Opened",
+    "Promote",
+    "Promoted",
+    "Replicate",
+    "Replicated",
+    "Save",
+    "Stuck",
+    "TierNews",
+    "brief",
+    "decode",
+    "decode_said",
+    "encode",
+]
+
+M = TypeVar("M")
+
+_KINDS: dict[str, type[TieredCkptError]] = {
+    kind.__name__: kind for kind in (Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable)
+}
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way to another rank."""
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
+        if isinstance(error, RanksUnavailable):
+            return cls("RanksUnavailable", str(error), tuple(error.ranks))
+        return cls(kind, str(error) if kind or str(error) else type(error).__name__)
+
+    def error(self) -> TieredCkptError:
+        """The error for whoever it is raised for here."""
+        if self.kind == "RanksUnavailable":
+            return RanksUnavailable(self.text, self.ranks)
+        return _KINDS.get(self.kind, TierUnavailable)(self.text)
+
+
+class Save(msgspec.Struct, frozen=True):
+    """How a save ended on one rank."""
+
+    serial: int
+    last_serial: int
+    part: bytes = b""
+    """What the rank has of the step, as `format.part` has it; empty when there is nothing."""
+    tier: str | None = None
+    """The shared tier to which the part was streamed; None for the rank's own RAM."""
+    failure: Failure | None = None
+    """Why there is nothing."""
+    gone: tuple[tuple[int, int], ...] = ()
+    """Serial and step of what has left this rank's RAM since it last said so."""
+
+
+class HeldStep(msgspec.Struct, frozen=True):
+    """A step on a tier."""
+
+    record: StepRecord
+    """Without the structure."""
+    btree_key: str
+
+    @property
+    def id(self) -> StepId:
+        return self.record.id
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """What a shared tier holds."""
+
+    tier: str
+    known: bool
+    """Whether the leader could look."""
+    steps: tuple[HeldStep, ...] = ()
+    damaged: tuple[tuple[int, int, str], ...] = ()
+    """Serial, step, and what is wrong."""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """What the leader tells when all have opened their tiers."""
+
+    whole: tuple[StepRecord, ...]
+    """Steps of which all parts are in the ranks' RAM, without the structures."""
+    kept: tuple[tuple[int, int], ...]
+    """Serial and step of those of which parts are, and that a shared tier holds."""
+    last_serial: int
+    line: tuple[tuple[int, int], ...]
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The step that all ranks restore."""
+
+    step: int | None
+    """None where there is none."""
+    serial: int = 0
+    tier: str = ""
+    """The nearest tier with a readable index of it."""
+    btree_key: str = ""
+    sizes: tuple[int, int] = (0, 0)
+    """Of the index: manifest and nodes, in bytes; they follow."""
+
+
+class Agreed(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has its part of a step, and the parts fit."""
+
+    attempt: str
+    record: StepRecord
+    """Of the whole step, without the structure."""
+    in_ram: bool
+    """Whether all parts are in the ranks' RAM."""
+    open: tuple[str, ...]
+    """Other attempts on which the leader has not decided yet."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A step was not committed: nowhere, or not on a tier."""
+
+    step: int
+    serial: int
+    tier: str | None
+    ranks: tuple[int, ...]
+    reason: str
+    attempt: str = ""
+    """Of all ranks to save it; empty where they had saved it."""
+    last_serial: int = 0
+    """That the next save follows."""
+    open: tuple[str, ...] = ()
+
+
+class Promote(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is to write what it has of a step to a tier."""
+
+    number: int
+    step: int
+    serial: int
+    tier: str
+
+
+class Promoted(msgspec.Struct, frozen=True, tag=True):
+    """A step was committed on a shared tier."""
+
+    tier: str
+    held: HeldStep
+    used: int
+    """Bytes that the tier has in use now."""
+    seconds: float
+    lag: float
+
+
+class Evicted(msgspec.Struct, frozen=True, tag=True):
+    """A step has left a tier; RAM, when one rank has let its part go."""
+
+    step: int
+    serial: int
+    tier: str
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True):
+    """A step that is due on a tier cannot come there for now."""
+
+    step: int
+    serial: int
+    tier: str
+    failure: Failure
+
+
+class TierNews(msgspec.Struct, frozen=True, tag=True):
+    """A shared tier failed, or works again."""
+
+    tier: str
+    failure: Failure | None
+    retry_in: float = 0.0
+    catalog: Catalog | None = None
+    store: str = ""
+    """Identity of the store, which may have become known with the tier."""
+
+
+class Replicate(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is to give and take the copies of parts of a step that concern it."""
+
+    number: int
+    step: int
+    serial: int
+    copies: tuple[tuple[int, int, int], ...]
+    """Part, the rank that gives it, and the rank that takes it."""
+
+
+class Replicated(msgspec.Struct, frozen=True, tag=True):
+    """All copies of a step are where they should be, or why they are not."""
+
+    step: int
+    serial: int
+    copies: int
+    sent: int
+    seconds: float
+    failure: Failure | None = None
+    ranks: tuple[int, ...] = ()
+
+
+class Closing(msgspec.Struct, frozen=True, tag=True):
+    """The leader has nothing more to say."""
+
+
+Logged = Agreed | Failed | Promote | Promoted | Evicted | Stuck | TierNews | Replicate | Replicated | Closing
+"""What the leader's log consists of."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """How a rank has carried out an order to promote."""
+
+    packs: dict[str, int] = {}
+    """Sizes of the packs that it wrote, by key."""
+    parts: dict[int, bytes] = {}
+    """Digests of the parts that it wrote, by the rank that saved them."""
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+def decode_said(data: bytes) -> tuple[bytes, Failure | None]:
+    """What a rank has to say, or why it has nothing. Raises `Corrupt`."""
+    said: tuple[bytes, Failure | None] = decode(data, tuple[bytes, Failure | None])
+    return said
+
+
+def brief(record: StepRecord) -> StepRecord:
+    """The record of a step without its structure, which can be large and is rarely asked for."""
+    return msgspec.structs.replace(record, structure=NoneNode())
+
+
+def encode(message: object) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[M] | object) -> M:
+    """Raises `Corrupt` for what no rank of this version says."""
+    try:
+        found: M = msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Corrupt(f"a message of another rank cannot be read: {error}; all ranks run one version") from error
+    return found

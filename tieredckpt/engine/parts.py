@@ -1,0 +1,108 @@
+"""What ranks contribute to a step, between the indexes of the engine and the files of the format."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from tieredckpt.errors import Conflict
+from tieredckpt.format.manifest import StepIndex, StepRecord
+from tieredckpt.format.merging import merge
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
+
+__all__ = ["check_found", "encode_own", "encode_written", "holders", "merge_parts", "merge_written", "share_out"]
+
+Extents = Mapping[bytes, Extent]
+
+
+def encode_own(index: StepIndex) -> bytes:
+    """The part of a rank as it lies in its RAM, or was streamed."""
+    arrays = {key: PartArray(array.grid, array.dtype, array.chunks) for key, array in index.arrays.items()}
+    return encode_part(Part(_as_part(index.record), arrays))
+
+
+def _as_part(record: StepRecord) -> StepRecord:
+    """The record of a part; a step that a single rank saved is its one part."""
+    return record if record.rank is not None else msgspec.structs.replace(record, rank=0, ranks=1)
+
+
+def encode_written(index: StepIndex, written: Extents) -> bytes:
+    """The part of a rank for a shared tier, of whose chunks it has written some there."""
+    return encode_part(
+        Part(
+            _as_part(index.record),
+            {
+                key: PartArray(
+                    array.grid,
+                    array.dtype,
+                    [
+                        (digest, written.get(digest) if isinstance(where, Extent) else where)
+                        for digest, where in array.chunks
+                    ],
+                )
+                for key, array in index.arrays.items()
+            },
+        )
+    )
+
+
+def merge_parts(parts: Mapping[int, bytes]) -> StepIndex:
+    """The step that the encoded parts of all ranks make. Raises `Conflict` when they do not fit, and `Corrupt`."""
+    return merge(decode_part(data, f"the part of rank {rank}") for rank, data in parts.items())
+
+
+def merge_written(parts: Mapping[int, bytes], there: Extents) -> StepIndex:
+    """As `merge_parts` of what the ranks have written to a tier; ``there`` are all chunks that the tier has now.
+
+    Raises `Conflict` besides for a chunk that is nowhere on the tier.
+    """
+    decoded = (decode_part(data, f"the part of rank {rank}") for rank, data in parts.items())
+    return merge(Part(part.record, {key: _found(a, there) for key, a in part.arrays.items()}) for part in decoded)
+
+
+def _found(array: PartArray, there: Extents) -> PartArray:
+    chunks = [
+        (digest, where if isinstance(where, bytes) else there.get(digest, where)) for digest, where in array.chunks
+    ]
+    return PartArray(array.grid, array.dtype, chunks)
+
+
+def holders(parts: Mapping[int, bytes], there: Collection[bytes]) -> tuple[dict[bytes, list[int]], dict[bytes, int]]:
+    """The ranks that have each chunk, and its bytes, by digest; without those of ``there``, and small ones."""
+    ranks: dict[bytes, list[int]] = {}
+    sizes: dict[bytes, int] = {}
+    for rank, data in parts.items():
+        for array in decode_part(data, f"the part of rank {rank}").arrays.values():
+            for digest, where in array.chunks:
+                if isinstance(where, Extent) and digest not in there:
+                    having = ranks.setdefault(digest, [])
+                    if not having or having[-1] != rank:
+                        having.append(rank)
+                    sizes[digest] = array.grid.cell_nbytes
+    return ranks, sizes
+
+
+def share_out(ranks: Mapping[bytes, list[int]], sizes: Mapping[bytes, int]) -> dict[int, list[bytes]]:
+    """Which rank writes which chunk: one that has it, so that all write about as much."""
+    load: dict[int, int] = {}
+    shares: dict[int, list[bytes]] = {}
+    # Those that only one has are no choice; of the rest the largest first, for the small ones even it out.
+    for digest in sorted(ranks, key=lambda digest: (len(ranks[digest]) > 1, -sizes[digest])):
+        rank = min(ranks[digest], key=lambda rank: load.get(rank, 0))
+        load[rank] = load.get(rank, 0) + sizes[digest]
+        shares.setdefault(rank, []).append(digest)
+    return shares
+
+
+def check_found(index: StepIndex, packs: Collection[str]) -> None:
+    """Raise `Conflict` for a chunk in a pack that is not, or no more, on the tier."""
+    gone = {
+        where.path
+        for array in index.arrays.values()
+        for _, where in array.chunks
+        if isinstance(where, Extent) and where.path not in packs
+    }
+    if gone:
+        raise Conflict(f"{index.record.id}: {len(gone)} packs that it refers to are gone from the tier; save again")

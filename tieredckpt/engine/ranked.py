@@ -1,0 +1,306 @@
+"""What a store of several ranks does together with the others, and what it hears from the leader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from tieredckpt.blobs.settle import in_thread
+from tieredckpt.engine.agreement import Agreement, Missed
+from tieredckpt.engine.ask import is_due, waits_for_promotion
+from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.commits import Commits
+from tieredckpt.engine.messages import (
+    Agreed,
+    Evicted,
+    Failed,
+    Failure,
+    HeldStep,
+    Logged,
+    Promote,
+    Promoted,
+    Replicate,
+    Replicated,
+    Stuck,
+    TierNews,
+    brief,
+)
+from tieredckpt.engine.opening import Opening, adopt_catalog, catalog_of, discard_unused
+from tieredckpt.engine.ranks import LEADER
+from tieredckpt.engine.replicating import Replicas, replicates
+from tieredckpt.engine.restores import Restores
+from tieredckpt.engine.safety import why_not
+from tieredckpt.engine.state import State
+from tieredckpt.engine.team import Team
+from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.engine.writer import Saved
+from tieredckpt.errors import Conflict, NoSpace, NotFound, RanksUnavailable, TierUnavailable
+from tieredckpt.events import (
+    CommitFailed,
+    Event,
+    SaveSkipped,
+    StepAgreed,
+    StepEvicted,
+    StepPromoted,
+    TierFailed,
+    TierRecovered,
+)
+from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.replicated import split
+
+__all__ = ["Ranked"]
+
+
+class Ranked:
+    """One rank's share of a store of several. Lives on the engine's loop.
+
+    ``open_tiers`` and ``look_up`` are what a store of one rank does.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        team: Team,
+        open_tiers: Callable[[], Awaitable[None]],
+        look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
+    ) -> None:
+        self._state = state
+        self._collector = collector
+        self.team = team
+        self.agreement = Agreement(state, collector, team, self._commit_streamed, self.take_gone, self._forget)
+        self.commits = Commits(state, collector, team, self.agreement)
+        self.opening = Opening(state, collector, team, self.agreement, self.commits, open_tiers)
+        self.restores = Restores(state, team, self.agreement, self.opening, look_up, self.take_gone, self._forget)
+        first = state.config.tiers[0]
+        self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
+        self._gone: list[tuple[int, int]] = []
+        """Serial and step of what this rank has let go from RAM, for the leader."""
+        self._heard_at = 0.0
+        """When the leader last told something."""
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    async def open(self) -> None:
+        """Open the store with the others."""
+        await self.opening.open()
+        if self.replicas is not None:
+            await self.replicas.open()
+        self._unsubscribe = self._state.events.subscribe(self._tell if self.team.leads else self._note)
+        self.team.begin(self._apply)
+        if self.replicas is not None and self.team.leads:
+            self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
+
+    async def close(self) -> None:
+        """Leave the others."""
+        await self.team.close()
+        self._unsubscribe()
+
+    async def save(
+        self, step: int, flat: Flat, replicated: Sequence[str], save: Callable[[Flat], Awaitable[Saved]]
+    ) -> Saved:
+        """Save this rank's part by ``save``, and let the ranks agree on the step behind the training."""
+        state = self._state
+        try:
+            attempt = self.agreement.begin(step)
+        except Missed as missed:
+            reason = f"step {step} was not saved: {missed}"
+            state.events.emit(SaveSkipped(step, reason))
+            return Saved(StepId(state.last_serial, step), None, 0, 0, 0.0, reason)
+        nodes, size = self.team.nodes, state.config.chunk_size
+        try:
+            own = await in_thread(partial(split, flat, replicated, rank=self.team.rank, nodes=nodes, chunk_size=size))
+            saved = await save(own)
+            if saved.tier is None:
+                self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
+                return saved
+            streamed = state.streamed.get(saved.step)
+            index = streamed[1] if streamed is not None else await state.tiers[0].load_index(saved.step)
+        except BaseException as error:
+            self.agreement.not_saved(attempt, step, error)
+            raise
+        self.agreement.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
+        return saved
+
+    async def settled(self) -> None:
+        """Return when the ranks have agreed on every save, and the leader has done what is due.
+
+        Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
+        """
+        state = self._state
+        while state.undecided:
+            await state.changed.wait()
+        begin = time.monotonic()
+        while not self.team.leads and (due := self._due()) is not None:
+            step, tier = due
+            if tier.error is not None:
+                raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.error}")
+            patience = self.team.deadline + state.records()[step].nbytes / tier.config.min_bandwidth
+            left = max(begin, self._heard_at) + patience - time.monotonic()
+            if left <= 0:
+                raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
+            await state.changed.wait(left)
+        for tier in state.tiers:
+            for step, error in tier.stuck.items():
+                if not self.team.leads and step in state.records() and step not in tier.held:
+                    raise Failure.of(error).error()
+
+    def _due(self) -> tuple[StepId, Tier] | None:
+        """A step that the leader is still to bring to a shared tier."""
+        state = self._state
+        view = state.view(at_rest=True)
+        for tier in state.tiers:
+            for step in state.records():
+                if step not in tier.stuck and is_due(state, step, tier, view):
+                    return step, tier
+        return None
+
+    async def _commit_streamed(self, step: StepId, tier: str, parts: Mapping[int, bytes]) -> None:
+        await self.commits.commit_streamed(step, tier, parts)
+
+    # -- what has left RAM --------------------------------------------------------------------------------
+
+    def _note(self, event: Event) -> None:
+        """Remember what this rank let go from RAM: the step is whole there no more."""
+        if isinstance(event, StepEvicted) and event.tier == self._state.tiers[0].name:
+            self._gone.append((event.serial, event.step))
+
+    def take_gone(self) -> tuple[tuple[int, int], ...]:
+        gone, self._gone = tuple(self._gone), []
+        return gone
+
+    async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
+        """At the leader: steps of which another rank has let its part go are in RAM no more."""
+        first = self._state.tiers[0]
+        for serial, step in gone:
+            found = StepId(serial, step)
+            if first.config.kind == "ram" and found in first.held:
+                await self._collector.let_part_go(found, first)
+                self._state.events.emit(StepEvicted(step, serial, first.name))
+
+    # -- what the leader tells ----------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        """Let the other ranks know what happened to steps and shared tiers."""
+        state = self._state
+        if isinstance(event, StepAgreed):
+            self.team.start(self._let_former_steps_go(), "eviction of steps of former ranks")
+            if self.replicas is not None:
+                self.replicas.saved(StepId(event.serial, event.step))
+        elif isinstance(event, StepPromoted):
+            tier = state.tier(event.tier)
+            held = tier.held.get(StepId(event.serial, event.step))
+            if held is not None:
+                told = HeldStep(brief(held.record), held.btree_key)
+                self.team.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
+        elif isinstance(event, StepEvicted):
+            step = StepId(event.serial, event.step)
+            if event.tier == state.tiers[0].name and state.tiers[0].config.kind == "ram":
+                self.agreement.parts.pop(step, None)
+                self._give_back()
+            self.team.tell(Evicted(event.step, event.serial, event.tier))
+        elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
+            self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
+        elif isinstance(event, TierRecovered) and state.tier(event.tier).config.kind != "ram":
+            store = state.marker.store if state.marker is not None else ""
+            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), store))
+
+    def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
+        """Let the other ranks know that a step cannot come to a tier for now."""
+        self.team.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
+
+    async def _apply(self, message: Logged) -> None:
+        state = self._state
+        self._heard_at = time.monotonic()
+        match message:
+            case Agreed():
+                await self.agreement.apply_agreed(message)
+            case Failed(tier=None):
+                await self.agreement.apply_failed(message)
+            case Failed():
+                await self._not_promoted(message)
+            case Promote():
+                self.commits.carry_out(message)
+            case Promoted():
+                await self._promoted(message)
+            case Evicted():
+                await self._evicted(message)
+            case Stuck():
+                step = StepId(message.serial, message.step)
+                state.tier(message.tier).stuck[step] = message.failure.error()
+            case TierNews():
+                self._tier_news(message)
+            case Replicate() if self.replicas is not None:
+                self.replicas.apply_order(message)
+            case Replicated() if self.replicas is not None:
+                await self.replicas.apply_news(message)
+        state.changed.beat()
+
+    async def _not_promoted(self, failed: Failed) -> None:
+        assert failed.tier is not None
+        step = StepId(failed.serial, failed.step)
+        reason = f"{step} was not committed on tier {failed.tier!r}: {failed.reason}"
+        self._state.events.emit(CommitFailed(step.step, step.serial, failed.tier, failed.ranks, failed.reason))
+        await self.agreement.settle(step, RanksUnavailable(reason, failed.ranks))
+
+    async def _promoted(self, promoted: Promoted) -> None:
+        record, step = promoted.held.record, promoted.held.id
+        tier = self._state.tier(promoted.tier)
+        tier.held[step] = Held(record, promoted.held.btree_key)
+        tier.used_elsewhere = promoted.used
+        tier.dismissed.discard(step)
+        tier.stuck.pop(step, None)
+        await self.agreement.settle(step, None)
+        written = self.commits.written.pop((step, tier.name), 0)
+        self._state.events.emit(
+            StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, promoted.seconds, promoted.lag)
+        )
+
+    async def _evicted(self, evicted: Evicted) -> None:
+        step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
+        if tier.config.kind == "ram":
+            if step not in tier.held:
+                return
+            await self._collector.let_part_go(step, tier)
+            self._give_back()
+        else:
+            tier.drop(step)
+            tier.dismissed.add(step)
+        self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
+        if tier.config.kind == "ram":
+            self._gone.remove((step.serial, step.step))  # the leader knows
+
+    def _tier_news(self, news: TierNews) -> None:
+        tier = self._state.tier(news.tier)
+        if news.failure is not None:
+            tier.error = news.failure.error()
+            self._state.events.emit(TierFailed(tier.name, tier.error, news.retry_in))
+            return
+        tier.error = None
+        if news.store and self._state.marker is not None and news.store != self._state.marker.store:
+            self._state.marker = StoreMarker(store=news.store)
+        if news.catalog is not None and self._state.marker is not None:
+            adopt_catalog(tier, news.catalog, self._state.marker)
+        self._state.events.emit(TierRecovered(tier.name))
+
+    # -- former ranks -------------------------------------------------------------------------------------
+
+    async def _let_former_steps_go(self) -> None:
+        """At the leader: steps of former ranks take memory that no save can use; a newer one replaces them."""
+        first = self._state.tiers[0]
+        for step, homes in tuple(self.commits.homes.items()):
+            if step not in first.held:
+                del self.commits.homes[step]
+                continue
+            needed = why_not(self._state, step, first) or waits_for_promotion(self._state, step, first)
+            if any(part != home for part, home in homes.items()) and not needed:
+                with suppress(Conflict, NotFound):
+                    await self._collector.evict(step, first)
+
+    def _give_back(self) -> None:
+        """Give back the memory of former ranks that holds nothing any more, beside everything else."""
+        if self.opening.leftovers:
+            held = set(self._state.tiers[0].held)
+            self.team.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")

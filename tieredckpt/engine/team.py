@@ -1,0 +1,214 @@
+"""The ranks of a store: who they are, and the leader's log, which tells all of them what was decided.
+
+Rank 0 leads. What it decides it tells in numbered messages, which every other rank applies in their order; what
+takes long is done beside that, so that the log is never held up. Where a rank must answer, it does so under a
+topic that both sides know, and the leader waits for it no longer than the store's ``rank_deadline``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from tieredckpt.blobs.settle import outlast
+from tieredckpt.engine import messages
+from tieredckpt.engine.messages import Closing, Failure, Logged
+from tieredckpt.engine.ranks import LEADER, Coordinator, exchange, gather
+from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
+
+__all__ = ["Team", "consult"]
+
+_log = logging.getLogger("tieredckpt")
+
+_LISTEN_AGAIN = 60.0
+"""Seconds after which a rank that hears nothing asks its coordinator anew."""
+_VERDICT = 2.0
+"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
+_LAST_WORDS = 5.0
+"""Seconds that the leader gives the others to take what it said last."""
+
+
+class Team:
+    """The ranks of a store, as one of them sees them. Lives on the engine's loop."""
+
+    def __init__(self, coordinator: Coordinator, *, deadline: float) -> None:
+        self.coordinator = coordinator
+        self.rank = coordinator.rank
+        self.size = coordinator.size
+        self.leads = coordinator.rank == LEADER
+        self.deadline = deadline
+        """Seconds that the ranks wait for each other."""
+        self.nodes: tuple[str, ...] = ()
+        """The machine of every rank, by rank."""
+        self._told = 0
+        self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._posting: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def others(self) -> range:
+        """All ranks but the leader."""
+        return range(1, self.size)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks of this machine, this one included."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Meet the others. Raises `RanksUnavailable` when some do not come, `Invalid` as the coordinator does."""
+        await self.coordinator.open(timeout=self.deadline)
+        nodes = await exchange(self.coordinator, "nodes", self.coordinator.node.encode(), timeout=self.deadline)
+        self.nodes = tuple(node.decode() for node in nodes)
+
+    def begin(self, apply: Callable[[Logged], Awaitable[None]]) -> None:
+        """Send what is told from now on; at other ranks, ``apply`` every message of the leader, one after another."""
+        if self.leads:
+            self._posting = asyncio.create_task(self._post(), name="tieredckpt log of the ranks")
+        else:
+            self._listening = asyncio.create_task(self._listen(apply), name="tieredckpt log of the ranks")
+
+    async def part(self) -> None:
+        """Wait until all others close too, for what was ordered may need this rank still.
+
+        Waits no longer than the deadline, and raises nothing: whoever is gone is not waited for.
+        """
+        try:
+            await (self._let_all_go() if self.leads else self._ask_to_go())
+        except (TieredCkptError, TimeoutError) as error:
+            _log.warning("the ranks did not close together: %s", error)
+
+    async def close(self) -> None:
+        """Leave, whatever the others do."""
+        tasks = [task for task in (self._posting, self._listening, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await outlast(asyncio.gather(*tasks, return_exceptions=True))
+        try:
+            await self.coordinator.close()
+        except TieredCkptError as error:
+            _log.warning("the coordinator of the ranks: %s", error)
+
+    async def _let_all_go(self) -> None:
+        try:
+            await gather(self.coordinator, "close", b"", timeout=self.deadline)
+        finally:
+            self.tell(Closing())
+            await asyncio.wait_for(self._outbox.join(), _LAST_WORDS)
+        await gather(self.coordinator, "closed", b"", timeout=_LAST_WORDS)
+
+    async def _ask_to_go(self) -> None:
+        await self.coordinator.post([LEADER], "close", b"")
+        if self._listening is not None:
+            async with asyncio.timeout(2 * self.deadline + _LAST_WORDS):  # the leader may wait for others as long
+                await asyncio.wait([self._listening])
+        await self.coordinator.post([LEADER], "closed", b"")
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Do something beside everything else; it ends with the team."""
+        task = asyncio.create_task(_logged(work, name), name=f"tieredckpt {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- the log ------------------------------------------------------------------------------------------
+
+    def tell(self, message: Logged) -> None:
+        """Let every other rank know, in the order of the calls. Of the leader alone; waits for nobody."""
+        self._told += 1
+        self._outbox.put_nowait((f"log/{self._told}", messages.encode(message)))
+
+    async def _post(self) -> None:
+        while True:
+            topic, data = await self._outbox.get()
+            try:
+                await self.coordinator.post(self.others, topic, data)
+            except RanksUnavailable as error:
+                _log.error("the other ranks cannot be told (%s): %s", topic, error)
+            finally:
+                self._outbox.task_done()
+
+    async def _listen(self, apply: Callable[[Logged], Awaitable[None]]) -> None:
+        heard = 0
+        while True:
+            try:
+                data = await self.coordinator.take(LEADER, f"log/{heard + 1}", timeout=_LISTEN_AGAIN)
+            except RanksUnavailable:
+                continue  # there was nothing to tell, or the leader has died: that is noticed by who waits for it
+            except Closed:
+                return
+            heard += 1
+            message: Logged = messages.decode(data, Logged)
+            if isinstance(message, Closing):
+                return
+            try:
+                await apply(message)
+            except Exception:
+                _log.exception("rank %d: what the leader told (%s) was not carried out", self.rank, message)
+
+
+async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await work
+    except Closed:
+        _log.info("%s ended with the store", name)
+    except Exception:
+        _log.exception("%s: unexpected failure", name)
+
+
+async def consult(
+    team: Team, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
+) -> bytes:
+    """Do something on every rank, let the leader decide on what all have to say of it, and return its verdict.
+
+    ``decide`` runs at the leader alone. Where the work fails on a rank, or the leader cannot decide, all raise that
+    error, with the rank's number in front. Raises `RanksUnavailable` when ranks are silent past the deadline.
+    """
+    failure: Exception | None = None
+    said = b""
+    try:
+        said = await work
+    except Exception as error:
+        failure = error
+    answer = messages.encode((said, None if failure is None else Failure.of(failure)))
+    if not team.leads:
+        try:
+            await team.coordinator.post([LEADER], topic, answer)
+            told = await team.coordinator.take(LEADER, topic, timeout=team.deadline + _VERDICT)
+        except RanksUnavailable:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:
+            raise failure
+        verdict, problem = messages.decode_said(told)
+        if problem is not None:
+            raise problem.error()
+        return verdict
+    verdict, problem = b"", None
+    cause: Exception | None = failure
+    try:
+        verdict = await decide(_heard(await gather(team.coordinator, topic, answer, timeout=team.deadline)))
+    except Exception as error:
+        cause = failure or error
+        problem = Failure.of(cause)
+        if not isinstance(cause, TieredCkptError) and failure is None:
+            _log.exception("rank %d could not decide on %s", LEADER, topic)
+    await team.coordinator.post(team.others, topic, messages.encode((verdict, problem)))
+    if cause is not None:
+        raise cause
+    return verdict
+
+
+def _heard(came: dict[int, bytes]) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for rank, data in sorted(came.items()):
+        found[rank], problem = messages.decode_said(data)
+        if problem is not None:
+            raise Failure(problem.kind, f"rank {rank}: {problem.text}", problem.ranks or (rank,)).error()
+    return found

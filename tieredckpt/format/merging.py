@@ -1,0 +1,211 @@
+"""Makes one step of the parts of all ranks: one structure, one set of arrays, one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from tieredckpt.errors import Conflict
+from tieredckpt.format.joining import join
+from tieredckpt.format.keys import LEAF_KEY, ROOT, child_key, show_key
+from tieredckpt.format.layout import parse_block_key
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.part import Part, PartArray
+from tieredckpt.format.structure import (
+    CONTAINERS,
+    ArrayNode,
+    ContainerNode,
+    DictNode,
+    Node,
+    container,
+    names_of,
+)
+
+__all__ = ["merge", "merge_structures", "show_ranks"]
+
+_Group: TypeAlias = list[tuple[int, Node]]
+"""What is at one path of the tree, once for each way to see it, with the lowest rank that does."""
+
+
+def merge(parts: Iterable[Part]) -> StepIndex:
+    """The step that the parts of all its ranks make, joined where their blocks lie on one grid.
+
+    The record is that of the lowest rank, with the structure and metrics of all, and of no rank.
+
+    Raises:
+        Conflict: a rank is missing or there twice, or ranks contradict each other; the message says which ranks
+            and which key.
+    """
+    ordered = sorted(parts, key=_rank)
+    record = _record(ordered)
+    structure = merge_structures({_rank(part): part.record.structure for part in ordered})
+    pieces = _arrays(ordered, f"{record.id}")
+    # A million chunks take hundreds of MiB: the parts go before the whole is made.
+    ordered.clear()
+    arrays = join(structure, pieces, f"{record.id}")
+    nbytes = sum(array.grid.nbytes for array in arrays.values())
+    return StepIndex(msgspec.structs.replace(record, structure=structure, nbytes=nbytes), arrays)
+
+
+def merge_structures(structures: Mapping[int, Node]) -> Node:
+    """The tree of which every rank has a part, from their structures by rank.
+
+    At every path all must have a container of one kind, or equal leaves. Dicts may have different keys: the
+    merged one has all of them, in the order of the lowest rank that has them. Other containers are alike.
+
+    Raises:
+        Conflict: they differ; the message names path and ranks.
+    """
+    group = [(rank, structures[rank]) for rank in sorted(structures)]
+    root = ROOT if isinstance(group[0][1], CONTAINERS) else LEAF_KEY
+    return _merged(root, group)
+
+
+def show_ranks(ranks: Iterable[int]) -> str:
+    """Some ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many."""
+    found = sorted(ranks)
+    shown = ", ".join(map(str, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    return f"rank {shown}" if len(found) == 1 else f"ranks {shown}"
+
+
+def _rank(part: Part) -> int:
+    rank = part.record.rank
+    assert rank is not None  # encode_part and decode_part see to it
+    return rank
+
+
+def _record(parts: Sequence[Part]) -> StepRecord:
+    """The record of the step but for its structure and size, once all ranks are there and mean one step."""
+    if not parts:
+        raise Conflict("no rank has a part of the step")
+    first = parts[0].record
+    ranks = [_rank(part) for part in parts]
+    if missing := set(range(first.ranks)).difference(ranks):
+        raise Conflict(f"{first.id} is not whole: {show_ranks(missing)} of {first.ranks} did not contribute")
+    metrics: dict[str, float | str] = {}
+    for rank, part in zip(ranks, parts, strict=True):
+        record = part.record
+        for name in ("store", "step", "serial", "restored_from", "ranks"):
+            ours, theirs = getattr(first, name), getattr(record, name)
+            if ours != theirs:
+                raise Conflict(
+                    f"{first.id}: ranks {ranks[0]} and {rank} do not mean one step: {name} is {ours!r} and {theirs!r}"
+                )
+        metrics = {**record.metrics, **metrics}
+    if len(ranks) != len(set(ranks)):
+        raise Conflict(f"{first.id} has two parts of one rank")
+    return msgspec.structs.replace(first, rank=None, metrics=metrics)
+
+
+def _merged(path: str, group: _Group) -> Node:
+    group = _distinct(group)
+    rank, first = group[0]
+    if len(group) == 1:
+        return first
+    for other, node in group[1:]:
+        if type(node) is not type(first):
+            raise _differ(path, rank, other, f"{_show(first)} and {_show(node)}")
+    if not isinstance(first, CONTAINERS):
+        raise _differ(path, rank, group[1][0], f"{_show(first)} and {_show(group[1][1])}")
+    children: dict[str | int, _Group] = {}
+    for seen, node in group:
+        assert isinstance(node, CONTAINERS)
+        names = names_of(node)
+        if not isinstance(first, DictNode) and list(names) != list(names_of(first)):
+            raise _differ(path, rank, seen, f"{_show(first)} and {_show(node)}, which only dicts may have of their own")
+        for name, child in zip(names, node.children, strict=True):
+            children.setdefault(name, []).append((seen, child))
+    paths: dict[str, str | int] = {}
+    for name, below in children.items():
+        key = child_key(path, name)
+        if paths.setdefault(key, name) is not name and paths[key] != name:
+            raise _differ(key, children[paths[key]][0][0], below[0][0], f"{paths[key]!r} and {name!r}")
+    return _container(first, {name: _merged(child_key(path, name), below) for name, below in children.items()})
+
+
+def _distinct(group: _Group) -> _Group:
+    """Each node of a group once. Ranks that had equal files share the very object."""
+    seen: set[int] = set()
+    found: _Group = []
+    for rank, node in group:
+        if id(node) not in seen:
+            seen.add(id(node))
+            if not found or node != found[0][1]:
+                found.append((rank, node))
+    return found
+
+
+def _container(like: ContainerNode, children: Mapping[str | int, Node]) -> ContainerNode:
+    return container(type(like), list(children), list(children.values()))
+
+
+def _show(node: Node) -> str:
+    if isinstance(node, ArrayNode):
+        return f"an array ({node.kind}, {node.dtype}, shape {node.shape})"
+    if isinstance(node, CONTAINERS):
+        return f"a {type(node).__name__.removesuffix('Node').lower()} of {len(node.children)}"
+    return f"{node!r:.100}"
+
+
+def _differ(path: str, one: int, other: int, what: str) -> Conflict:
+    return Conflict(
+        f"ranks {one} and {other} disagree at {show_key(path)}: {what}; save it under a key of its own for each "
+        "rank, or make it the same on all"
+    )
+
+
+def _arrays(parts: Sequence[Part], step: str) -> dict[str, ArrayIndex]:
+    """Every array and block once, with the places of all its chunks."""
+    found: dict[str, tuple[int, PartArray]] = {}
+    again: list[tuple[str, int, PartArray]] = []
+    for part in parts:
+        rank = _rank(part)
+        for key, array in part.arrays.items():
+            if found.setdefault(key, (rank, array))[1] is not array:
+                again.append((key, rank, array))
+    for key, rank, array in again:
+        owner, first = found[key]
+        if array.grid != first.grid or array.dtype != first.dtype:
+            raise Conflict(f"{step}: ranks {owner} and {rank} cut {_show_array(key)} in different ways")
+        if [digest for digest, _ in array.chunks] != [digest for digest, _ in first.chunks]:
+            raise Conflict(
+                f"{step}: {_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its "
+                "own for each rank, or as shards of one array"
+            )
+    # What an owner leaves to another rank may be in that rank's copy of the same array, or in any other.
+    everywhere = [array for _, array in found.values()] + [array for _, _, array in again]
+    places = _places(everywhere)
+    return {key: _located(key, array, places, step) for key, (_, array) in found.items()}
+
+
+def _show_array(name: str) -> str:
+    """An array, or a block of one, for a message."""
+    block = parse_block_key(name)
+    return f"array {name!r}" if block is None else f"the shard of array {block[0]!r} at {list(block[1])}"
+
+
+def _places(arrays: Iterable[PartArray]) -> dict[bytes, Extent | bytes]:
+    """Where the chunks are that some rank leaves to another."""
+    arrays = list(arrays)
+    wanted = {digest for array in arrays for digest, where in array.chunks if where is None}
+    if not wanted:
+        return {}
+    return {
+        digest: where for array in arrays for digest, where in array.chunks if where is not None and digest in wanted
+    }
+
+
+def _located(key: str, array: PartArray, places: Mapping[bytes, Extent | bytes], step: str) -> ArrayIndex:
+    chunks = [chunk for chunk in array.chunks if isinstance(chunk, Chunk)]
+    if len(chunks) == len(array.chunks):
+        return ArrayIndex(array.grid, array.dtype, chunks)
+    chunks = []
+    for digest, where in array.chunks:
+        place = places.get(digest) if where is None else where
+        if place is None:
+            raise Conflict(f"{step}: a chunk of array {key!r} was left to another rank, and no rank wrote it")
+        chunks.append(Chunk(digest, place))
+    return ArrayIndex(array.grid, array.dtype, chunks)

@@ -1,0 +1,193 @@
+"""Leaves that several ranks have alike: which part of them each rank stores, decided without communication.
+
+As in FastPersist (https://arxiv.org/abs/2406.13768), the replicas divide the bytes evenly among themselves. The
+cells of all leaves that the same ranks have, one leaf after the other, are a line of bytes that is cut into as
+many parts of equal size as there are ranks; a cell belongs to the part in which its middle lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from tieredckpt.format.boxes import Box
+from tieredckpt.format.grid import Grid, plan_block
+from tieredckpt.format.manifest import INLINE_MAX
+from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.leaf import ArrayLeaf, Place, storage_key
+from tieredckpt.tree.select import choose
+
+__all__ = ["split"]
+
+_CELLS_EACH = 8
+"""So many cells of a group a rank should have at least: what one has too much is at most half a cell."""
+_SMALLEST = 256 << 10
+"""Bytes below which cells are not made smaller for that."""
+
+
+class _Shares(NamedTuple):
+    """Which parts of a line of bytes, cut into ``of`` of them, this rank has, and which of these it writes."""
+
+    of: int
+    mine: range
+    written: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Line:
+    """The cells that the same ranks have, one after the other."""
+
+    shares: _Shares
+    grids: dict[int, Grid]
+    """Of the leaves that are cut, by their index in the tree."""
+    nbytes: int
+
+
+def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str], chunk_size: int) -> Flat:
+    """``flat`` with what this rank stores of the leaves that other ranks have too.
+
+    These are the leaves that ``patterns`` choose, which all ranks must have alike, and the shards that are known
+    to have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes.
+    Where their ranks are on several nodes, equally many on each, the ranks of every node together have everything,
+    and each part is written to the slower tiers by one of the ranks that have it; it is in `Flat.elsewhere` of the
+    others. What is so small that it lies in a step's index stays whole on every rank.
+
+    Args:
+        flat: the whole tree of this rank.
+        patterns: paths and patterns as `tieredckpt.tree.select` takes them; some may choose nothing.
+        rank: this one.
+        nodes: of every rank, by rank.
+        chunk_size: the largest chunk, in bytes.
+    """
+    lines: dict[tuple[int, ...], _Line] = {}
+    line_of: dict[int, tuple[int, ...]] = {}
+    everyone = tuple(range(len(nodes)))
+    plain = [leaf.key for leaf in flat.arrays if leaf.place is None]
+    chosen = {key for _, keys in choose(patterns, plain) for key in keys}
+    for i, leaf in enumerate(flat.arrays):
+        ranks = leaf.place.replicas if leaf.place is not None else everyone if leaf.key in chosen else ()
+        if len(ranks) > 1 and rank in ranks and ranks[-1] < len(nodes) and leaf.box.size:
+            line_of[i] = ranks
+    for ranks in dict.fromkeys(line_of.values()):
+        members = [i for i, of in line_of.items() if of == ranks]
+        lines[ranks] = _line(flat.arrays, members, _shares(ranks, rank, nodes), chunk_size)
+    arrays: list[ArrayLeaf] = []
+    elsewhere: set[str] = set()
+    begins = dict.fromkeys(lines, 0)
+    for i, leaf in enumerate(flat.arrays):
+        found = lines[line_of[i]] if i in line_of else None
+        if found is None or i not in found.grids:
+            arrays.append(leaf)
+            continue
+        grid = found.grids[i]
+        for share in found.shares.mine:
+            cells = _cells(grid, begins[line_of[i]], found.nbytes, found.shares.of, share)
+            parts = list(_parts(leaf, grid, cells))
+            arrays += parts
+            if share != found.shares.written:
+                elsewhere.update(part.key for part in parts)
+        begins[line_of[i]] += grid.size * grid.cell_nbytes
+    return dataclasses.replace(flat, arrays=tuple(arrays), elsewhere=frozenset(elsewhere), in_pieces=True)
+
+
+def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:
+    by_node: dict[str, list[int]] = {}
+    for member in ranks:
+        by_node.setdefault(nodes[member], []).append(member)
+    sizes = {len(members) for members in by_node.values()}
+    if len(sizes) > 1:
+        # A rank of a small node would have to hold more than others; so nobody holds anything twice.
+        at = ranks.index(rank)
+        return _Shares(len(ranks), range(at, at + 1), at)
+    node = list(by_node).index(nodes[rank])
+    at = by_node[nodes[rank]].index(rank)
+    count = len(by_node)
+    return _Shares(len(ranks), range(at * count, (at + 1) * count), at * count + node)
+
+
+def _line(leaves: Sequence[ArrayLeaf], members: Sequence[int], shares: _Shares, chunk_size: int) -> _Line:
+    # By what all groups of ranks see alike: the cells of one group's shards are to fit to those of the next.
+    nominal = sum(_nominal_nbytes(leaves[i]) for i in members)
+    target = min(chunk_size, max(_SMALLEST, nominal // (_CELLS_EACH * shares.of)))
+    grids = {}
+    for i in members:
+        leaf = leaves[i]
+        place = leaf.place or Place(leaf.key, leaf.shape, (0,) * len(leaf.shape))
+        grid = plan_block(leaf.box, place.shape, leaf.dtype.itemsize, target, place.cut)
+        if grid.size > 1 or grid.cell_nbytes > INLINE_MAX:
+            grids[i] = grid
+    return _Line(shares, grids, sum(grid.size * grid.cell_nbytes for grid in grids.values()))
+
+
+def _nominal_nbytes(leaf: ArrayLeaf) -> int:
+    cut = leaf.place.cut if leaf.place is not None else None
+    return prod(cut or leaf.shape) * leaf.dtype.itemsize
+
+
+def _cells(grid: Grid, begin: int, total: int, shares: int, share: int) -> range:
+    """The cells of a grid that belong to a share, when its first byte is at ``begin`` of ``total``."""
+
+    def first_of(share: int) -> int:
+        # The first cell c whose middle, begin + (c + 1/2) * nbytes, is not before share / shares of the total.
+        nbytes = grid.cell_nbytes
+        first = -(-(2 * total * share - (2 * begin + nbytes) * shares) // (2 * nbytes * shares))
+        return min(max(first, 0), grid.size)
+
+    return range(first_of(share), first_of(share + 1))
+
+
+def _parts(leaf: ArrayLeaf, grid: Grid, cells: range) -> Iterator[ArrayLeaf]:
+    """The pieces of a leaf that consist of these cells."""
+    if not cells:
+        return
+    if len(cells) == grid.size:
+        place = leaf.place
+        if place is not None:
+            place = None if leaf.shape == place.shape else dataclasses.replace(place, cell=grid.cell, replicas=())
+        yield dataclasses.replace(leaf, place=place)
+        return
+    key, shape = (leaf.key, leaf.shape) if leaf.place is None else (leaf.place.key, leaf.place.shape)
+    for some in _boxes(grid.counts, cells.start, cells.stop):
+        starts = [i * n for i, n in zip(some.offset, grid.cell, strict=True)]
+        ends = [min(i * n, full) for i, n, full in zip(some.end, grid.cell, grid.shape, strict=True)]
+        inner = Box(tuple(starts), tuple([end - start for start, end in zip(starts, ends, strict=True)]))
+        box = Box(tuple([a + b for a, b in zip(leaf.box.offset, inner.offset, strict=True)]), inner.shape)
+        yield dataclasses.replace(
+            leaf,
+            key=storage_key(key, shape, box),
+            shape=box.shape,
+            place=Place(key, shape, box.offset, cell=grid.cell),
+            part=_within(leaf.part, inner),
+        )
+
+
+def _within(part: tuple[slice, ...] | None, box: Box) -> tuple[slice, ...]:
+    if part is None:
+        return box.slices()
+    return tuple([slice(a.start + b.start, a.start + b.stop) for a, b in zip(part, box.slices(), strict=True)])
+
+
+def _boxes(counts: tuple[int, ...], first: int, stop: int) -> Iterator[Box]:
+    """The fewest boxes of indices that the row-major numbers from ``first`` to before ``stop`` make up."""
+    if first >= stop:
+        return
+    if not counts:
+        yield Box((), ())
+        return
+    plane = prod(counts[1:])
+    low, high = -(-first // plane), stop // plane
+    if low > high:
+        yield from _in_plane(counts, high, first - high * plane, stop - high * plane)
+        return
+    yield from _in_plane(counts, low - 1, first - (low - 1) * plane, plane)
+    if low < high:
+        yield Box((low, *(0 for _ in counts[1:])), (high - low, *counts[1:]))
+    yield from _in_plane(counts, high, 0, stop - high * plane)
+
+
+def _in_plane(counts: tuple[int, ...], at: int, first: int, stop: int) -> Iterator[Box]:
+    """Of the plane ``at`` of the first axis; nothing if ``first`` is not before ``stop``."""
+    for box in _boxes(counts[1:], first, stop):
+        yield Box((at, *box.offset), (1, *box.shape))
