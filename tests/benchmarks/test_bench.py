@@ -23,6 +23,7 @@ from tieredckpt.bench.peers import base, ours, torch_save
 from tieredckpt.bench.report import AIMS, load_report
 from tieredckpt.bench.turn import Part, Spec, Turn
 from tieredckpt.blobs.ram import shared_memory_root
+from tieredckpt.cli import bench as cli
 from tieredckpt.cli.app import app
 from tieredckpt.errors import Invalid, NotFound
 
@@ -104,6 +105,22 @@ def test_the_page_needs_nothing_else_and_shows_the_figures(stored: tuple[Path, s
     for aim in AIMS:
         assert aim.key in page
     assert "torch.save was not measured: not installed: no_such_module" in page
+
+
+@pytest.mark.benchmark
+def test_people_see_the_figures_and_what_is_missing(
+    stored: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load_report(stored[0])
+    following = msgspec.structs.replace(report.rows["lora"][0], snapshot=False)
+    cli._show(msgspec.structs.replace(report, rows=report.rows | {"lora": [following]}))
+    cli._show_changes(report, report)
+    told = capsys.readouterr().out
+    for aim in AIMS:
+        assert aim.about in told
+    assert "missing: torch.save: not installed: no_such_module" in told
+    assert told.count("NO: it follows the training") == 1
+    assert "alike" in told
 
 
 @pytest.mark.benchmark

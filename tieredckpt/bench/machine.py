@@ -8,10 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.format.crc import NATIVE
+from tieredckpt.format import crc, digest
 
 __all__ = ["describe_machine", "versions"]
 
+_NATIVE = {"CRC-32C": crc.NATIVE, "XXH3": digest.NATIVE}
 _PACKAGES = ("tieredckpt", "numpy", "tensorstore", "xxhash", "jax", "orbax-checkpoint", "torch", "safetensors")
 
 
@@ -27,7 +28,7 @@ def describe_machine(folder: Path) -> dict[str, str | int]:
         "file_system": kind,
         "device": device,
         "python": platform.python_version(),
-        "native": "yes" if NATIVE else "no",
+        "native": ", ".join(name for name, built in _NATIVE.items() if built) or "none",
     }
 
 

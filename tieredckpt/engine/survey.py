@@ -133,8 +133,9 @@ async def _find_chunks(tier: Tier, key: str, size: int) -> None:
         tail = bytearray(min(size, ALIGNMENT))
         await tier.store.get_into(key, size - len(tail), memoryview(tail))
         offset, length = pack.footer_range(bytes(tail), size)
-        footer = bytearray(length)
-        await tier.store.get_into(key, offset, memoryview(footer))
+        footer = tail[len(tail) - length :] if length <= len(tail) else bytearray(length)
+        if length > len(tail):
+            await tier.store.get_into(key, offset, memoryview(footer))
         entries = pack.decode_footer(bytes(footer), size)
     except (Corrupt, NotFound) as error:
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
