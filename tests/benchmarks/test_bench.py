@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,11 +54,10 @@ ALL_PARTS: tuple[Part, ...] = ("limits", "tenth", "compute", "memory", "cold", "
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(tmp_path: Path) -> Iterator[None]:
-    root = shared_memory_root()
-    before = set(root.glob("tieredckpt-bench-*"))
     yield
-    assert set(root.glob("tieredckpt-bench-*")) == before
-    assert not list(tmp_path.glob("tieredckpt-bench-*"))
+    mine = f"tieredckpt-bench-{os.getpid()}-*"
+    assert not list(shared_memory_root().glob(mine))
+    assert not list(tmp_path.glob(mine))
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class Places:
 @contextmanager
 def places(parent: Path) -> Iterator[Places]:
     """New folders below ``parent`` and in shared memory; removed in the end."""
-    root = Path(tempfile.mkdtemp(prefix="tieredckpt-bench-", dir=parent))
+    root = Path(tempfile.mkdtemp(prefix=f"tieredckpt-bench-{os.getpid()}-", dir=parent))
     shared_root = shared_memory_root()
     shared = shared_root / root.name
     try:
