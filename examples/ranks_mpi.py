@@ -40,9 +40,10 @@ def main() -> None:
             columns += np.arange(first, last)
             store.save(step, state(step))
         store.flush()
-        total = world.allreduce(float(columns.sum()))
+        total = np.array([columns.sum()])
+        world.Allreduce(MPI.IN_PLACE, total)  # not `allreduce`, which keeps the store's threads from running
         if rank == 0:
-            print(f"{size} ranks went from step {began} to {step}, and the field sums up to {total:.0f}")
+            print(f"{size} ranks went from step {began} to {step}, and the field sums up to {total[0]:.0f}")
 
 
 if __name__ == "__main__":

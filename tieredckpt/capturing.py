@@ -21,7 +21,7 @@ _log = logging.getLogger("tieredckpt")
 
 def check_immutable(flat: Flat) -> None:
     """Raise `Invalid`, naming them, for arrays that can change after a save by reference has returned."""
-    mutable = [leaf.key for leaf in flat.arrays if not leaf.immutable]
+    mutable = list(dict.fromkeys(leaf.array for leaf in flat.arrays if not leaf.immutable))
     if mutable:
         raise Invalid(
             f"capture='reference' needs immutable arrays, and {', '.join(map(repr, mutable[:5]))} "

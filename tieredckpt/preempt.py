@@ -165,7 +165,7 @@ class Preemption:
             if (promoter := self._store.engine.promoters.get(self._tier.name)) is not None:
                 promoter.give_way(step)
             try:
-                await self._store.engine.by_hand.promote(step.step, self._tier.name)
+                await self._store.engine.promote(step.step, self._tier.name)
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)
                 await self._state.changed.wait(_TRY_AGAIN)

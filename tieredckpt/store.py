@@ -360,7 +360,7 @@ class CheckpointStore:
 
         Raises `NotFound`, `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.by_hand.promote(step, tier))
+        return await self.engine_loop.call(self._engine.promote(step, tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""

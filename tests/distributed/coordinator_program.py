@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.ranks import Coordinator, barrier, broadcast, exchange, gather
 
 DEADLINE = 30.0
+WAITING: list[asyncio.Task[None]] = []
+LARGE = 9 << 20
+"""Bytes of a message; more than the store of torch.distributed takes at once."""
 
 
 def config_of(me: Rank) -> StoreConfig:
@@ -36,9 +39,9 @@ async def speak(me: Rank, coordinator: Coordinator) -> dict[str, Any]:
         said = await exchange(coordinator, f"exchange/{number}", f"{rank}:{number}".encode(), timeout=DEADLINE)
         assert said == [f"{other}:{number}".encode() for other in range(size)]
     seconds = time.monotonic() - begin
-    large = os.urandom(1) * (2 << 20) if rank == 0 else None
+    large = os.urandom(1) * LARGE if rank == 0 else None
     got = await broadcast(coordinator, "large", large, timeout=DEADLINE)
-    assert len(got) == 2 << 20
+    assert len(got) == LARGE
     came = await gather(coordinator, "pieces", got[:rank], timeout=DEADLINE)
     assert came == ({other: got[:other] for other in range(size)} if rank == 0 else {})
     await coordinator.post([(rank + 1) % size], "ring", bytes([rank]))
@@ -177,13 +180,14 @@ def left_behind(me: Rank) -> list[str]:
 async def outlive(me: Rank) -> None:
     """The last rank dies or hangs; the others are told within the deadline, and go on."""
     coordinator = await opened(me)
+    if me.arguments["bulk"]:
+        await pass_round(me.rank, me.size, coordinator)
     await barrier(coordinator, "begin", timeout=DEADLINE)
     me.mark("open")
     if me.rank == me.size - 1:
         await asyncio.sleep(3600)
     deadline = me.arguments["deadline"]
-    while not Path(me.arguments["disk"], "gone").exists():  # noqa: ASYNC110  # another process makes it
-        await asyncio.sleep(0.01)
+    await let_go(me, "gone")
     begin = time.monotonic()
     try:
         await exchange(coordinator, "without", b"", timeout=deadline)
@@ -197,28 +201,84 @@ async def outlive(me: Rank) -> None:
     told["still"] = [list(await coordinator.take(other, "still", timeout=DEADLINE)) for other in others]
     if me.arguments["bulk"]:
         told["bulk"] = await bulk_without(me, coordinator)
-    me.tell(told)
-    me.mark("outlived")
+        told["cancelled"] = await cancelled_bulk(me, coordinator)
+    begin = time.monotonic()
     await coordinator.close()
+    me.tell(told | {"closing": time.monotonic() - begin})
+    me.mark("outlived")
+    await let_go(me, "over")  # mpiexec ends the others when one has ended
+
+
+async def let_go(me: Rank, word: str) -> None:
+    """Wait for the test to say a word."""
+    while not Path(me.arguments["disk"], word).exists():  # noqa: ASYNC110  # another process makes it
+        await asyncio.sleep(0.01)
 
 
 async def bulk_without(me: Rank, coordinator: Coordinator) -> list[float]:
-    """Seconds until transfers with the dead were given up; those with the living go on."""
+    """Seconds until transfers with the dead were given up; those with the living go on meanwhile and after."""
     deadline, dead = me.arguments["deadline"], me.size - 1
-    seconds = []
-    for transfer in (coordinator.send, coordinator.receive):
+
+    async def in_vain(transfer: Callable[..., Coroutine[Any, Any, None]]) -> float:
         begin = time.monotonic()
         try:
             await transfer(dead, memoryview(bytearray(64 << 20)), tag=1, timeout=deadline)
         except RanksUnavailable:
-            seconds.append(time.monotonic() - begin)
-    into = bytearray(1000)
+            return time.monotonic() - begin
+        raise AssertionError("the dead have answered")
+
     async with asyncio.TaskGroup() as group:
-        sent = memoryview(bytes([me.rank]) * 1000)
-        group.create_task(coordinator.send((me.rank + 1) % dead, sent, tag=2, timeout=DEADLINE))
-        group.create_task(coordinator.receive((me.rank - 1) % dead, memoryview(into), tag=2, timeout=DEADLINE))
-    assert into == bytes([(me.rank - 1) % dead]) * 1000
+        sending, receiving = (group.create_task(in_vain(each)) for each in (coordinator.send, coordinator.receive))
+        await pass_round(me.rank, dead, coordinator)
+    await pass_round(me.rank, dead, coordinator)
+    return [sending.result(), receiving.result()]
+
+
+async def cancelled_bulk(me: Rank, coordinator: Coordinator) -> float | None:
+    """Seconds that rank 0 needs to cancel a receive under way, whose memory nothing touches afterwards."""
+    if me.rank == 1:
+        await coordinator.send(0, memoryview(b"x" * (5 << 20)), tag=3, timeout=DEADLINE)
+        await coordinator.take(0, "cancelled", timeout=DEADLINE)
+        with suppress(RanksUnavailable):
+            await coordinator.send(0, memoryview(b"x" * 1000), tag=3, timeout=1.0)
+        await coordinator.post([0], "sent", b"")
+    if me.rank != 0:
+        return None
+    into = bytearray(9 << 20)  # more than is sent, so that it waits
+    receiving = asyncio.create_task(coordinator.receive(1, memoryview(into), tag=3, timeout=DEADLINE))
+    while not into[(5 << 20) - 1]:  # noqa: ASYNC110  # a thread fills it
+        await asyncio.sleep(0.001)
+    begin = time.monotonic()
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    seconds = time.monotonic() - begin
+    assert receiving.cancelled()
+    before = bytes(into)
+    await coordinator.post([1], "cancelled", b"")
+    await coordinator.take(1, "sent", timeout=DEADLINE)
+    assert into == before
     return seconds
+
+
+async def leave(me: Rank) -> None:
+    """Two stores open at once, in another order on every second rank; nobody closes them or what waits in bulk."""
+    configs = [config_of(me).model_copy(update={"name": name}) for name in ("one", "another")]
+    ranks = [coordinator_of("auto", config) for config in configs]
+    await asyncio.gather(*(each.open(timeout=DEADLINE) for each in (ranks if me.rank % 2 else reversed(ranks))))
+    said = [f"{each} of {me.rank}".encode() for each in range(2)]
+    heard = await asyncio.gather(*(exchange(ranks[each], "hello", said[each], timeout=DEADLINE) for each in range(2)))
+    assert heard == [[f"{each} of {rank}".encode() for rank in range(me.size)] for each in range(2)]
+    for each in ranks:
+        receive = each.receive((me.rank + 1) % me.size, memoryview(bytearray(10)), tag=0, timeout=3600.0)
+        WAITING.append(asyncio.create_task(receive))
+    await barrier(ranks[0], "end", timeout=DEADLINE)
+
+
+def exit_without_closing(me: Rank) -> None:
+    """The loop goes on in its thread while the interpreter ends."""
+    loop = EngineLoop("tieredckpt engine")
+    loop.submit(leave(me)).outcome.result(DEADLINE)
+    me.tell("left")
 
 
 async def meet_again(me: Rank) -> None:
@@ -249,11 +309,14 @@ def main() -> None:
         match me.arguments["task"]:
             case "speak":
                 speak_beside_training(me)
+            case "leave":
+                exit_without_closing(me)
             case "meet again":
                 asyncio.run(meet_again(me))
             case "outlive":
                 asyncio.run(outlive(me))
-                os._exit(0)  # without a farewell to the engine, which would wait for the dead
+                if me.engine != "torch":
+                    os._exit(0)  # without a farewell to the engine, which would wait for the dead
 
 
 if __name__ == "__main__":

@@ -100,6 +100,18 @@ class Job:
         """Let one rank that hangs go on."""
         os.kill(self._pid(rank), signal.SIGCONT)
 
+    def wait_until_ended(self, rank: int, *, timeout: float = 20.0) -> None:
+        """Wait until the process of one rank has ended."""
+
+        def ended() -> bool:
+            try:
+                return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return True
+
+        pid = self._pid(rank)
+        self._until(ended, f"rank {rank} has not ended", timeout)
+
     def wait(self, *, timeout: float = 60.0) -> int:
         """Wait until all processes have ended; the first exit status that is not 0, else 0."""
         self._until(lambda: all(p.poll() is not None for p in self._processes), "the job has not ended", timeout)

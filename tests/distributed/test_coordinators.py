@@ -42,8 +42,8 @@ def test_ranks_speak_while_a_training_runs_collectives_and_leave_nothing_behind(
 @pytest.mark.parametrize(
     ("engine", "how"),
     [
-        ("torch", "kill"),
-        pytest.param("torch", "stop", marks=pytest.mark.slow),
+        pytest.param("torch", "kill", marks=pytest.mark.slow),
+        ("torch", "stop"),
         ("mpi", "stop"),  # mpiexec itself ends all ranks when one is killed
         ("jax", "kill"),
         pytest.param("jax", "stop", marks=pytest.mark.slow),
@@ -55,7 +55,7 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
 ) -> None:
     size = max(3, RANKS[engine])
     last = size - 1
-    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5, "bulk": (engine, how) == ("torch", "kill")}
+    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5, "bulk": engine in ("torch", "mpi")}
     with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments, notice=60.0) as job:
         for rank in range(size):
             job.wait_for("open", rank=rank)
@@ -69,7 +69,22 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
             if arguments["bulk"]:
                 assert len(told["bulk"]) == 2
                 assert max(told["bulk"]) < 5.0
+                assert (told["cancelled"] or 0.0) < 5.0
+            assert told["closing"] < 10.0
             assert told["still"] == [[other] for other in range(last) if other != rank]
+        (disk / "over").touch()
+        for rank in range(last):
+            job.wait_until_ended(rank)  # whatever of it still waits for the dead
+
+
+@pytest.mark.parametrize("engine", ["torch", "mpi"])
+def test_a_process_with_two_stores_ends_in_order_though_nobody_closes_them(
+    engine: str, tmp_path: Path, disk: Path
+) -> None:
+    arguments = {"task": "leave", "disk": str(disk)}
+    with launch(engine, PROGRAM, ranks=3, folder=tmp_path / "job", arguments=arguments) as job:
+        job.succeed()
+        assert [job.told(rank) for rank in range(3)] == ["left"] * 3
 
 
 @pytest.mark.slow

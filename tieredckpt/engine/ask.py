@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -80,10 +81,14 @@ def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[i
     return frozenset(retained)
 
 
-def save_is_due(state: State, step: int) -> bool:
-    """The schedule's answer; a schedule that fails saves rather than not."""
+def save_is_due(state: State, step: int, after: float | None = None) -> bool:
+    """The schedule's answer, or what it would be ``after`` seconds; a schedule that fails saves rather than not."""
     try:
-        return bool(state.config.schedule.due(step, state.view(), state.observe()))
+        view, observed = state.view(), state.observe()
+        if after is not None:
+            last = None if observed.last_save_at is None else view.now - after
+            observed = replace(observed, started_at=view.now - after, last_save_at=last)
+        return bool(state.config.schedule.due(step, view, observed))
     except _FAILURES:
         _log.exception("the schedule failed at step %d; the step is saved", step)
         return True

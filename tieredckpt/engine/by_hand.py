@@ -93,7 +93,16 @@ class ByHand:
         holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
         if not holding:
             raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+        if repair and name is not None:
+            self._check_managed("repair", holding[0])
         return [
-            await verify_on(self._state, self._collector, step, tier, repair=repair, progress=progress)
+            await verify_on(
+                self._state,
+                self._collector,
+                step,
+                tier,
+                repair=repair and self._state.manages(tier),
+                progress=progress,
+            )
             for tier in holding
         ]

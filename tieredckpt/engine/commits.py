@@ -89,11 +89,10 @@ class Commits:
         try:
             with self._state.promoting(tier):
                 record, written = await self._commit(step, tier, parts)
-        except BaseException as error:
+        except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
-            reason = "it gave way to another" if isinstance(error, asyncio.CancelledError) else str(error)
-            self._team.tell(Failed(step.step, step.serial, tier.name, ranks, reason))
-            self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, reason))
+            self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
+            self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
         lag = self._state.observe_promotion(record, tier)
         own = self.written.get((step, tier.name), 0)

@@ -15,6 +15,7 @@ from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier, unique_extents
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
 from tieredckpt.events import StepPromoted
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
@@ -179,7 +180,7 @@ async def _from_slab(state: State, source: StepSource, key: str, ordinal: int, n
     payload = Payload(chunk.digest, nbytes, source.tier.ram.slab.array[offset : offset + stored_size(nbytes)])
     if await in_thread(seal, payload, pool=state.pool):
         return payload
-    source.note(source.tier, key, chunk, Corrupt(f"{source.step}: a chunk of {key!r} changed in RAM"))
+    source.note(source.tier, key, chunk, Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM"))
     return None
 
 

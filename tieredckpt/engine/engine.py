@@ -27,6 +27,7 @@ from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.onlooking import look_on
 from tieredckpt.engine.pieces import Form, empty
 from tieredckpt.engine.promoter import Promote, Promoter
 from tieredckpt.engine.ranked import Ranked
@@ -38,6 +39,7 @@ from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.upkeep import keep_tidy, renew_lease
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
@@ -133,6 +135,7 @@ class Engine:
             await self.ranked.open()
         else:
             await self._open_tiers()
+            await look_on(self.state)
             self.state.adopt_line()
 
     def _begin(self) -> None:
@@ -143,8 +146,10 @@ class Engine:
             self.promoters[tier.name] = promoter
             self._tasks.append(asyncio.create_task(promoter.run(), name=f"tieredckpt promote to {tier.name}"))
             # Each on its own: one that hangs must not let the leases of the others run out.
-            self._tasks.append(asyncio.create_task(self._renew_lease(tier), name=f"tieredckpt lease of {tier.name}"))
-        self._tasks.append(asyncio.create_task(self._keep_tidy(), name="tieredckpt collect"))
+            self._tasks.append(
+                asyncio.create_task(renew_lease(self.state, tier), name=f"tieredckpt lease of {tier.name}")
+            )
+        self._tasks.append(asyncio.create_task(keep_tidy(self._config.grace, self.collect), name="tieredckpt collect"))
         self._prefault()
 
     async def _open_tiers(self) -> None:
@@ -169,29 +174,9 @@ class Engine:
         if ram is not None and ram.slab.writable:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
 
-    async def _renew_lease(self, tier: Tier) -> None:
-        while True:
-            await asyncio.sleep(self._config.lease_ttl / 3)
-            if tier.lease is None or not tier.answers:
-                continue
-            try:
-                await tier.lease.renew()
-            except TieredCkptError as error:
-                self.state.report(tier, error)
-            except Exception as error:
-                _log.exception("tier %r: unexpected failure to renew the lease", tier.name)
-                self.state.report(tier, error)
-
-    async def _keep_tidy(self) -> None:
-        """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
-        while True:
-            await asyncio.sleep(self._config.grace)
-            try:
-                await self.collect()
-            except TieredCkptError as error:
-                _log.warning("collection: %s", error)
-            except Exception:
-                _log.exception("collection: unexpected failure")
+    async def promote(self, step: int, tier: str) -> int:
+        """See `ByHand.promote`."""
+        return await self.by_hand.promote(step, tier)
 
     async def collect(self) -> list[Collected]:
         """See `ByHand.collect`."""
@@ -265,8 +250,8 @@ class Engine:
         return saved
 
     def is_due(self, step: int) -> bool:
-        """The schedule's answer."""
-        return save_is_due(self.state, step)
+        """The schedule's answer, the same on all ranks."""
+        return save_is_due(self.state, step) if self.ranked is None else self.ranked.plan.due(step)
 
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
@@ -279,6 +264,8 @@ class Engine:
         if self.ranked is not None:
             await self.ranked.settled()
         await settled(self.state, self.promoters)
+        if self.ranked is not None:
+            await self.ranked.team.all_told()
 
     # -- restoring ----------------------------------------------------------------------------------------
 
@@ -331,7 +318,7 @@ class Engine:
         state = self.state
         if self.ranked is not None:
             await self.ranked.restores.begin()
-        async with StepSource.open(state, step) as source:
+        async with StepSource.open(state, step, chosen=state.chosen) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
             sources = await fill(state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
@@ -380,6 +367,8 @@ class Engine:
         """Make a step the end of the live line, after the saves that were begun before."""
         async with self._writer.guards_saves:
             self.state.rewind(step, record)
+            if self.ranked is not None:
+                self.ranked.plan.reset()
         self.state.changed.beat()
 
     def _heal_behind(

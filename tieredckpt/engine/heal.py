@@ -17,6 +17,7 @@ from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.events import ChunkRepaired
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
 
@@ -73,7 +74,7 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                     lies_at = tier.ram.slab.array[start : start + nbytes]
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
                 chunks.pop(chunk.digest)
-                state.events.emit(ChunkRepaired(step.step, key, tier.name, good.name))
+                state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name))
 
 
 async def _mend_packs(

@@ -41,6 +41,7 @@ __all__ = [
     "Replicate",
     "Replicated",
     "Save",
+    "SaveAt",
     "Stuck",
     "TierNews",
     "brief",
@@ -236,11 +237,17 @@ class Replicated(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[int, ...] = ()
 
 
+class SaveAt(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are to save this step, or the first after it that they ask about."""
+
+    step: int
+
+
 class Closing(msgspec.Struct, frozen=True, tag=True):
     """The leader has nothing more to say."""
 
 
-Logged = Agreed | Failed | Promote | Promoted | Evicted | Stuck | TierNews | Replicate | Replicated | Closing
+Logged = Agreed | Failed | Promote | Promoted | Evicted | Stuck | TierNews | Replicate | Replicated | SaveAt | Closing
 """What the leader's log consists of."""
 
 

@@ -13,14 +13,15 @@ from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.config import RamTier
 from tieredckpt.engine.connect import ram_folder
-from tieredckpt.engine.source import pinned
+from tieredckpt.engine.source import Near, pinned
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
-from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import TieredCkptError
+from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
+from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["attached", "folders_of_ranks", "look_into"]
+__all__ = ["attached", "folders_of_ranks", "look_into", "near"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -75,3 +76,19 @@ async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> As
                 await pins.enter_async_context(pinned(tier, step))
                 pinned_ones.append(tier)
         yield pinned_ones
+
+
+@asynccontextmanager
+async def near(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[Near]:
+    """Where the chunks of a step are in the RAM of this machine, by digest; they stay there meanwhile."""
+    found: dict[bytes, tuple[Tier, Extent]] = {}
+    async with attached(state, step, tuple(known)) as folders:
+        for tier in folders:
+            try:
+                index = await tier.load_index(step)
+            except (Corrupt, NotFound, TierUnavailable) as error:
+                _log.warning("%s: a part in RAM cannot be opened: %s", step, error)
+                continue
+            for digest, extent in unique_extents(index.arrays).items():
+                found.setdefault(digest, (tier, extent))
+        yield found

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from tieredckpt.errors import NotFound
 from tieredckpt.format import grid as grids
-from tieredckpt.format.boxes import Box
+from tieredckpt.format.boxes import Box, Boxes
 from tieredckpt.format.digest import copy_start_and_digest
 from tieredckpt.format.grid import cells
-from tieredckpt.format.layout import parse_block_key
+from tieredckpt.format.layout import array_key, parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
 
 __all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "empty", "pieces_of", "verify_and_copy"]
@@ -58,6 +58,11 @@ class Piece:
     target: Bytes
     """Memory that takes the start of the chunk as it is; empty if there is none."""
     overlaps: tuple[Overlap, ...] = ()
+
+    @property
+    def array(self) -> str:
+        """Key of the array, for people."""
+        return array_key(self.key)
 
     @property
     def wanted(self) -> int:
@@ -115,6 +120,7 @@ def pieces_of(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> list
     """
     pieces: list[Piece] = []
     overlapping: list[Piece] = []
+    stored: dict[str, _Stored] = {}
     for name, target in targets.items():
         array = index.arrays.get(name)
         if array is not None and array.grid.shape == target.shape and array.grid.contiguous:
@@ -123,19 +129,35 @@ def pieces_of(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> list
             for ordinal, (cell, chunk) in enumerate(zip(cells(array.grid), array.chunks, strict=True)):
                 pieces.append(Piece(name, ordinal, nbytes, chunk, flat[cell.start : cell.start + cell.nbytes]))
         elif target.size:
-            overlapping += _overlapping(index, name, target)
+            key, box = box_of(name, target.shape)
+            if key not in stored:
+                stored[key] = _Stored(index, key)
+            overlapping += _overlapping(index, stored[key], box, target)
     # Boxes that are wanted of one array have no item in common, but may share chunks.
     return pieces + _each_once(overlapping)
 
 
-def _overlapping(index: StepIndex, name: str, target: npt.NDArray[Any]) -> Iterator[Piece]:
-    key, box = box_of(name, target.shape)
+class _Stored:
+    """The blocks in which a step has an array."""
+
+    def __init__(self, index: StepIndex, key: str) -> None:
+        self.key = key
+        self._blocks = index.blocks(key)
+        self._boxes = Boxes([box for box, _ in self._blocks])
+
+    def meeting(self, box: Box) -> Iterator[tuple[Box, str, Box]]:
+        """Those that have items of ``box``: each one's box, its storage key, and the box of these items."""
+        for place in self._boxes.meeting(box):
+            block, name = self._blocks[place]
+            shared = block.intersection(box)
+            assert shared is not None
+            yield block, name, shared
+
+
+def _overlapping(index: StepIndex, of: _Stored, box: Box, target: npt.NDArray[Any]) -> Iterator[Piece]:
     flat = _flat(target)
     found = 0
-    for block, stored in index.blocks(key):
-        part = block.intersection(box)
-        if part is None:
-            continue
+    for block, stored, part in of.meeting(box):
         found += part.size
         array = index.arrays[stored]
         grid = array.grid
@@ -153,7 +175,7 @@ def _overlapping(index: StepIndex, name: str, target: npt.NDArray[Any]) -> Itera
                 yield Piece(stored, ordinal, grid.cell_nbytes, array.chunks[ordinal], NOTHING, (overlap,))
     if found != target.size:
         raise NotFound(
-            f"step {index.record.step}: array {key!r} is there in part only: {found} of the {target.size} items at "
+            f"step {index.record.step}: array {of.key!r} is there in part only: {found} of the {target.size} items at "
             f"{list(box.offset)} of shape {list(box.shape)}"
         )
 

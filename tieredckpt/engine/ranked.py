@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from tieredckpt.blobs.settle import in_thread
@@ -23,11 +25,13 @@ from tieredckpt.engine.messages import (
     Promoted,
     Replicate,
     Replicated,
+    SaveAt,
     Stuck,
     TierNews,
     brief,
 )
 from tieredckpt.engine.opening import Opening, adopt_catalog, catalog_of, discard_unused
+from tieredckpt.engine.planning import Plan
 from tieredckpt.engine.ranks import LEADER
 from tieredckpt.engine.replicating import Replicas, replicates
 from tieredckpt.engine.restores import Restores
@@ -77,6 +81,8 @@ class Ranked:
         self.restores = Restores(state, team, self.agreement, self.opening, look_up, self.take_gone, self._forget)
         first = state.config.tiers[0]
         self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
+        self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
         """Serial and step of what this rank has let go from RAM, for the leader."""
         self._heard_at = 0.0
@@ -89,6 +95,7 @@ class Ranked:
         if self.replicas is not None:
             await self.replicas.open()
         self._unsubscribe = self._state.events.subscribe(self._tell if self.team.leads else self._note)
+        self._loop = asyncio.get_running_loop()
         self.team.begin(self._apply)
         if self.replicas is not None and self.team.leads:
             self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
@@ -107,6 +114,7 @@ class Ranked:
             attempt = self.agreement.begin(step)
         except Missed as missed:
             reason = f"step {step} was not saved: {missed}"
+            self._count_as_saved(step)
             state.events.emit(SaveSkipped(step, reason))
             return Saved(StepId(state.last_serial, step), None, 0, 0, 0.0, reason)
         nodes, size = self.team.nodes, state.config.chunk_size
@@ -114,15 +122,32 @@ class Ranked:
             own = await in_thread(partial(split, flat, replicated, rank=self.team.rank, nodes=nodes, chunk_size=size))
             saved = await save(own)
             if saved.tier is None:
+                self._count_as_saved(step)
                 self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             streamed = state.streamed.get(saved.step)
             index = streamed[1] if streamed is not None else await state.tiers[0].load_index(saved.step)
         except BaseException as error:
+            self._count_as_saved(step)
             self.agreement.not_saved(attempt, step, error)
             raise
         self.agreement.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
         return saved
+
+    def _count_as_saved(self, step: int) -> None:
+        """Let the schedule see what it sees on ranks that have saved it, or the next is not saved together."""
+        self._state.observed = replace(self._state.observed, last_save_step=step, last_save_at=self._state.now())
+
+    def _tell_plan(self, step: int) -> None:
+        if self._loop is not None:  # asked from the trainer's thread
+            self._loop.call_soon_threadsafe(self.team.tell, SaveAt(step))
+
+    def _save_at(self, order: SaveAt) -> None:
+        late = self.plan.told(order.step)
+        if late is not None:
+            with suppress(Missed):
+                attempt = self.agreement.begin(late)
+                self.agreement.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
 
     async def settled(self) -> None:
         """Return when the ranks have agreed on every save, and the leader has done what is due.
@@ -185,7 +210,9 @@ class Ranked:
     def _tell(self, event: Event) -> None:
         """Let the other ranks know what happened to steps and shared tiers."""
         state = self._state
-        if isinstance(event, StepAgreed):
+        if isinstance(event, CommitFailed) and event.tier is None:
+            self.plan.failed(event.step)
+        elif isinstance(event, StepAgreed):
             self.team.start(self._let_former_steps_go(), "eviction of steps of former ranks")
             if self.replicas is not None:
                 self.replicas.saved(StepId(event.serial, event.step))
@@ -230,6 +257,8 @@ class Ranked:
             case Stuck():
                 step = StepId(message.serial, message.step)
                 state.tier(message.tier).stuck[step] = message.failure.error()
+            case SaveAt():
+                self._save_at(message)
             case TierNews():
                 self._tier_news(message)
             case Replicate() if self.replicas is not None:
@@ -248,6 +277,7 @@ class Ranked:
     async def _promoted(self, promoted: Promoted) -> None:
         record, step = promoted.held.record, promoted.held.id
         tier = self._state.tier(promoted.tier)
+        tier.drop(step)  # with what is remembered of its index, if it was committed anew
         tier.held[step] = Held(record, promoted.held.btree_key)
         tier.used_elsewhere = promoted.used
         tier.dismissed.discard(step)

@@ -65,7 +65,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
             pieces.append(piece)
             continue
         if digest(where) != piece.chunk.digest:
-            raise Corrupt(f"array {piece.key!r} of {source.step}: its bytes in the index are not what was saved")
+            raise Corrupt(f"array {piece.array!r} of {source.step}: its bytes in the index are not what was saved")
         piece.put(np.frombuffer(where, dtype=np.uint8))
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
     near, far = source.near_ones(pieces)
@@ -107,7 +107,7 @@ async def check(state: State, source: StepSource) -> None:
                 source.tier,
                 piece.key,
                 piece.chunk,
-                Corrupt(f"bytes of {piece.key!r} in the index are damaged"),
+                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
@@ -146,7 +146,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[
             tier,
             piece.key,
             piece.chunk,
-            Corrupt(f"{source.step}: a chunk of {piece.key!r} changed in RAM"),
+            Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM"),
         )
     return failed
 
@@ -174,6 +174,8 @@ def _runs(pieces: list[Piece]) -> list[Run]:
 async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
     """Read runs of extents through scratch memory, several at a time, as much as that holds."""
     failed: list[Piece] = []
+    if not pieces:
+        return failed
     at_once = _DEVICE_READS if tier.store.traits.direct_io else _REMOTE_READS
     reading = asyncio.Semaphore(at_once)
 

@@ -7,8 +7,7 @@ the chunks that it needs, from RAM of its machine where they are there, and says
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -18,19 +17,18 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.messages import Chosen
-from tieredckpt.engine.neighbours import attached
+from tieredckpt.engine.neighbours import near
 from tieredckpt.engine.opening import Opening
 from tieredckpt.engine.parts import merge_parts
 from tieredckpt.engine.ranks import LEADER
 from tieredckpt.engine.sharing import Sharing
-from tieredckpt.engine.source import ChosenStep, Near
+from tieredckpt.engine.source import ChosenStep
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team, consult
-from tieredckpt.engine.tier import Tier, unique_extents
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
-from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Restores"]
 
@@ -95,9 +93,9 @@ class Restores:
         found = StepId(chosen.serial, chosen.step)
         self._agreement.restored()
         self._sharing.begin(self._asked)
-        self._state.chosen = ChosenStep(
-            found, self._state.tier(chosen.tier), index, partial(self._near, found), self._sharing.take
-        )
+        known = (self._state.tiers[0], *self._opening.leftovers)
+        here = partial(near, self._state, found, known)
+        self._state.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._sharing.take)
         return found, index.record
 
     async def together(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -194,23 +192,6 @@ class Restores:
             ]
             data = b"".join(pieces)
         return data[: chosen.sizes[0]], data[chosen.sizes[0] :]
-
-    # -- where from ---------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _near(self, step: StepId) -> AsyncIterator[Near]:
-        """What this machine's RAM has of a step, by digest."""
-        near: dict[bytes, tuple[Tier, Extent]] = {}
-        async with attached(self._state, step, (self._state.tiers[0], *self._opening.leftovers)) as folders:
-            for tier in folders:
-                try:
-                    index = await tier.load_index(step)
-                except (Corrupt, NotFound, TierUnavailable) as error:
-                    _log.warning("%s: a part in RAM cannot be opened: %s", step, error)
-                    continue
-                for digest, extent in unique_extents(index.arrays).items():
-                    near.setdefault(digest, (tier, extent))
-            yield near
 
 
 async def _agree(_: dict[int, bytes]) -> bytes:

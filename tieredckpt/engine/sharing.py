@@ -91,14 +91,13 @@ class Sharing:
         needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
         # What is near and needed all the same is damaged here.
         has = [digest for digest in place.near if digest not in place.wanted and digest not in rotten]
-        terms = Terms(
-            group=self._state.config.restore_group,
-            reads=not again,
-            worth=team.coordinator.bulk or not self._is_shared(source.step),
-        )
+        # Messages alone are for what cannot be had otherwise.
+        worth = team.coordinator.bulk or not self._is_shared(source.step)
+        stock = Stock(needs, has) if worth else Stock({})
+        terms = Terms(group=self._state.config.restore_group, reads=not again, worth=worth)
         self._round += 1
         timeout = team.deadline / _TRANSFERS_IN_DEADLINE if again else team.deadline
-        return await agree_on_tasks(team.coordinator, self._number, Stock(needs, has), terms, timeout=timeout)
+        return await agree_on_tasks(team.coordinator, self._number, stock, terms, timeout=timeout)
 
     def _passing(self, place: _Place) -> Passing:
         team = self._team

@@ -103,15 +103,23 @@ class StepSource:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, state: State, step: StepId, *, only: Tier | None = None) -> AsyncIterator[StepSource]:
+    async def open(
+        cls, state: State, step: StepId, *, only: Tier | None = None, chosen: ChosenStep | None = None
+    ) -> AsyncIterator[StepSource]:
         """The step, from the nearest tier whose index of it can be read.
+
+        Args:
+            state: of the engine.
+            step: which.
+            only: the one tier to read it from.
+            chosen: of several ranks, what they restore together.
 
         Raises:
             NotFound: no tier holds it.
             Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
         """
-        chosen = state.chosen
-        if chosen is not None and chosen.step == step and only is None:
+        chosen = chosen or (state.looked_on.get(step) if only is None else None)
+        if chosen is not None:
             async with chosen.near() as near:
                 indexes = {chosen.tier.name: chosen.index}
                 yield cls(state, step, chosen.tier, chosen.index, near=near, passing=chosen.passing, _indexes=indexes)
@@ -263,11 +271,11 @@ class StepSource:
         silent += [tier.name for tier, error in self.unreadable if isinstance(error, TierUnavailable)]
         if silent:
             raise SilentSource(
-                f"array {key!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, and "
-                f"{', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
+                f"array {layout.array_key(key)!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, "
+                f"and {', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
             )
         raise Corrupt(
-            f"array {key!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
+            f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
             + (f" (last: {last})" if last else "")
             + "; older steps may be whole, see `tieredckpt ls`"
         )
@@ -278,6 +286,7 @@ class StepSource:
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
+        key = layout.array_key(key)
         _log.warning("%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
         _report_silent(self.state, tier, error)
         if isinstance(error, TierUnavailable):

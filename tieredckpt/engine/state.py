@@ -75,6 +75,8 @@ class State:
     """Steps whose parts all lie in the RAM of several nodes, and of how many."""
     chosen: ChosenStep | None = None
     """Of several ranks: the step that all restore at present, or restored last."""
+    looked_on: dict[StepId, ChosenStep] = field(default_factory=dict)
+    """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
     saving: dict[int, float] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
 

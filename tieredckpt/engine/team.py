@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from tieredckpt.blobs.settle import outlast
@@ -122,6 +123,12 @@ class Team:
         """Let every other rank know, in the order of the calls. Of the leader alone; waits for nobody."""
         self._told += 1
         self._outbox.put_nowait((f"log/{self._told}", messages.encode(message)))
+
+    async def all_told(self) -> None:
+        """Return when what was told so far is on its way: the trainer may keep this process from running next."""
+        if self.leads:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._outbox.join(), self.deadline)
 
     async def _post(self) -> None:
         while True:

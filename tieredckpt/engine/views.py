@@ -72,7 +72,7 @@ def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> View
             if isinstance(chunk.where, Extent):
                 length = aligned(array.grid.cell_nbytes)
                 if chunk.where.path != ram.slab_key or chunk.where.offset + length > ram.slab.array.size:
-                    raise Corrupt(f"a chunk of {key!r} of {step} lies outside the slab")
+                    raise Corrupt(f"a chunk of {layout.array_key(key)!r} of {step} lies outside the slab")
                 placed.append(Placed(size, chunk.where.offset, length))
                 size += length
     fd = ram.share(layout.manifest_key(step.step, step.serial))
@@ -94,7 +94,7 @@ async def damage_of(state: State, index: StepIndex, views: Mapping[str, npt.NDAr
     )
     return [
         Damage(state.tiers[0], chunk.digest, key, Corrupt(f"a chunk of {key!r} changed in RAM"))
-        for key, chunks in zip(views, found, strict=True)
+        for key, chunks in zip(map(layout.array_key, views), found, strict=True)
         for chunk in chunks
     ]
 

@@ -124,7 +124,7 @@ class Writer:
                 arrays: dict[str, ArrayIndex] = await self._in_pool(snapshot.index, located)
                 stored = arrays
                 if flat.in_pieces and self._state.ranks == 1:
-                    stored = await self._in_pool(join, flat.structure, arrays, str(identity))
+                    stored = await self._in_pool(join, flat.structure, arrays)
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.last_serial = identity.serial

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Box", "tile"]
+__all__ = ["Box", "Boxes", "tile"]
 
-_MOST_CORNERS = 1 << 22
-"""Beyond so many points at once, boxes are no cut of an array that anybody made."""
+_MOST_NUMBERS = 1 << 23
+"""Coordinates held at once; boxes whose outline takes more are no cut of an array that anybody made."""
 
 
 class Box(NamedTuple):
@@ -60,6 +60,22 @@ class Box(NamedTuple):
         return tuple([slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)])
 
 
+class Boxes:
+    """Boxes of one array, among which those that meet another are found without a look at each in Python."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._starts = np.array([box.offset for box in boxes], np.int64)
+        self._ends = np.array([box.end for box in boxes], np.int64)
+
+    def meeting(self, box: Box) -> list[int]:
+        """Places in the sequence of those that have an item of ``box``, ascending."""
+        if not len(self._starts):
+            return []
+        shared = np.minimum(self._ends, box.end) > np.maximum(self._starts, box.offset)
+        found: list[int] = np.flatnonzero(shared.all(axis=-1)).tolist()
+        return found
+
+
 def tile(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """Whether ``boxes`` cover an array of ``shape`` and no item twice; boxes without items do not count.
 
@@ -93,7 +109,7 @@ def _cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     weights = np.ones(len(bounds), np.int64)
     weights[-1] = -1
     for axis in range(len(shape)):
-        if 2 * len(bounds) > _MOST_CORNERS:
+        if 2 * bounds.size > _MOST_NUMBERS:
             return False
         low, high = bounds.copy(), bounds.copy()
         low[:, axis, 1] = low[:, axis, 0]

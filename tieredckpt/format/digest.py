@@ -55,12 +55,12 @@ Copy: TypeAlias = Callable[[NDArray[np.uint8], NDArray[np.uint8]], bytes]
 _native_copy: Copy | None = None
 _SHORTEST = 0
 try:
-    from tieredckpt import _native
+    from tieredckpt._native import XXH3_ACCELERATED, XXH3_SHORTEST, xxh3_copy
 except ImportError:
     pass
 else:
-    if _native.XXH3_ACCELERATED:  # else xxhash's own code for the processor is the faster one
-        _native_copy, _SHORTEST = _native.xxh3_copy, _native.XXH3_SHORTEST
+    if XXH3_ACCELERATED:  # else xxhash's own code for the processor is the faster one
+        _native_copy, _SHORTEST = xxh3_copy, XXH3_SHORTEST
 
 NATIVE: Final = _native_copy is not None
 """Whether copies with a digest are native here."""

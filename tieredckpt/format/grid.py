@@ -20,6 +20,7 @@ import numpy as np
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box
+from tieredckpt.format.layout import ALIGNMENT
 
 __all__ = ["MAX_RANK", "Cell", "Grid", "cell_box", "cell_key", "cells", "check", "overlapping", "plan", "plan_block"]
 
@@ -32,7 +33,7 @@ _MOST_TRIED = 1 << 20
 """Divisors beyond it are found only with those below it, for numbers beyond its square."""
 
 _SMALLEST_SHARE = 16
-"""A block is stored by itself if its cells would, to join with others, be less than this part of the target."""
+"""A block is stored by itself if its cells, to join with others, would be less than this part of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,9 @@ def plan_block(
 
     They are if the cell divides the block's offset on every axis, and its shape where the block does not end
     with the array. Blocks of one regular mesh get the same cell without knowing of each other, so they join.
-    The cell is the largest of at most ``target`` bytes that does so, preferably of whole rows. If it were less
-    than a sixteenth of the target, and of the block, the block is planned by itself, as `plan` does.
+    The cell is the largest of at most ``target`` bytes that does so, preferably of whole rows. A block whose cells
+    would be too small for that is planned by itself, as `plan` does: less than a sixteenth of the target, and than
+    a sixteenth of the block or, of a block larger than a page, than a page, which is what an extent takes at least.
 
     Args:
         box: where the block lies in the array.
@@ -155,7 +157,8 @@ def plan_block(
         return alone
     steps = tuple([_step(*axis) for axis in zip(box.offset, box.shape, shape, cut or (0,) * len(shape), strict=True)])
     cell = _largest(steps, box.shape, itemsize, target)
-    if prod(cell) * itemsize * _SMALLEST_SHARE < min(target, alone.nbytes):
+    least = max(alone.nbytes / _SMALLEST_SHARE, ALIGNMENT if alone.nbytes > ALIGNMENT else 0)
+    if prod(cell) * itemsize < min(least, target / _SMALLEST_SHARE):
         return alone
     return Grid(box.shape, cell, itemsize)
 

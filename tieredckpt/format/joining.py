@@ -23,7 +23,7 @@ _Block: TypeAlias = tuple[tuple[int, ...], ArrayIndex]
 """Offset of a block in its array, and its chunks."""
 
 
-def join(structure: Node, arrays: Mapping[str, ArrayIndex], step: str) -> dict[str, ArrayIndex]:
+def join(structure: Node, arrays: Mapping[str, ArrayIndex]) -> dict[str, ArrayIndex]:
     """The arrays of a step by storage key, as few as there can be.
 
     An array whose blocks have cells of one shape, and offsets and ends that are multiples of it (or the array's
@@ -32,7 +32,6 @@ def join(structure: Node, arrays: Mapping[str, ArrayIndex], step: str) -> dict[s
     Args:
         structure: of the whole tree.
         arrays: whole ones and blocks, by storage key.
-        step: for messages.
 
     Raises:
         Conflict: an array of the structure is missing, of another shape or dtype, or not tiled by its blocks.
@@ -48,27 +47,27 @@ def join(structure: Node, arrays: Mapping[str, ArrayIndex], step: str) -> dict[s
     for node in array_nodes(structure):
         found = blocks.pop(node.key, None)
         if found is None:
-            _check_whole(node, joined.get(node.key), step)
+            _check_whole(node, joined.get(node.key))
         elif node.key in joined:
-            raise Conflict(f"{step}: array {node.key!r} was saved whole by one rank, and as shards by another")
+            raise Conflict(f"array {node.key!r} was saved whole by one rank, and as shards by another")
         else:
-            joined.update(_array(node, found, step))
+            joined.update(_array(node, found))
     if blocks:
-        raise Conflict(f"{step}: there are blocks of {next(iter(blocks))!r}, which is no array of the tree")
+        raise Conflict(f"there are blocks of {next(iter(blocks))!r}, which is no array of the tree")
     return joined
 
 
-def _check_whole(node: ArrayNode, array: ArrayIndex | None, step: str) -> None:
+def _check_whole(node: ArrayNode, array: ArrayIndex | None) -> None:
     if array is None:
-        raise Conflict(f"{step}: no rank saved array {node.key!r}")
+        raise Conflict(f"no rank saved array {node.key!r}")
     if array.grid.shape != node.shape or array.dtype != dtype_from_name(node.dtype):
-        raise Conflict(f"{step}: array {node.key!r} is not of the shape and dtype in the tree")
+        raise Conflict(f"array {node.key!r} is not of the shape and dtype in the tree")
 
 
-def _array(node: ArrayNode, blocks: list[_Block], step: str) -> dict[str, ArrayIndex]:
+def _array(node: ArrayNode, blocks: list[_Block]) -> dict[str, ArrayIndex]:
     dtype = dtype_from_name(node.dtype)
     if any(array.dtype != dtype or len(offset) != len(node.shape) for offset, array in blocks):
-        raise Conflict(f"{step}: array {node.key!r} has blocks of another dtype or number of axes")
+        raise Conflict(f"array {node.key!r} has blocks of another dtype or number of axes")
     if 0 not in node.shape:
         blocks = [block for block in blocks if block[1].chunks]
     whole = _on_one_grid(node.shape, blocks)
@@ -76,7 +75,7 @@ def _array(node: ArrayNode, blocks: list[_Block], step: str) -> dict[str, ArrayI
         return {node.key: whole}
     if not tile(node.shape, [Box(offset, array.grid.shape) for offset, array in blocks]):
         raise Conflict(
-            f"{step}: the shards of array {node.key!r} do not add up to its shape {node.shape}: every item must be "
+            f"the shards of array {node.key!r} do not add up to its shape {node.shape}: every item must be "
             "in the shard of one rank; check their offsets"
         )
     return {layout.block_key(node.key, offset): array for offset, array in blocks}

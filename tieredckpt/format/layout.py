@@ -19,6 +19,7 @@ __all__ = [
     "RANKS",
     "STEPS",
     "STEP_RECORD",
+    "array_key",
     "block_key",
     "btree_key",
     "manifest_key",
@@ -130,6 +131,12 @@ def parse_block_key(storage_key: str) -> tuple[str, tuple[int, ...]] | None:
     key, _, tail = storage_key.removeprefix(BLOCKS).rpartition("/")
     offset = _parse_offset(tail)
     return (key, offset) if key and offset is not None else None
+
+
+def array_key(storage_key: str) -> str:
+    """Key of the array that is stored, whole or a block of it, as ``storage_key``."""
+    block = parse_block_key(storage_key)
+    return storage_key if block is None else block[0]
 
 
 # A step of many ranks has a million blocks at a few thousand offsets.

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 INLINE_MAX = 4096
-"""A chunk of at most this many bytes lies in the index itself: its own extent would be padded to a page."""
+"""The chunks of an array of at most this many bytes lie in the index itself: an extent is padded to a page."""
 
 CHECKSUM_SIZE = 4
 """Bytes that zarr's ``crc32c`` codec adds to a chunk on tiers that use it."""

@@ -22,6 +22,7 @@ from tieredckpt.format.structure import (
     Node,
     container,
     names_of,
+    scalar_value,
 )
 
 __all__ = ["merge", "merge_structures", "show_ranks"]
@@ -42,10 +43,10 @@ def merge(parts: Iterable[Part]) -> StepIndex:
     ordered = sorted(parts, key=_rank)
     record = _record(ordered)
     structure = merge_structures({_rank(part): part.record.structure for part in ordered})
-    pieces = _arrays(ordered, f"{record.id}")
+    pieces = _arrays(ordered)
     # A million chunks take hundreds of MiB: the parts go before the whole is made.
     ordered.clear()
-    arrays = join(structure, pieces, f"{record.id}")
+    arrays = join(structure, pieces)
     nbytes = sum(array.grid.nbytes for array in arrays.values())
     return StepIndex(msgspec.structs.replace(record, structure=structure, nbytes=nbytes), arrays)
 
@@ -147,7 +148,7 @@ def _show(node: Node) -> str:
         return f"an array ({node.kind}, {node.dtype}, shape {node.shape})"
     if isinstance(node, CONTAINERS):
         return f"a {type(node).__name__.removesuffix('Node').lower()} of {len(node.children)}"
-    return f"{node!r:.100}"
+    return f"{scalar_value(node)!r:.100}"
 
 
 def _differ(path: str, one: int, other: int, what: str) -> Conflict:
@@ -157,7 +158,7 @@ def _differ(path: str, one: int, other: int, what: str) -> Conflict:
     )
 
 
-def _arrays(parts: Sequence[Part], step: str) -> dict[str, ArrayIndex]:
+def _arrays(parts: Sequence[Part]) -> dict[str, ArrayIndex]:
     """Every array and block once, with the places of all its chunks."""
     found: dict[str, tuple[int, PartArray]] = {}
     again: list[tuple[str, int, PartArray]] = []
@@ -169,16 +170,16 @@ def _arrays(parts: Sequence[Part], step: str) -> dict[str, ArrayIndex]:
     for key, rank, array in again:
         owner, first = found[key]
         if array.grid != first.grid or array.dtype != first.dtype:
-            raise Conflict(f"{step}: ranks {owner} and {rank} cut {_show_array(key)} in different ways")
+            raise Conflict(f"ranks {owner} and {rank} cut {_show_array(key)} in different ways")
         if [digest for digest, _ in array.chunks] != [digest for digest, _ in first.chunks]:
             raise Conflict(
-                f"{step}: {_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its "
+                f"{_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its "
                 "own for each rank, or as shards of one array"
             )
     # What an owner leaves to another rank may be in that rank's copy of the same array, or in any other.
     everywhere = [array for _, array in found.values()] + [array for _, _, array in again]
     places = _places(everywhere)
-    return {key: _located(key, array, places, step) for key, (_, array) in found.items()}
+    return {key: _located(key, array, places) for key, (_, array) in found.items()}
 
 
 def _show_array(name: str) -> str:
@@ -198,7 +199,7 @@ def _places(arrays: Iterable[PartArray]) -> dict[bytes, Extent | bytes]:
     }
 
 
-def _located(key: str, array: PartArray, places: Mapping[bytes, Extent | bytes], step: str) -> ArrayIndex:
+def _located(key: str, array: PartArray, places: Mapping[bytes, Extent | bytes]) -> ArrayIndex:
     chunks = [chunk for chunk in array.chunks if isinstance(chunk, Chunk)]
     if len(chunks) == len(array.chunks):
         return ArrayIndex(array.grid, array.dtype, chunks)
@@ -206,6 +207,6 @@ def _located(key: str, array: PartArray, places: Mapping[bytes, Extent | bytes],
     for digest, where in array.chunks:
         place = places.get(digest) if where is None else where
         if place is None:
-            raise Conflict(f"{step}: a chunk of array {key!r} was left to another rank, and no rank wrote it")
+            raise Conflict(f"a chunk of {_show_array(key)} was left to another rank, and no rank wrote it")
         chunks.append(Chunk(digest, place))
     return ArrayIndex(array.grid, array.dtype, chunks)

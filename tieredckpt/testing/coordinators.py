@@ -232,6 +232,17 @@ class CoordinatorTests:
         await ranks[-1].post([0], "after", b"words")
         assert await ranks[0].take(ranks[-1].rank, "after", timeout=ENOUGH) == b"words"
 
+    async def test_bulk_that_failed_with_one_rank_goes_on_with_the_others(self, ranks: list[Coordinator]) -> None:
+        _needs_bulk(ranks)
+        if len(ranks) < 3:
+            pytest.skip("there are no others")
+        with pytest.raises(RanksUnavailable):
+            await ranks[0].receive(ranks[-1].rank, memoryview(bytearray(10)), tag=1, timeout=SHORT)
+        into = bytearray(1000)
+        send = ranks[0].send(1, memoryview(b"x" * 1000), tag=1, timeout=ENOUGH)
+        await _all([send, ranks[1].receive(0, memoryview(into), tag=1, timeout=ENOUGH)])
+        assert into == b"x" * 1000
+
     async def test_bulk_is_refused_where_there_is_none(self, ranks: list[Coordinator]) -> None:
         if ranks[0].bulk:
             pytest.skip("it sends in bulk")

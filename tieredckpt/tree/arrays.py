@@ -6,6 +6,7 @@ jax hands over one of their arrays.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -138,11 +139,10 @@ def writable_view(key: str, value: object) -> npt.NDArray[Any]:
 
 def writable_part(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """As `writable_view`, of the memory of a leaf, which may be a piece of what the tree holds."""
-    key = leaf.key if leaf.place is None else leaf.place.key
-    view = writable_view(key, leaf.source)
+    view = writable_view(leaf.array, leaf.source)
     part = view if leaf.part is None else view[leaf.part]
     if not part.flags.c_contiguous:
-        raise Invalid(f"leaf {key!r}: a piece of it is not contiguous in memory; use `like`")
+        raise Invalid(f"leaf {leaf.array!r}: a piece of it is not contiguous in memory; use `like`")
     return part
 
 
@@ -190,7 +190,7 @@ def _restored_shard(pieces: Pieces, shard: Shard, arrays: Mapping[str, npt.NDArr
         array = arrays[storage_key(pieces.node.key, pieces.node.shape, box)]
     else:
         array = np.empty(template.shape, template.dtype)
-    return Shard(restored(template, array), shard.shape, shard.offset)
+    return dataclasses.replace(shard, array=restored(template, array))
 
 
 def _family(value: object) -> _Family | None:

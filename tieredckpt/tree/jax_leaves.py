@@ -78,10 +78,10 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     except RuntimeError as error:
         if array.is_deleted():
             raise Invalid(
-                f"leaf {leaf.key!r}: the jax array was donated or deleted while its capture was pending; "
+                f"leaf {leaf.array!r}: the jax array was donated or deleted while its capture was pending; "
                 f'save with capture="copy", or await reached("ram") before donating'
             ) from error
-        raise Invalid(f"leaf {leaf.key!r}: jax could not copy the array to the host: {error}") from error
+        raise Invalid(f"leaf {leaf.array!r}: jax could not copy the array to the host: {error}") from error
 
 
 def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
@@ -95,7 +95,7 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
         return jax.device_put(keys, like.sharding)
     result = jax.device_put(data, like.sharding if getattr(like, "committed", True) else None)
     if result.dtype != template.dtype:
-        raise Invalid(f"leaf {template.key!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
+        raise Invalid(f"leaf {template.array!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
     return result
 
 

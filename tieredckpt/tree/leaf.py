@@ -60,6 +60,11 @@ class ArrayLeaf:
     """The part of ``source`` that this leaf is, where it is not all of it."""
 
     @property
+    def array(self) -> str:
+        """Key of the array that it is all, or a piece, of; the path of the leaf."""
+        return self.key if self.place is None else self.place.key
+
+    @property
     def box(self) -> Box:
         """What it is of the array."""
         return Box((0,) * len(self.shape) if self.place is None else self.place.offset, self.shape)
@@ -95,9 +100,8 @@ def checked_dtype(key: str, dtype: np.dtype[Any], rank: int) -> np.dtype[Any]:
 
 def array_node(leaf: ArrayLeaf) -> ArrayNode:
     """The array of ``leaf`` as the structure of a tree names it."""
-    if leaf.place is not None:
-        return ArrayNode(leaf.place.key, _name_of(leaf.dtype), leaf.place.shape, leaf.kind, leaf.prng)
-    return ArrayNode(leaf.key, _name_of(leaf.dtype), leaf.shape, leaf.kind, leaf.prng)
+    shape = leaf.shape if leaf.place is None else leaf.place.shape
+    return ArrayNode(leaf.array, _name_of(leaf.dtype), shape, leaf.kind, leaf.prng)
 
 
 def nothing(node: ArrayNode, dtype: np.dtype[Any]) -> ArrayLeaf:

@@ -116,7 +116,7 @@ def _line(leaves: Sequence[ArrayLeaf], members: Sequence[int], shares: _Shares, 
         leaf = leaves[i]
         place = leaf.place or Place(leaf.key, leaf.shape, (0,) * len(leaf.shape))
         grid = plan_block(leaf.box, place.shape, leaf.dtype.itemsize, target, place.cut)
-        if grid.size > 1 or grid.cell_nbytes > INLINE_MAX:
+        if grid.size * grid.cell_nbytes > INLINE_MAX:
             grids[i] = grid
     return _Line(shares, grids, sum(grid.size * grid.cell_nbytes for grid in grids.values()))
 

@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from tieredckpt.errors import Invalid
-from tieredckpt.format.boxes import Box, tile
+from tieredckpt.format.boxes import Box, Boxes, tile
 from tieredckpt.format.structure import Kind, Node, array_nodes
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, Place, array_node, nothing, storage_key
 
@@ -27,11 +28,14 @@ class Shard:
         array: what this process has; an array of NumPy, PyTorch or JAX.
         shape: of the global array.
         offset: of the first item of ``array`` in it.
+        cut: shape of a full shard, where all begin at multiples of it and only the last along an axis are shorter,
+            as ``torch.chunk`` cuts. Such shards are stored as one array; without it, uneven ones may not be.
     """
 
     array: Any
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    cut: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +43,9 @@ class Sharded:
     """Several shards of one array, as one leaf of a tree."""
 
     shards: Sequence[Shard]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards", tuple(self.shards))  # they are gone through more than once
 
 
 def shards_of(value: object) -> tuple[Shard, ...] | None:
@@ -85,32 +92,42 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
     if leaf.prng is not None:
         raise Invalid(f"leaf {key!r}: typed PRNG keys cannot be a Shard; shard their key_data")
     try:
-        shape, offset = (tuple(int(n) for n in axes) for axes in (shard.shape, shard.offset))
-    except (TypeError, ValueError) as error:
-        raise Invalid(f"leaf {key!r}: shape and offset of a Shard are sequences of int: {error}") from error
+        shape, offset = tuple(map(index, shard.shape)), tuple(map(index, shard.offset))
+        cut = None if shard.cut is None else tuple(map(index, shard.cut))
+    except TypeError as error:
+        raise Invalid(f"leaf {key!r}: shape, offset and cut of a Shard are sequences of int: {error}") from error
     box = Box(offset, leaf.shape)
     if not (len(shape) == len(offset) == len(leaf.shape) and Box.whole(shape).contains(box)):
         raise Invalid(
             f"leaf {key!r}: a shard of shape {list(leaf.shape)} at {list(offset)} does not lie in an array of shape "
             f"{list(shape)}; `shape` is that of the global array, `offset` that of the shard's first item"
         )
+    if cut is not None and box.size and not _begins(offset, cut):
+        raise Invalid(
+            f"leaf {key!r}: no shard of a cut by {list(cut)} begins at {list(offset)}; `cut` is the shape of a full "
+            f"shard, and every offset a multiple of it"
+        )
     kind: Kind = "numpy" if leaf.kind == "numpy-scalar" else leaf.kind
     if box.shape == shape:
         return dataclasses.replace(leaf, kind=kind)
-    return dataclasses.replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset))
+    return dataclasses.replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset, cut))
+
+
+def _begins(offset: tuple[int, ...], cut: tuple[int, ...]) -> bool:
+    return len(offset) == len(cut) and all(n >= 1 and start % n == 0 for start, n in zip(offset, cut, strict=True))
 
 
 def _check_apart(key: str, boxes: Sequence[Box]) -> None:
     """Raise `Invalid` when two boxes share an item."""
-    ordered = sorted(boxes)
-    for i, box in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if box.offset and other.offset[0] >= box.end[0]:
-                break
-            if box.intersection(other) is not None:
+    if len(boxes) < 2:
+        return
+    known = Boxes(boxes)
+    for i, box in enumerate(boxes):
+        for j in known.meeting(box):
+            if i != j:
                 raise Invalid(
                     f"leaf {key!r}: the shards of shape {list(box.shape)} at {list(box.offset)} and of shape "
-                    f"{list(other.shape)} at {list(other.offset)} overlap; give every item once"
+                    f"{list(boxes[j].shape)} at {list(boxes[j].offset)} overlap; give every item once"
                 )
 
 
@@ -118,7 +135,7 @@ def check_whole(structure: Node, leaves: Iterable[ArrayLeaf]) -> None:
     """Raise `Invalid`, naming the key, unless ``leaves`` are all of every array that ``structure`` names."""
     boxes: dict[str, list[Box]] = {}
     for leaf in leaves:
-        boxes.setdefault(leaf.key if leaf.place is None else leaf.place.key, []).append(leaf.box)
+        boxes.setdefault(leaf.array, []).append(leaf.box)
     for node in array_nodes(structure):
         found = boxes.get(node.key, [])
         if (len(found) != 1 or found[0].shape != node.shape) and not tile(node.shape, found):

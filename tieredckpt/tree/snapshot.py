@@ -79,8 +79,8 @@ class Snapshot:
     leaves: Sequence[ArrayLeaf]
     grids: list[Grid]
     pending: deque[Cell]
-    inline: dict[int, bytes]
-    """Small arrays of one cell, by index of the leaf: their bytes, padding included."""
+    inline: dict[int, list[bytes]]
+    """Cells of small arrays, by index of the leaf: their bytes, padding included."""
     copied: list[Copied] = field(default_factory=list)
     full: bool = False
     """The slab had no room for the next cell; `work` may go on when some was made."""
@@ -105,8 +105,8 @@ class Snapshot:
             view = host_view(leaf)
             grid = _grid(leaf, chunk_size)
             snapshot.grids.append(grid)
-            if grid.size == 1 and grid.cell_nbytes <= INLINE_MAX:
-                snapshot.inline[i] = _padded(view, grid)
+            if grid.size * grid.cell_nbytes <= INLINE_MAX:
+                snapshot.inline[i] = _inline(view, grid)
                 continue
             flat = row_major_bytes(view) if leaf.place is None or grid.contiguous else None
             known = expected.get(leaf.key, ())
@@ -176,8 +176,7 @@ class Snapshot:
         arrays = {}
         for i, (leaf, grid) in enumerate(zip(self.leaves, self.grids, strict=True)):
             if i in self.inline:
-                value = self.inline[i]
-                chunks = [Chunk(digest(value), value)]
+                chunks = [Chunk(digest(value), value) for value in self.inline[i]]
             else:
                 chunks = [extent_of[i, ordinal] for ordinal in range(grid.size)]
             arrays[leaf.key] = ArrayIndex(grid, leaf.dtype, chunks)
@@ -209,13 +208,17 @@ def _sources(view: npt.NDArray[Any], flat: Bytes | None, grid: Grid) -> Iterator
         yield view[cell_box(grid, cell.index).slices()]
 
 
-def _padded(view: npt.NDArray[Any], grid: Grid) -> bytes:
-    """The bytes of the only cell of an array."""
+def _inline(view: npt.NDArray[Any], grid: Grid) -> list[bytes]:
+    """The bytes of the cells of an array."""
     if view.shape == grid.cell:
-        return view.tobytes()
-    memory = np.zeros(grid.cell_nbytes, np.uint8)
-    _gather(view, memory.view(view.dtype).reshape(grid.cell))
-    return memory.tobytes()
+        return [view.tobytes()]
+    found = []
+    for cell in cells(grid):
+        memory = np.zeros(grid.cell, view.dtype)
+        box = cell_box(grid, cell.index)
+        memory[tuple(map(slice, box.shape))] = view[box.slices()]
+        found.append(memory.tobytes())
+    return found
 
 
 def _gather(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> bytes:

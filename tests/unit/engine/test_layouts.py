@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
@@ -17,17 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from insight import flip_chunk, index_of, tier_of
 from scenes import Heard, config, folder, ram
-from trees import arrays
+from trees import arrays, indexed
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import reader
 from tieredckpt.engine.pieces import Piece, deliver
-from tieredckpt.errors import Invalid
-from tieredckpt.events import StepPromoted, StepSaved
+from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.events import ChunkRepaired, StepPromoted, StepSaved
 from tieredckpt.format.boxes import Box
+from tieredckpt.format.joining import join
+from tieredckpt.format.layout import block_key
 from tieredckpt.sync import SyncStore
+from tieredckpt.tree import flatten
 
 Array = np.ndarray[Any, Any]
 Boxes = list[Box]
@@ -143,6 +147,19 @@ def test_even_meshes_are_stored_as_one_array(blocking: SyncStore) -> None:
         assert blocking.spec(100_000, name)["driver"] == "zarr3"
 
 
+@given(rows=st.integers(2, 300), parts=st.integers(2, 6), axis=st.integers(0, 1))
+def test_shards_that_know_their_cut_are_stored_as_one_array(rows: int, parts: int, axis: int) -> None:
+    """As ``torch.chunk`` cuts: the last are shorter, or empty."""
+    shape = (rows, 7) if axis == 0 else (7, rows)
+    size = -(-rows // parts)
+    bounds: list[list[int]] = [[], []]
+    bounds[axis] = [min(i * size, rows) for i in range(1, parts)]
+    cut = (size, 7) if axis == 0 else (7, size)
+    shards = [Shard(np.zeros(box.shape), shape, box.offset, cut) for box in cut_at(shape, bounds)]
+    flat = flatten({"w": Sharded(shards)})
+    assert join(flat.structure, indexed(flat, 512)).keys() == {"w"}
+
+
 def test_what_pieces_leave_out_is_found_before_anything_is_written(blocking: SyncStore) -> None:
     whole = np.zeros((6, 4))
     steps = blocking.steps()
@@ -188,6 +205,20 @@ async def test_a_restore_of_some_boxes_reads_only_the_chunks_that_overlap_them(
     # Neighbours are read in one go with the pages that the checksum fills up.
     assert mine.size * 8 <= listening.nbytes <= mine.size * 8 * (1 + 4096 / array.grid.cell_nbytes)
     assert restored.sources == {"disk": mine.size * 8}
+
+
+def test_many_blocks_come_back_as_many_other_boxes_in_time(blocking: SyncStore) -> None:
+    """To look at each pair of them in Python would take many seconds."""
+    rng = np.random.default_rng(0)
+    whole = rng.random((100_000, 2))
+    saved, wanted = (cut_at(whole.shape, [rng.integers(0, 100_000, 1500).tolist(), []]) for _ in range(2))
+    blocking.save(300_000, {"w": sharded(whole, saved)})
+    like = {"w": sharded(whole, wanted, values=False)}
+    begin = time.process_time()
+    restored = blocking.restore(300_000, like=like)
+    assert time.process_time() - begin < 4
+    assert restored is not None
+    assert_pieces(restored.tree["w"], whole)
 
 
 async def test_a_chunk_that_several_pieces_need_is_read_and_verified_once(
@@ -268,6 +299,26 @@ async def test_a_damaged_piece_is_read_from_the_next_tier_and_mended(two_tiers: 
         await store.flush()
         (found,) = await store.verify(1, "ram")
         assert not found.damaged
+
+
+async def test_damage_in_a_block_is_told_by_the_key_of_its_array(two_tiers: StoreConfig) -> None:
+    whole = np.random.default_rng(0).random((40, 96))
+    odd = [Box((0, 0), (13, 96)), Box((13, 0), (27, 50)), Box((13, 50), (27, 46))]
+    like = {"w": sharded(whole, odd, values=False)}
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await (await store.save(1, {"w": sharded(whole, odd)})).reached("disk")
+        block = block_key("w", odd[2].offset)
+        await flip_chunk(store, "ram", 1, block, 0)
+        (found,) = await store.verify(1, "ram")
+        assert (found.damaged, "tieredckpt/blocks" in found.problem) == (("w",), False)
+        await store.restore(like=like)
+        assert (await heard.first(ChunkRepaired)).key == "w"
+        await store.flush()
+        for tier in ("ram", "disk"):
+            await flip_chunk(store, tier, 1, block, 0)
+        with pytest.raises(Corrupt, match="array 'w' of step 1"):
+            await store.restore(like=like)
 
 
 async def test_a_step_in_pieces_is_described_by_its_arrays(two_tiers: StoreConfig) -> None:

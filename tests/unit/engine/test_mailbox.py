@@ -78,6 +78,44 @@ async def test_a_thousand_messages_leave_nothing_behind(office: Office) -> None:
     assert office.boxes == {}
 
 
+async def test_a_long_message_goes_in_letters_that_every_store_takes(office: Office) -> None:
+    ranks = boxes(office)
+    await meet(ranks)
+    for nbytes in (1 << 20, (1 << 20) + 1, 3 << 20):
+        data = os.urandom(nbytes)
+        await ranks[0].post([1, 2], f"{nbytes}", data)
+        lengths = [len(letter) for box in office.boxes.values() for letter in box.values()]
+        assert max(lengths) < (1 << 20) + 1024
+        for each in ranks[1:]:
+            box = office.boxes[f"{each.rank}-{each._card}"]
+            for name in reversed([*box]):  # stores keep no order
+                box[name] = box.pop(name)
+            assert await each.take(0, f"{nbytes}", timeout=ENOUGH) == data
+    await close(ranks)
+
+
+async def test_who_waits_long_looks_seldom_and_who_waits_shortly_does_not_wait_longer(office: Office) -> None:
+    looks = 0
+
+    def count(verb: str, box: str) -> None:
+        nonlocal looks
+        looks += verb == "take"
+
+    ranks = boxes(office, 2)
+    await meet(ranks)
+    office.refuse = count
+    with pytest.raises(RanksUnavailable):
+        await ranks[1].take(0, "nothing", timeout=1.0)
+    assert looks < 120  # 500 at the pace of the beginning
+    taking = asyncio.create_task(ranks[1].take(0, "something", timeout=ENOUGH))
+    await asyncio.sleep(0.02)
+    begin = looks
+    await ranks[0].post([1], "something", b"")
+    await taking
+    assert looks - begin <= 5
+    await close(ranks)
+
+
 class Dying(Office):
     """The same office for a process that comes no further after so many calls."""
 
@@ -271,4 +309,20 @@ async def test_letters_of_jobs_that_died_are_swept_and_those_of_the_living_are_n
     await meet(ranks)
     assert not old.exists()
     assert young.exists()
+    await close(ranks)
+
+
+async def test_a_letter_of_a_host_whose_clock_is_wrong_is_not_swept(tmp_path: Path) -> None:
+    ranks = in_folder(tmp_path, [])
+    await meet(ranks)
+    await ranks[0].post([1], "word", b"in time")
+    (letter,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    os.utime(letter, (1_000_000_000, 1_000_000_000))
+    young = tmp_path / "ranks" / "tieredckpt" / "1-young" / "0-0"
+    young.parent.mkdir(parents=True)
+    young.write_bytes(b"left behind")
+    leader = ranks[0]
+    assert isinstance(leader, SharedStore)
+    await leader._objects.sweep(spare=leader.boxes)
+    assert await ranks[1].take(0, "word", timeout=ENOUGH) == b"in time"
     await close(ranks)

@@ -100,6 +100,16 @@ async def test_stock_tensorstore_reads_what_many_ranks_committed(place: Place) -
                 np.testing.assert_array_equal(await array.read(), expected)
 
 
+async def test_every_rank_can_describe_the_whole_step(place: Place) -> None:
+    async with place.open() as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        described = [await store.describe(1) for store in ranks.stores]
+        assert all(each.arrays == described[0].arrays for each in described)
+        sizes = {array.key: array.nbytes for array in described[3].arrays}
+        assert sizes["w"] == whole(1).nbytes
+        assert described[3].info.ranks == SIZE
+
+
 # -- faults -----------------------------------------------------------------------------------------------
 
 

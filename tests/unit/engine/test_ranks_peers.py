@@ -1,128 +1,24 @@
-"""Ranks serve each other: what one has or reads, others need not read; a lost node comes back from the rest."""
+"""A step lies in the RAM of several nodes, behind the training, and a lost node comes back from there."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram
+from clusters import STATE_BYTES, Cluster, read, replicated, restore, save
+from scenes import Heard, config, folder, ram
 
-from tieredckpt import CheckpointStore, Shard
+from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram import RamStore
-from tieredckpt.blobs.wrap import Metered
 from tieredckpt.engine import replicating
-from tieredckpt.engine.passing import PEERS, Passing
+from tieredckpt.engine.passing import PEERS
 from tieredckpt.engine.tier import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.events import ReplicationFailed, StepReplicated
-from tieredckpt.testing.ranks import World
-
-ROWS, COLUMNS = 512, 64
-STATE_BYTES = ROWS * COLUMNS * 8
-
-
-class Cluster:
-    """Ranks on simulated nodes, each with shared memory of its own, and one folder that all share."""
-
-    def __init__(
-        self, nodes: Sequence[str], shared_memory: Path, shared: Path, *, bulk: bool = True, **settings: Any
-    ) -> None:
-        self.world = World(len(nodes), nodes=nodes, bulk=bulk)
-        self._shared_memory = shared_memory
-        self._shared = shared
-        self._settings = settings
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        return self.world.nodes
-
-    def ram_of(self, node: str) -> Path:
-        return self._shared_memory / node / "ram"
-
-    def lose(self, node: str) -> None:
-        """Everything in the RAM of a node is gone."""
-        shutil.rmtree(self.ram_of(node))
-
-    def new(self, rank: int) -> CheckpointStore:
-        tiers = {
-            "ram": ram(self._shared_memory, path=self.ram_of(self.nodes[rank]), **self._settings.get("ram", {})),
-            "disk": folder(self._shared, **self._settings.get("disk", {})),
-        }
-        standing = self._settings.get("racks", {}).get(self.nodes[rank])
-        settings = config(
-            tiers, rack=standing, **({"name": "test", "rank_deadline": SOON} | self._settings.get("store", {}))
-        )
-        return CheckpointStore.open(settings, ranks=self.world.coordinator(rank))
-
-    @asynccontextmanager
-    async def open(self, *, crashing: bool = False) -> AsyncIterator[list[CheckpointStore]]:
-        """All ranks, that end in order or as if their processes died."""
-        stores = [self.new(rank) for rank in range(self.world.size)]
-        await asyncio.gather(*stores)
-        try:
-            yield stores
-        finally:
-            if crashing:
-                await asyncio.gather(*map(crash, stores))
-                self.world.restart()
-            else:
-                await asyncio.gather(*(store.close() for store in stores))
-
-
-def whole(seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.random.default_rng(seed).standard_normal((ROWS, COLUMNS))
-
-
-def part(seed: int, rank: int, size: int) -> dict[str, Any]:
-    """The rows of one rank, and something that all have."""
-    first, last = ROWS * rank // size, ROWS * (rank + 1) // size
-    return {
-        "w": Shard(whole(seed)[first:last].copy(), shape=(ROWS, COLUMNS), offset=(first, 0)),
-        "bias": np.full(COLUMNS, float(seed)),
-    }
-
-
-def blank(rank: int, size: int) -> dict[str, Any]:
-    tree = part(0, rank, size)
-    tree["w"].array[:] = 0
-    tree["bias"][:] = 0
-    return tree
-
-
-async def save(stores: Sequence[CheckpointStore], step: int, seed: int | None = None) -> None:
-    size = len(stores)
-    seed = step if seed is None else seed
-    await asyncio.gather(*(store.save(step, part(seed, rank, size)) for rank, store in enumerate(stores)))
-
-
-async def restore(stores: Sequence[CheckpointStore], seed: int) -> list[dict[str, int]]:
-    """What came from where, by rank; everything is what was saved."""
-    size = len(stores)
-    trees = [blank(rank, size) for rank in range(size)]
-    restored = await asyncio.gather(*(store.restore(into=tree) for store, tree in zip(stores, trees, strict=True)))
-    for rank, tree in enumerate(trees):
-        expected = part(seed, rank, size)
-        assert_same(tree["w"].array, expected["w"].array)
-        assert_same(tree["bias"], expected["bias"])
-    return [dict(each.sources) for each in restored if each is not None]
-
-
-async def replicated(stores: Sequence[CheckpointStore], heard: Sequence[Heard], step: int) -> list[StepReplicated]:
-    return list(await asyncio.gather(*(one.first(StepReplicated, lambda event: event.step == step) for one in heard)))
-
-
-def read(store: CheckpointStore) -> int:
-    """Bytes that a rank has read of packs on the shared tier since it was opened."""
-    blobs = store.engine.state.tier("disk").blobs
-    assert isinstance(blobs, Metered)
-    return blobs.usage().verbs["get_into"].nbytes
-
+from tieredckpt.events import ReplicationFailed
 
 TWO_NODES = ("a", "a", "b", "b")
 
@@ -391,116 +287,3 @@ async def test_a_process_that_is_alone_is_told_that_it_keeps_no_replicas(
     async with CheckpointStore.open(config(tiers), ranks=None) as store:
         await store.save(1, {"x": np.arange(9)})
     assert "tier 'ram' keeps no replicas" in caplog.text
-
-
-# -- the broadcast ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def state() -> dict[str, Any]:
-    rng = np.random.default_rng(5)
-    return {f"w{i}": rng.standard_normal(20 * CHUNK // 8) for i in range(4)}
-
-
-async def test_four_replicas_read_the_bytes_of_one(shared_memory: Path, tmp_path: Path, state: dict[str, Any]) -> None:
-    nbytes = sum(array.nbytes for array in state.values())
-    cluster = Cluster(("a", "b", "c", "d"), shared_memory, tmp_path / "disk")
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
-    async with cluster.open() as stores:
-        before = [read(store) for store in stores]
-        restored = await asyncio.gather(*(store.restore() for store in stores))
-        total = sum(read(store) for store in stores) - sum(before)
-        assert nbytes <= total <= 1.05 * nbytes
-        for each in restored:
-            assert each is not None
-            assert_same(each.tree, state)
-            assert sum(each.sources.values()) == nbytes
-            assert 0.6 * nbytes < each.sources[PEERS] < 0.9 * nbytes
-            assert each.sources["disk"] + each.sources[PEERS] == nbytes
-
-
-async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
-    shared_memory: Path, tmp_path: Path, state: dict[str, Any]
-) -> None:
-    nbytes = sum(array.nbytes for array in state.values())
-    cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk", store={"rank_deadline": 2.0})
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
-    async with cluster.open() as stores:
-        held = cluster.world.hold(2, "send")
-        restoring = asyncio.gather(*(store.restore() for store in stores))
-        async with asyncio.timeout(SOON):
-            while any(read(store) < 0.6 * nbytes for store in stores[:2]):  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.01)
-            held.release()
-            for each in await restoring:
-                assert each is not None
-                assert_same(each.tree, state)
-
-
-async def test_a_restore_that_fails_on_one_rank_keeps_none_waiting_and_can_be_made_again(
-    shared_memory: Path, tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk")
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
-    async with cluster.open() as stores:
-        for failing in (1, 0):
-            really = Passing.run
-
-            async def run(self: Passing, tasks: Any, failing: int = failing, really: Any = really) -> Any:
-                if self.rank == failing:
-                    raise TierUnavailable("this rank fails in the middle, by script")
-                self.timeout = 0.2
-                return await really(self, tasks)
-
-            monkeypatch.setattr(Passing, "run", run)
-            async with asyncio.timeout(SOON / 2):
-                for end in await asyncio.gather(*(store.restore() for store in stores), return_exceptions=True):
-                    assert isinstance(end, TierUnavailable)
-            monkeypatch.undo()
-        for each in await asyncio.gather(*(store.restore() for store in stores)):
-            assert each is not None
-            assert_same(each.tree, state)
-
-
-async def test_a_step_that_is_in_ram_alone_comes_without_bulk_too(shared_memory: Path, tmp_path: Path) -> None:
-    nodes = ("a", "b")
-    never = {"promote": {"kind": "never"}}
-    cluster = Cluster(nodes, shared_memory, tmp_path / "disk", disk=never, bulk=False)
-    async with cluster.open(crashing=True) as stores:
-        await save(stores, 1)
-        await asyncio.gather(*(store.flush() for store in stores))
-    async with cluster.open(crashing=True) as stores:
-        restored = await asyncio.gather(*(store.restore() for store in stores))  # all of it, on both ranks
-        for each in restored:
-            assert each is not None
-            assert_same(each.tree["w"], whole(1))
-            assert each.sources.keys() == {"ram", PEERS}
-
-
-async def test_groups_read_for_themselves(shared_memory: Path, tmp_path: Path, state: dict[str, Any]) -> None:
-    nbytes = sum(array.nbytes for array in state.values())
-    cluster = Cluster(("a", "b", "c", "d"), shared_memory, tmp_path / "disk", store={"restore_group": 2})
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
-    async with cluster.open() as stores:
-        before = [read(store) for store in stores]
-        restored = await asyncio.gather(*(store.restore() for store in stores))
-        assert 2 * nbytes <= sum(map(read, stores)) - sum(before) <= 2.1 * nbytes
-        for each in restored:
-            assert each is not None
-            assert_same(each.tree, state)

@@ -236,6 +236,36 @@ async def test_a_step_that_is_lost_in_ram_is_not_offered(place: Place) -> None:
             assert_whole(restored, 1)
 
 
+async def test_what_one_rank_lets_go_for_room_is_in_the_ram_of_none(place: Place) -> None:
+    """Rank 1 has more to save than the others, and its slab is full long before theirs."""
+    async with place.open(3, ram_settings={"capacity": "4 MiB"}) as ranks:
+        for step in (1, 2, 3):
+            trees = [part(step, rank, 3) for rank in range(3)]
+            trees[1]["large"] = np.random.default_rng(step).standard_normal(200_000)
+            saves = await ranks.all(lambda store, rank, trees=trees: store.save(step, trees[rank]))  # noqa: B023
+            await ranks.reached(saves, "disk")
+        await ranks.reached(await ranks.save(4), "disk")  # with which rank 1 has said what has left
+        await asyncio.gather(*(heard.first(StepEvicted, lambda event: event.step == 1) for heard in ranks.heard))
+        for store in ranks.stores:
+            assert [info.step for info in await store.steps() if "ram" in info.tiers][-1] == 4
+            assert "ram" not in await store.where(1)
+        for rank in (0, 2):
+            tier = ranks[rank].engine.state.tiers[0]
+            assert not any(tier.has_own(step) for step in ranks[rank].engine.state.records() if step.step == 1)
+
+
+async def test_a_process_that_looks_on_sees_and_reads_what_only_the_ranks_ram_has(place: Place) -> None:
+    async with place.open(3, disk_settings={"promote": "never"}) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
+        async with CheckpointStore.open(ranks[0].config, read_only=True) as onlooker:
+            assert [(info.step, info.ranks, info.tiers) for info in await onlooker.steps()] == [(1, 3, ("ram",))]
+            assert_whole(await onlooker.restore(), 1)
+        await ranks.save(2, ranks=[0, 1])
+        async with CheckpointStore.open(ranks[0].config, read_only=True) as onlooker:
+            assert [info.step for info in await onlooker.steps()] == [1]
+        await ranks.save(2, ranks=[2])
+
+
 async def test_nothing_is_restored_silently_wrong(place: Place) -> None:
     async with place.open(2) as ranks:
         await ranks.reached(await ranks.save(1), "disk")

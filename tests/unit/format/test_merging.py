@@ -227,8 +227,8 @@ def test_dicts_of_ranks_have_the_names_of_all_in_the_order_of_the_lowest() -> No
 @pytest.mark.parametrize(
     ("one", "other", "path"),
     [
-        (IntNode(1), IntNode(2), "leaf"),
-        (DictNode(["x"], [IntNode(1)]), DictNode(["x"], [IntNode(2)]), "'x'"),
+        (IntNode(1), IntNode(2), "'leaf': 1 and 2;"),
+        (DictNode(["x"], [IntNode(1)]), DictNode(["x"], [IntNode(2)]), "'x': 1 and 2;"),
         (DictNode(["x"], [node("x")]), DictNode(["x"], [node("x", (9, 4))]), "'x'"),
         (DictNode(["x"], [node("x")]), DictNode(["x"], [NoneNode()]), "'x'"),
         (DictNode(["x"], [ListNode([])]), DictNode(["x"], [TupleNode([])]), "'x'"),

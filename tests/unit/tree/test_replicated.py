@@ -154,7 +154,7 @@ def test_what_the_ranks_store_joins_to_whole_arrays(shapes: list[tuple[int, ...]
         for key, array in indexed(flat, CHUNK).items():
             assert key not in arrays or arrays[key].chunks == array.chunks
             arrays[key] = array
-    assert join(ranks[0].structure, arrays, "step 1").keys() == tree.keys()
+    assert join(ranks[0].structure, arrays).keys() == tree.keys()
 
 
 def test_shards_of_some_ranks_are_split_among_these() -> None:
@@ -173,7 +173,7 @@ def test_shards_of_some_ranks_are_split_among_these() -> None:
     assert tile(whole.shape, boxes)
     assert not any(flat.elsewhere for flat in alike)
     arrays = {key: array for flat in alike for key, array in indexed(flat, CHUNK).items()}
-    assert join(alike[0].structure, arrays, "step 1").keys() == {"w"}
+    assert join(alike[0].structure, arrays).keys() == {"w"}
 
     apart = [
         split(flat, (), rank=rank, nodes=["a", "a", "b", "b"], chunk_size=CHUNK) for rank, flat in enumerate(flats)
@@ -200,4 +200,4 @@ def test_what_one_rank_alone_stores_is_missed_when_its_part_is() -> None:
     arrays = {key: array for flat in ranks[:2] for key, array in indexed(flat, CHUNK).items()}
     assert [node.key for node in array_nodes(ranks[0].structure)] == ["w"]
     with pytest.raises(Conflict, match="'w'"):
-        join(ranks[0].structure, arrays, "step 1")
+        join(ranks[0].structure, arrays)

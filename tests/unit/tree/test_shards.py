@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tieredckpt import Shard, Sharded
+from tieredckpt.capturing import check_immutable
 from tieredckpt.errors import Invalid
 from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import array_nodes
@@ -36,6 +38,12 @@ def test_an_empty_shard_is_no_piece_but_tells_of_the_array() -> None:
     assert [node.shape for node in array_nodes(flat.structure)] == [(6, 4)]
 
 
+def test_an_empty_shard_of_a_cut_may_lie_at_the_end() -> None:
+    """More ranks than ``torch.chunk`` has parts: 4 rows by 3 make two, and the third begins where the array ends."""
+    flat = flatten({"w": Sharded([Shard(WHOLE[a:b], (4, 4), (a, 0), (3, 4)) for a, b in ((0, 3), (3, 4), (4, 4))])})
+    assert [leaf.place.cut for leaf in flat.arrays if leaf.place is not None] == [(3, 4)] * 2
+
+
 def test_shards_of_an_array_without_items_are_one_array() -> None:
     empty = np.zeros((1, 0), np.int8)
     flat = flatten({"w": Sharded([Shard(empty, (3, 0), (0, 0)), Shard(empty, (3, 0), (1, 0))])})
@@ -50,6 +58,11 @@ def test_shards_of_an_array_without_items_are_one_array() -> None:
         (Shard(WHOLE[:2], (6, 4), (-1, 0)), "does not lie in"),
         (Shard(WHOLE[:2], (6,), (0,)), "does not lie in"),
         (Shard(WHOLE[:2], "abc", (0, 0)), "sequences of int"),
+        (Shard(WHOLE[:2], (6.5, 4), (2, 0)), "sequences of int"),
+        (Shard(WHOLE[:2], (6, 4), (2, 0), "abc"), "sequences of int"),
+        (Shard(WHOLE[:2], (6, 4), (2, 0), (4, 4)), r"cut by \[4, 4\] begins at \[2, 0\]"),
+        (Shard(WHOLE[:2], (6, 4), (2, 0), (2,)), "no shard of a cut"),
+        (Shard(WHOLE[:2], (6, 4), (2, 0), (0, 4)), "no shard of a cut"),
         (Shard([1, 2], (6, 4), (0, 0)), "a list cannot be the array of a Shard"),
         (Shard(Shard(WHOLE[:1], (6, 4), (0, 0)), (6, 4), (0, 0)), "a Shard cannot be the array"),
         (Sharded([]), "without shards"),
@@ -66,9 +79,28 @@ def test_what_is_no_part_of_one_array_is_refused_by_key(leaf: object, why: str) 
         flatten({"a": {"b": leaf}})
 
 
-def test_many_shards_of_a_process_are_told_apart_quickly() -> None:
-    shards = [Shard(np.zeros((1, 2)), (3000, 2), (i, 0)) for i in range(3000)]
-    assert len(flatten({"w": Sharded(shards)}).arrays) == 3000
+def test_shards_that_can_be_gone_through_once_are_kept() -> None:
+    like = Sharded(Shard(np.zeros((3, 4)), (6, 4), (i, 0)) for i in (0, 3))
+    found = match({"w": like}, flatten({"w": WHOLE}).structure)
+    got: Any = found.build(arrays_for(found, WHOLE))
+    assert [shard.array.tolist() for shard in got["w"].shards] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
+
+
+def test_pieces_that_can_change_are_told_by_the_key_of_their_array() -> None:
+    shards = [Shard(WHOLE[:3], (6, 4), (0, 0)), Shard(WHOLE[3:], (6, 4), (3, 0))]
+    with pytest.raises(Invalid, match=r"and 'a/w' \(1 in all\) can change"):
+        check_immutable(flatten({"a": {"w": Sharded(shards)}}))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_many_shards_of_a_process_are_told_apart_quickly(axis: int) -> None:
+    """To look at each pair of them in Python would take ten seconds and more."""
+    shape, part = [2, 2], [2, 2]
+    shape[axis], part[axis] = 2500, 1
+    shards = [Shard(np.zeros(part), tuple(shape), (i, 0) if axis == 0 else (0, i)) for i in range(2500)]
+    begin = time.process_time()
+    assert len(flatten({"w": Sharded(shards)}).arrays) == 2500
+    assert time.process_time() - begin < 4
 
 
 def arrays_for(found: Any, whole: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -78,14 +110,14 @@ def arrays_for(found: Any, whole: np.ndarray[Any, Any]) -> dict[str, np.ndarray[
 def test_like_says_which_boxes_come_back_and_in_what_form() -> None:
     structure = flatten({"w": WHOLE, "b": WHOLE}).structure
     like = {
-        "w": Sharded([Shard(np.zeros((2, 4)), (6, 4), (4, 0)), Shard(np.zeros((0, 4)), (6, 4), (6, 0))]),
+        "w": Sharded([Shard(np.zeros((2, 4)), (6, 4), (4, 0), (2, 4)), Shard(np.zeros((0, 4)), (6, 4), (6, 0))]),
         "b": Shard(np.zeros((6, 1)), (6, 4), (0, 2)),
     }
     found = match(like, structure)
     assert [leaf.key for leaf in found.leaves] == [block_key("w", (4, 0)), block_key("b", (0, 2))]
     got: Any = found.build(arrays_for(found, WHOLE))
     assert [shard.array.tolist() for shard in got["w"].shards] == [WHOLE[4:].tolist(), []]
-    assert [shard.offset for shard in got["w"].shards] == [(4, 0), (6, 0)]
+    assert [(shard.offset, shard.cut) for shard in got["w"].shards] == [((4, 0), (2, 4)), ((6, 0), None)]
     assert type(got["b"]) is Shard
     assert got["b"].array.tolist() == WHOLE[:, 2:3].tolist()
 

@@ -99,7 +99,7 @@ def test_the_pieces_of_all_ranks_join_to_the_tensor_each_item_once_per_replica(
                 if rank == min(replicas, default=rank):
                     boxes.setdefault(rank, []).append(leaf.box)
     assert tile(whole.shape, [box for found in boxes.values() for box in found])
-    assert join(flat.structure, arrays, "step 1").keys() == {"w"}
+    assert join(flat.structure, arrays).keys() == {"w"}
     assert len(boxes) <= np.prod([n for n, p in zip(shape, placements, strict=True) if not p.is_replicate()])
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from tieredckpt.errors import Closed
 
@@ -15,9 +18,12 @@ __all__ = ["Aside"]
 
 T = TypeVar("T")
 
+_AT_EXIT = 2.0
+"""Seconds that an exiting process gives all calls together to come back."""
+
 
 class Aside:
-    """Runs calls one after the other on a daemon thread: an exiting process does not wait for it.
+    """Runs calls one after the other on a daemon thread: an exiting process does not wait for it for long.
 
     The thread begins with the first call.
     """
@@ -26,6 +32,7 @@ class Aside:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        _living.add(self)
 
     async def call(self, function: Callable[..., T], *arguments: Any, timeout: float) -> T:
         """What ``function`` returns or raises; `TimeoutError` after so many seconds.
@@ -57,7 +64,26 @@ class Aside:
         self._closed = True
         self._calls.put(None)
 
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended, or so many seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
             del call  # it holds what its caller gave it
+
+
+_living: WeakSet[Aside] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back from a foreign library when the interpreter is gone already may abort the process."""
+    deadline = time.monotonic() + _AT_EXIT
+    asides = list(_living)
+    for aside in asides:
+        aside.close()
+    for aside in asides:
+        aside.join(max(0.0, deadline - time.monotonic()))

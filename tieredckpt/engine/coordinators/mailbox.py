@@ -9,7 +9,11 @@ other's cards, ranks that open say hello in the one box with a fixed name:
    process left in ``hello`` is heard as well; the rank's next hello replaces it, and a new session begins.
 3. A rank that is welcomed answers. When all have, the leader tells them to go: the session is open.
 
-Letters of another session are dropped, those of this one that come before its "go" are kept.
+Letters of another session are dropped, those of this one that come before its "go" are kept. A long message goes as
+several letters: no store carries values of any size.
+
+How often a rank looks into its box depends on how long nothing has come: it waits a twentieth of that time, up to a
+bound. What comes soon is found at once, and a rank that waits for hours costs next to nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +48,10 @@ _GO_WITHIN = 5.0
 _CARRIER_TIMEOUT = 30.0
 """Seconds that the carrier may take for one letter, or for a look into a box."""
 _POSTS_AT_ONCE = 16
-_BACK_OFF = 1.5
+_PATIENCE = 0.05
+"""The pause between two looks into a box, as a share of the time in which nothing has come."""
+_LETTER = 1 << 20
+"""Bytes of a message in one letter. The store of torch.distributed closes the connection at 8 MiB."""
 
 
 class Carrier(Protocol):
@@ -78,7 +85,10 @@ class _Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Letter(msgspec.Struct, array_like=True, frozen=True):
-    """Anything that is put into a rank's box. ``cards`` is filled in a welcome and a go."""
+    """Anything that is put into a rank's box. ``cards`` is filled in a welcome and a go.
+
+    A post is ``sheet`` of so many ``sheets`` of a message.
+    """
 
     kind: Literal["welcome", "here", "go", "post"]
     session: str
@@ -86,6 +96,8 @@ class _Letter(msgspec.Struct, array_like=True, frozen=True):
     topic: str = ""
     data: bytes = b""
     cards: list[str] = msgspec.field(default_factory=list)
+    sheet: int = 0
+    sheets: int = 1
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -100,7 +112,7 @@ class Mailbox:
         carrier: takes the letters; it is closed with this.
         rank, size: this process among all.
         node: see `Coordinator`.
-        fastest, slowest: seconds between two looks into the box, soon after something came and long after.
+        fastest, slowest: bounds of the seconds between two looks into the box.
     """
 
     def __init__(
@@ -111,7 +123,7 @@ class Mailbox:
         size: int,
         node: str | None = None,
         fastest: float = 0.002,
-        slowest: float = 0.05,
+        slowest: float = 0.25,
     ) -> None:
         if not 0 <= rank < size:
             raise Invalid(f"rank {rank} is none of {size} ranks: they are 0 to {size - 1}")
@@ -128,6 +140,8 @@ class Mailbox:
         self.session = ""
         """The session's random name, the same at every rank; empty before it is open."""
         self._inbox = Inbox()
+        self._sheets: dict[tuple[int, str], dict[int, bytes]] = {}
+        """What has come of messages of several letters, by source and topic."""
         self._numbers = itertools.count()
         self._guards_posting = asyncio.Semaphore(_POSTS_AT_ONCE)
         self._stir = asyncio.Event()
@@ -164,7 +178,7 @@ class Mailbox:
         """Nobody posts before it is told to go, so nothing but answers comes meanwhile."""
         cards = {LEADER: self._card}
         session = ""
-        pause = self._fastest
+        idle = _Idle(self._fastest, self._slowest)
         while True:
             news = [hello for hello in await self._hellos() if cards.get(hello.rank) != hello.card]
             for hello in news:
@@ -182,8 +196,9 @@ class Mailbox:
                 break
             if not session:
                 heard.update(cards)
-            pause = self._fastest if news or answers else min(pause * _BACK_OFF, self._slowest)
-            await asyncio.sleep(pause)
+            if news or answers:
+                idle.over()
+            await asyncio.sleep(idle.pause)
         await self._carried(self._carrier.drop(_HELLO))
         await self._put_all(_Letter("go", session, LEADER, cards=self._cards))
         return session
@@ -192,7 +207,7 @@ class Mailbox:
         """Others may have been told to go before this one, and have posted: ``early``."""
         hello = _encode(_Hello(self.rank, self.size, self._card))
         hello_at = time.monotonic()
-        pause = self._fastest
+        idle = _Idle(self._fastest, self._slowest)
         while True:
             if time.monotonic() >= hello_at:
                 await self._carried(self._carrier.put(_HELLO, str(self.rank), hello))
@@ -207,8 +222,9 @@ class Mailbox:
                 if letter.kind == "go" and len(letter.cards) == self.size:
                     self._cards = letter.cards
                     return letter.session
-            pause = self._fastest if letters else min(pause * _BACK_OFF, self._slowest)
-            await asyncio.sleep(pause)
+            if letters:
+                idle.over()
+            await asyncio.sleep(idle.pause)
 
     async def _hellos(self) -> list[_Hello]:
         found = []
@@ -232,15 +248,24 @@ class Mailbox:
             await self._carried(self._carrier.drop(_box(self.rank, self._card)))
         await self._carrier.close()
 
+    @property
+    def boxes(self) -> list[str]:
+        """Of all ranks of the session."""
+        return [_box(rank, card) for rank, card in enumerate(self._cards)]
+
     # -- messages -----------------------------------------------------------------------------------------
 
     async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
-        """Put a letter into the box of each."""
+        """Put letters into the box of each."""
         self.check_open()
-        letter = _Letter("post", self.session, self.rank, topic, data)
         if self.rank in to:
             self._inbox.arrived(self.rank, topic, data)
-        await self._put_all(letter, [rank for rank in to if rank != self.rank])
+        others = [rank for rank in to if rank != self.rank]
+        sheets = max(1, -(-len(data) // _LETTER))
+        for sheet in range(sheets):
+            part = data[sheet * _LETTER : (sheet + 1) * _LETTER]
+            letter = _Letter("post", self.session, self.rank, topic, part, sheet=sheet, sheets=sheets)
+            await self._put_all(letter, others)
 
     async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
         """Look into the box until the letter is there."""
@@ -266,22 +291,32 @@ class Mailbox:
 
     async def _look_while_somebody_waits(self) -> None:
         await asyncio.sleep(0)  # who made this task waits from then on
-        pause = self._fastest
+        idle = _Idle(self._fastest, self._slowest)
         while self._inbox.waits:
             letters = await self._look()
             for letter in letters:
                 self._deliver(letter)
-            pause = self._fastest if letters else min(pause * _BACK_OFF, self._slowest)
+            if letters:
+                idle.over()
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(idle.pause):
                     await self._stir.wait()
                 self._stir.clear()
-                pause = self._fastest
-                await asyncio.sleep(pause)
+                idle.over()
+                await asyncio.sleep(idle.pause)
 
     def _deliver(self, letter: _Letter) -> None:
-        if letter.kind == "post" and letter.session == self.session and 0 <= letter.source < self.size:
+        if letter.kind != "post" or letter.session != self.session or not 0 <= letter.source < self.size:
+            return
+        if letter.sheets == 1:
             self._inbox.arrived(letter.source, letter.topic, letter.data)
+            return
+        key = letter.source, letter.topic
+        sheets = self._sheets.setdefault(key, {})
+        sheets[letter.sheet] = letter.data
+        if len(sheets) == letter.sheets:
+            del self._sheets[key]
+            self._inbox.arrived(*key, b"".join(sheets[number] for number in sorted(sheets)))
 
     async def _look(self) -> list[_Letter]:
         """What is in this rank's box; what keeps the carrier from looking is remembered, and tried again."""
@@ -328,6 +363,23 @@ class Mailbox:
             raise
         except TieredCkptError as error:
             raise RanksUnavailable(f"what carries messages between the ranks failed: {error}") from error
+
+
+class _Idle:
+    """How long nothing has come, and how long to wait before the next look."""
+
+    def __init__(self, fastest: float, slowest: float) -> None:
+        self._fastest, self._slowest = fastest, slowest
+        self._since = time.monotonic()
+
+    def over(self) -> None:
+        """Something has come, or will soon."""
+        self._since = time.monotonic()
+
+    @property
+    def pause(self) -> float:
+        """Seconds."""
+        return min(max(self._fastest, _PATIENCE * (time.monotonic() - self._since)), self._slowest)
 
 
 def _box(rank: int, card: str) -> str:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
-from tieredckpt.blobs.settle import whole
+from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.coordinators.aside import Aside
 from tieredckpt.engine.inbox import Inbox
 from tieredckpt.engine.ranks import exchange, node_of_this_process
@@ -27,18 +30,22 @@ from tieredckpt.errors import Invalid, RanksUnavailable
 __all__ = ["MpiRanks"]
 
 T = TypeVar("T")
+Piece: TypeAlias = npt.NDArray[np.uint8]
 
 _CALL_TIMEOUT = 60.0
 _FASTEST = 0.0005
-_SLOWEST = 0.02
+_SLOWEST = 0.25
+_SLOWEST_BULK = 0.02
 _BACK_OFF = 1.5
+_PATIENCE = 0.05
+"""The pause between two looks for messages, as a share of the time in which none has come."""
 _LAST_POSTS = 1.0
 """Seconds that messages which are still leaving are given when the coordinator is closed."""
 
 _MESSAGE_TAG = 0
 _FIRST_BULK_TAG = 1
 _PIECE = 4 << 20
-"""Bytes that a bulk transfer sends at a time, from memory of our own: MPI cannot give the caller's back early."""
+"""Bytes that a bulk transfer moves at a time, in memory of our own: MPI cannot give the caller's back early."""
 _PIECES_AHEAD = 2
 
 
@@ -81,9 +88,11 @@ class MpiRanks:
         self._stir = asyncio.Event()
         self._leaving: list[tuple[Any, bytes]] = []
         self._coming: list[tuple[Any, int, bytearray]] = []
-        self._turns: defaultdict[tuple[str, int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = WeakValueDictionary()
+        self._pieces: list[Piece] = []
+        """Memory for bulk that nothing is under way in."""
         self._broken: dict[int, list[Any]] = {}
-        """Ranks to which a transfer failed, with the memory that MPI may still hold."""
+        """Ranks with which a transfer failed, with requests and memory that MPI may still hold."""
 
     async def open(self, *, timeout: float) -> None:
         """Make the communicator, together with all other ranks."""
@@ -152,7 +161,7 @@ class MpiRanks:
             self._polling = asyncio.create_task(self._poll_while_needed(), name="tieredckpt mpi")
 
     async def _poll_while_needed(self) -> None:
-        pause = _FASTEST
+        since = time.monotonic()
         while (self._inbox.waits or self._leaving) and not self._inbox.closed:
             try:
                 messages = await self._call(self._turn)
@@ -163,11 +172,13 @@ class MpiRanks:
                 with suppress(msgspec.DecodeError):
                     said = _decode(message)
                     self._inbox.arrived(source, said.topic, said.data)
-            pause = _FASTEST if messages else min(pause * _BACK_OFF, _SLOWEST)
+            if messages:
+                since = time.monotonic()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stir.wait(), pause)
+                pause = _PATIENCE * (time.monotonic() - since)
+                await asyncio.wait_for(self._stir.wait(), min(max(_FASTEST, pause), _SLOWEST))
                 self._stir.clear()
-                pause = _FASTEST
+                since = time.monotonic()
 
     def _turn(self) -> list[tuple[int, bytearray]]:
         """Let messages go on; returns those that have come."""
@@ -184,69 +195,82 @@ class MpiRanks:
 
     async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """In pieces, each copied before it leaves."""
-        pieces = [memory[at : at + _PIECE] for at in range(0, len(memory), _PIECE)]
 
-        def begin(piece: memoryview) -> tuple[Any, Any]:
-            copy = bytes(piece)
-            return self._comm.Isend([copy, MPI.BYTE], to, _FIRST_BULK_TAG + tag), copy
+        async def begin(part: memoryview, piece: Piece) -> Any:
+            await in_thread(_copy, part, piece)
+            return await self._call(self._comm.Isend, [piece[: len(part)], MPI.BYTE], to, _FIRST_BULK_TAG + tag)
 
-        await self._transfer("send", to, pieces, begin, tag, timeout)
+        async def end(part: memoryview, piece: Piece) -> None:
+            """Nothing is left to do."""
+
+        await self._transfer("send", to, memory, begin, end, tag, timeout)
 
     async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, straight into the memory."""
-        pieces = [memory[at : at + _PIECE] for at in range(0, len(memory), _PIECE)]
+        """In pieces, each copied after it has come."""
 
-        def begin(piece: memoryview) -> tuple[Any, Any]:
-            return self._comm.Irecv([piece, MPI.BYTE], source, _FIRST_BULK_TAG + tag), piece
+        async def begin(part: memoryview, piece: Piece) -> Any:
+            return await self._call(self._comm.Irecv, [piece, MPI.BYTE], source, _FIRST_BULK_TAG + tag)
 
-        await self._transfer("receive", source, pieces, begin, tag, timeout)
+        async def end(part: memoryview, piece: Piece) -> None:
+            await in_thread(_copy, piece[: len(part)], part)
+
+        await self._transfer("receive", source, memory, begin, end, tag, timeout)
 
     async def _transfer(
         self,
         verb: str,
         peer: int,
-        pieces: list[memoryview],
-        begin: Callable[[memoryview], tuple[Any, Any]],
+        memory: memoryview,
+        begin: Callable[[memoryview, Piece], Awaitable[Any]],
+        end: Callable[[memoryview, Piece], Awaitable[None]],
         tag: int,
         timeout: float,
     ) -> None:
         self._check_open()
         if not 0 <= tag < MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - _FIRST_BULK_TAG:
             raise Invalid(f"{tag} is no tag that this MPI can send")
-        under_way: deque[tuple[Any, Any]] = deque()
+        under_way: deque[tuple[memoryview, Any]] = deque()
+        pieces: deque[Piece] = deque()
+        key = verb, peer, tag
+        turn = self._turns.get(key)
+        if turn is None:
+            turn = self._turns[key] = asyncio.Lock()
+
+        async def end_one() -> None:
+            part, request = under_way[0]
+            await self._until_done(request)
+            await end(part, pieces[0])
+            under_way.popleft()
+            self._pieces.append(pieces.popleft())
+
         try:
-            async with asyncio.timeout(timeout), self._turns[verb, peer, tag]:
+            async with asyncio.timeout(timeout), turn:
                 if peer in self._broken:
                     raise RanksUnavailable(f"an earlier transfer with rank {peer} failed", [peer])
-                todo = deque(pieces)
-                try:
-                    while todo or under_way:
-                        while todo and len(under_way) < _PIECES_AHEAD:
-                            under_way.append(await self._call(begin, todo.popleft()))
-                        await self._until_done(under_way[0][0])
-                        under_way.popleft()
-                except BaseException:
-                    await whole(self._give_up(verb, peer, under_way))
-                    raise
-        except TimeoutError:
-            nbytes = sum(map(len, pieces))
-            done = "sent to" if verb == "send" else "received from"
+                for at in range(0, len(memory), _PIECE):
+                    if len(under_way) == _PIECES_AHEAD:
+                        await end_one()
+                    part = memory[at : at + _PIECE]
+                    pieces.append(self._pieces.pop() if self._pieces else np.empty(_PIECE, np.uint8))
+                    under_way.append((part, await begin(part, pieces[-1])))
+                while under_way:
+                    await end_one()
+        except BaseException as error:
+            # MPI keeps what it has: to wait for the end of a request that was cancelled may be to wait for the dead.
+            self._broken.setdefault(peer, []).extend([*(request for _, request in under_way), *pieces])
+            if not isinstance(error, TimeoutError):
+                raise
             raise RanksUnavailable(
-                f"{nbytes} bytes could not be {done} rank {peer} within {timeout:.1f} s", [peer]
+                f"rank {self.rank} could not {verb} {len(memory)} bytes in bulk with rank {peer} within "
+                f"{timeout:.1f} s",
+                [peer],
             ) from None
 
     async def _until_done(self, request: Any) -> None:
         pause = _FASTEST / 4
         while not await self._call(request.Test):
             await asyncio.sleep(pause)
-            pause = min(pause * _BACK_OFF, _SLOWEST)
-
-    async def _give_up(self, verb: str, peer: int, under_way: Collection[tuple[Any, Any]]) -> None:
-        """Take the caller's memory back; copies that are still leaving are left to MPI."""
-        self._broken.setdefault(peer, []).extend(under_way)
-        if verb == "receive":
-            for request, _ in under_way:
-                await self._call(_cancel, request)
+            pause = min(pause * _BACK_OFF, _SLOWEST_BULK)
 
     def _check_open(self) -> None:
         self._inbox.check_open()
@@ -262,6 +286,6 @@ class MpiRanks:
             raise RanksUnavailable(f"MPI failed: {error}") from error
 
 
-def _cancel(request: Any) -> None:
-    request.Cancel()
-    request.Wait()
+def _copy(source: memoryview | Piece, to: memoryview | Piece) -> None:
+    bytes_of_source = np.frombuffer(source, np.uint8)
+    np.copyto(np.frombuffer(to, np.uint8)[: len(bytes_of_source)], bytes_of_source)  # without the interpreter's lock

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore
@@ -46,7 +46,7 @@ class SharedStore(Mailbox):
         node: str | None = None,
     ) -> None:
         carrier = _Objects(open_store, f"{layout.RANKS}{name}/")
-        super().__init__(carrier, rank=rank, size=size, node=node, fastest=0.01, slowest=0.25)
+        super().__init__(carrier, rank=rank, size=size, node=node, fastest=0.01, slowest=1.0)
         self._objects = carrier
 
     async def open(self, *, timeout: float) -> None:
@@ -60,7 +60,7 @@ class SharedStore(Mailbox):
         await super().open(timeout=max(0.0, timeout - (time.monotonic() - begin)))
         if self.rank == LEADER:
             with suppress(TieredCkptError):  # the next job tries again
-                await self._objects.sweep()
+                await self._objects.sweep(spare=self.boxes)
 
 
 class _Objects:
@@ -119,11 +119,12 @@ class _Objects:
     async def drop(self, box: str) -> None:
         await self._delete([info async for info in self._store.list(f"{self._folder}{box}/")])
 
-    async def sweep(self) -> None:
-        """Remove old letters, by the clock of the store."""
+    async def sweep(self, *, spare: Collection[str]) -> None:
+        """Remove old letters, by the clock of the store, which may be that of whoever wrote them."""
         infos = [info async for info in self._store.list(self._folder)]
         newest = max((info.modified for info in infos), default=0.0)
-        await self._delete([info for info in infos if newest - info.modified > _STALE])
+        old = [info for info in infos if newest - info.modified > _STALE]
+        await self._delete([info for info in old if info.key.removeprefix(self._folder).split("/")[0] not in spare])
 
     async def _delete(self, infos: list[BlobInfo]) -> None:
         await together(self._store.delete(info.key) for info in infos)

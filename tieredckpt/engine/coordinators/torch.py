@@ -1,27 +1,21 @@
-"""Ranks of torch.distributed: messages through the job's key-value store, bulk through a gloo group of their own.
+"""Ranks of torch.distributed: messages through the job's key-value store, bulk through gloo groups of their own.
 
-Nothing of the trainer's is used: the store is reached by a connection of its own, and the gloo group stands beside
+Nothing of the trainer's is used: the store is reached by a connection of its own, and the gloo groups stand beside
 those that torch counts, so that none is renamed and collectives of the trainer may run meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from tieredckpt.blobs.settle import in_thread, settle
 from tieredckpt.engine.coordinators.aside import Aside
+from tieredckpt.engine.coordinators.gloo import GlooBulk
 from tieredckpt.engine.coordinators.mailbox import Mailbox
 from tieredckpt.engine.ranks import exchange
 from tieredckpt.errors import Invalid, RanksUnavailable
@@ -31,19 +25,16 @@ __all__ = ["StoreCarrier", "TorchRanks"]
 _log = logging.getLogger("tieredckpt")
 
 _CALL_TIMEOUT = 60.0
-_GROUP_TIMEOUT = 30.0
-_WAITS_AT_ONCE = 32
+_GLOO_TIMEOUT = 30.0
 
 
 class TorchRanks(Mailbox):
     """A coordinator for a training whose default process group is initialised; raises `Invalid` elsewhere.
 
-    A transfer in bulk that is cancelled ends at its deadline at the latest.
-
     Args:
         name: the ranks that use the same one meet.
         node: see `Coordinator`.
-        bulk: whether to make a gloo group for `send` and `receive`.
+        bulk: whether to `send` and `receive`, over gloo.
     """
 
     def __init__(self, *, name: str = "tieredckpt", node: str | None = None, bulk: bool = True) -> None:
@@ -54,86 +45,60 @@ class TorchRanks(Mailbox):
         super().__init__(carrier, rank=dist.get_rank(), size=dist.get_world_size(), node=node)
         self._store = store
         self._wants_bulk = bulk and dist.is_gloo_available()
-        self._group: Any = None
-        self._gloo: Aside | None = None
-        self._waits: ThreadPoolExecutor | None = None
+        self._gloo: GlooBulk | None = None
 
     async def open(self, *, timeout: float) -> None:
-        """Meet the others, and make the group for bulk with them."""
-        begin = time.monotonic()
+        """Meet the others; bulk is had where every rank could reach the next one by gloo."""
+        deadline = time.monotonic() + timeout
         await super().open(timeout=timeout)
         if not self._wants_bulk or self.size == 1:
             return
-        left = max(1.0, timeout - (time.monotonic() - begin))
-        self._gloo = Aside("tieredckpt gloo")
-        self._waits = ThreadPoolExecutor(_WAITS_AT_ONCE, thread_name_prefix="tieredckpt-gloo")
+        left = max(1.0, deadline - time.monotonic())
+        met = b""
         try:
-            self._group = await self._gloo.call(self._make_group, min(left, _GROUP_TIMEOUT), timeout=left)
-        except (RuntimeError, TimeoutError) as error:
-            _log.warning("rank %d: no gloo group could be made, so nothing goes in bulk: %s", self.rank, error)
-        made = await exchange(self, "tieredckpt/gloo", b"" if self._group is None else b"made", timeout=left)
-        self.bulk = all(made)
+            await self._try_gloo(min(left, _GLOO_TIMEOUT))
+            met = b"met"
+        except (RuntimeError, TimeoutError, RanksUnavailable) as error:
+            _log.warning("rank %d: gloo does not work, so nothing goes in bulk: %s", self.rank, error)
+        left = max(1.0, deadline - time.monotonic())
+        self.bulk = all(await exchange(self, "tieredckpt/gloo works", met, timeout=left))
 
-    def _make_group(self, timeout: float) -> Any:
-        store = dist.PrefixStore(f"tieredckpt/gloo/{self.session}", _connection(self._store))
-        return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout))
+    async def _try_gloo(self, timeout: float) -> None:
+        aside = Aside("tieredckpt gloo device")
+        try:
+            device = await aside.call(GlooBulk.find_device, timeout=timeout)
+        finally:
+            aside.close()
+        prefix = f"tieredckpt/gloo/{self.session}"
+        self._gloo = GlooBulk(self, lambda: dist.PrefixStore(prefix, _connection(self._store)), device)
+        neighbours = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+        await asyncio.gather(*(self._gloo.meet(peer, timeout=timeout) for peer in neighbours))
 
     async def close(self) -> None:
-        """Leave the session, and end the group."""
+        """End what is under way, and leave the session."""
+        if self._gloo is not None:
+            await self._gloo.close()
         await super().close()
-        if self._gloo is None or self._waits is None:
-            return
-        if hasattr(self._group, "abort"):
-            with suppress(RuntimeError, TimeoutError):
-                await self._gloo.call(self._group.abort, timeout=_CALL_TIMEOUT)  # ends what is still waited for
-        self._gloo.close()
-        self._waits.shutdown(wait=False)
-        self._gloo = self._waits = self._group = None
 
     async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """By gloo, straight from the memory."""
-        await self._transfer("send", to, memory, tag, timeout)
+        """By gloo."""
+        await self._bulk.send(to, memory, tag=tag, timeout=timeout)
 
     async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """By gloo, straight into the memory."""
-        await self._transfer("recv", source, memory, tag, timeout)
+        """By gloo."""
+        await self._bulk.receive(source, memory, tag=tag, timeout=timeout)
 
-    async def _transfer(self, verb: str, peer: int, memory: memoryview, tag: int, timeout: float) -> None:
+    @property
+    def _bulk(self) -> GlooBulk:
         self.check_open()
         if not self.bulk or self._gloo is None:
-            raise Invalid("this coordinator sends nothing in bulk: it has no gloo group")
-        if not len(memory):
-            return
-        deadline = time.monotonic() + timeout
-        tensor = _tensor_over(memory)
-
-        def begin() -> Any:
-            return getattr(self._group, verb)([tensor], peer, tag)
-
-        def wait(work: Any) -> None:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-        try:
-            # All transfers begin on one thread, in the order of the calls.
-            work = await settle(asyncio.ensure_future(self._gloo.call(begin, timeout=_CALL_TIMEOUT)), lambda: None)
-            await in_thread(wait, work, pool=self._waits)
-        except (RuntimeError, TimeoutError) as error:
-            raise RanksUnavailable(
-                f"{len(memory)} bytes could not be {'sent to' if verb == 'send' else 'received from'} rank {peer} "
-                f"within {timeout:.1f} s: {error}",
-                [peer],
-            ) from error
+            raise Invalid("this coordinator sends nothing in bulk: gloo does not work between its ranks")
+        return self._gloo
 
 
 def _connection(store: Any) -> Any:
     """Another connection to the same store, so that no call of the trainer's is waited for."""
     return store.clone() if hasattr(store, "clone") else store  # older than torch 2.8: one for all
-
-
-def _tensor_over(memory: memoryview) -> torch.Tensor:
-    """The bytes as a tensor, read-only ones as well, which torch would take with a warning."""
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_ubyte * len(memory)).from_address(address), dtype=torch.uint8)
 
 
 class StoreCarrier:
@@ -170,6 +135,7 @@ class StoreCarrier:
         try:
             await self._aside.call(function, *arguments, timeout=_CALL_TIMEOUT)
         except (RuntimeError, TimeoutError) as error:
+            self._connected = None  # the next call connects again
             raise RanksUnavailable(f"the key-value store of torch.distributed does not answer: {error}") from error
 
     @property

@@ -1,0 +1,42 @@
+"""What goes on for as long as a store is open: leases are renewed, and what crashes leave behind is reclaimed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import TieredCkptError
+
+__all__ = ["keep_tidy", "renew_lease"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+async def renew_lease(state: State, tier: Tier) -> None:
+    """Keep the lease of a tier from running out, until cancelled."""
+    while True:
+        await asyncio.sleep(state.config.lease_ttl / 3)
+        if tier.lease is None or not tier.answers:
+            continue
+        try:
+            await tier.lease.renew()
+        except TieredCkptError as error:
+            state.report(tier, error)
+        except Exception as error:
+            _log.exception("tier %r: unexpected failure to renew the lease", tier.name)
+            state.report(tier, error)
+
+
+async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> None:
+    """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
+    while True:
+        await asyncio.sleep(grace)
+        try:
+            await collect()
+        except TieredCkptError as error:
+            _log.warning("collection: %s", error)
+        except Exception:
+            _log.exception("collection: unexpected failure")
