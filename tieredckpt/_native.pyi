@@ -1,5 +1,9 @@
 """Native code of tieredckpt; private. Absent where no C++ compiler was at hand when it was installed."""
 
+from typing import Any
+
+from numpy.typing import NDArray
+
 from tieredckpt.format.crc import Bytes
 
 CRC32C_ACCELERATED: bool
@@ -10,3 +14,21 @@ def crc32c(data: Bytes, crc: int = 0) -> int:
 
 def crc32c_portable(data: Bytes, crc: int = 0) -> int:
     """The same from tables alone; what `crc32c` does on processors without CRC instructions."""
+
+XXH3_ACCELERATED: bool
+"""Whether this processor has the vector instructions that `xxh3_copy` is written for."""
+
+XXH3_SHORTEST: int
+"""Fewer bytes are refused (`ValueError`): the short forms of XXH3 are not here."""
+
+def xxh3(data: Bytes) -> bytes:
+    """XXH3-128 of a C-contiguous buffer, canonical; without the GIL from 64 KiB on."""
+
+def xxh3_copy(source: NDArray[Any], target: NDArray[Any]) -> bytes:
+    """Copy what fits of `source` to `target`, fill that up with zeros, and return the digest of the longer one.
+
+    The copied part counts as it arrived in `target`. Without the GIL from 64 KiB on.
+    """
+
+def xxh3_copy_portable(source: NDArray[Any], target: NDArray[Any]) -> bytes:
+    """The same without vector instructions."""

@@ -1,10 +1,15 @@
 // The Python face of the native code: `tieredckpt._native`. Its types are in tieredckpt/_native.pyi.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+
 #include "crc32c/crc32c.hpp"
 #include "python/lent_bytes.hpp"
+#include "xxh3/xxh3.hpp"
 
 namespace nb = nanobind;
+using tieredckpt::Xxh3Digest;
+using tieredckpt::python::LentBytes;
 
 namespace {
 
@@ -13,11 +18,31 @@ namespace {
 constexpr std::size_t kWorthReleasing = 64 * 1024;
 
 template <typename Function>
-std::uint32_t over_lent_bytes(Function function, nb::handle object, std::uint32_t crc) {
-  const tieredckpt::python::LentBytes bytes(object, PyBUF_SIMPLE);
-  if (bytes.size() < kWorthReleasing) return function(bytes.data(), bytes.size(), crc);
+auto without_gil(std::size_t size, Function function) {
+  if (size < kWorthReleasing) return function();
   const nb::gil_scoped_release released;
-  return function(bytes.data(), bytes.size(), crc);
+  return function();
+}
+
+template <typename Function>
+std::uint32_t over_lent_bytes(Function function, nb::handle object, std::uint32_t crc) {
+  const LentBytes bytes(object, PyBUF_SIMPLE);
+  return without_gil(bytes.size(), [&] { return function(bytes.data(), bytes.size(), crc); });
+}
+
+nb::bytes as_bytes(const Xxh3Digest& digest) { return nb::bytes(digest.data(), digest.size()); }
+
+void check_long(std::size_t size) {
+  if (size < tieredckpt::kXxh3Shortest) throw nb::value_error("fewer bytes than the long form of XXH3 has");
+}
+
+template <typename Function>
+nb::bytes copy_and_hash(Function function, nb::handle source, nb::handle target) {
+  const LentBytes from(source, PyBUF_SIMPLE);
+  const LentBytes to(target, PyBUF_WRITABLE);
+  const std::size_t size = std::max(from.size(), to.size());
+  check_long(size);
+  return as_bytes(without_gil(size, [&] { return function(from.data(), from.size(), to.data(), to.size()); }));
 }
 
 }  // namespace
@@ -37,4 +62,24 @@ NB_MODULE(_native, module) {
       },
       nb::arg("data"), nb::arg("crc") = 0);
   module.attr("CRC32C_ACCELERATED") = tieredckpt::crc32c_accelerated();
+  module.def(
+      "xxh3",
+      [](nb::handle data) {
+        const LentBytes bytes(data, PyBUF_SIMPLE);
+        check_long(bytes.size());
+        return as_bytes(without_gil(bytes.size(), [&] { return tieredckpt::xxh3(bytes.data(), bytes.size()); }));
+      },
+      nb::arg("data"));
+  module.def(
+      "xxh3_copy",
+      [](nb::handle source, nb::handle target) { return copy_and_hash(tieredckpt::xxh3_copy, source, target); },
+      nb::arg("source"), nb::arg("target"));
+  module.def(
+      "xxh3_copy_portable",
+      [](nb::handle source, nb::handle target) {
+        return copy_and_hash(tieredckpt::xxh3_copy_portable, source, target);
+      },
+      nb::arg("source"), nb::arg("target"));
+  module.attr("XXH3_ACCELERATED") = tieredckpt::xxh3_accelerated();
+  module.attr("XXH3_SHORTEST") = tieredckpt::kXxh3Shortest;
 }

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from tieredckpt import __version__
-from tieredckpt.cli.bench import bench_chfs
+from tieredckpt.cli.bench import bench
+from tieredckpt.cli.bench_chfs import bench_chfs
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.demo import demo
 from tieredckpt.cli.doctor import doctor
@@ -84,9 +85,10 @@ def _reporting(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-bench = typer.Typer(help="Measure tiers on this machine, side by side with what they stand on.", no_args_is_help=True)
-bench.command("chfs")(_reporting(bench_chfs))
-app.add_typer(bench, name="bench")
+_bench = typer.Typer(invoke_without_command=True)
+_bench.callback()(_reporting(bench))
+_bench.command("chfs")(_reporting(bench_chfs))
+app.add_typer(_bench, name="bench")
 
 for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor, plan, simulate):
     app.command()(_reporting(_verb))

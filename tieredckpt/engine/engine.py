@@ -116,7 +116,10 @@ class Engine:
             tiers=make_tiers(config, read_only=self._read_only, rank=rank, sharers=sharers),
             events=self._events,
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
-            scratch=Scratch(max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size)),
+            scratch=Scratch(
+                max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size),
+                shared=any(tier.kind == "chfs" for tier in config.tiers),  # whose worker reads and writes it in place
+            ),
             read_only=self._read_only,
         )
         self.collector = Collector(self.state)

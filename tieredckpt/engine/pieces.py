@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tieredckpt.errors import NotFound
 from tieredckpt.format import grid as grids
 from tieredckpt.format.boxes import Box, Boxes
-from tieredckpt.format.digest import BLOCK, Digester
+from tieredckpt.format.digest import copy_start_and_digest
 from tieredckpt.format.grid import cells
 from tieredckpt.format.layout import array_key, parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
@@ -82,17 +82,9 @@ class Piece:
 def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
     """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch.
 
-    What is digested is the copy, while it is still in the cache, so that it is the copy that is verified.
+    What is digested is the copy as it arrives, so that it is the copy that is verified.
     """
-    digester = Digester()
-    for start in range(0, source.size, BLOCK):
-        block = source[start : start + BLOCK]
-        copy = target[start : start + BLOCK]
-        np.copyto(copy, block[: copy.size])
-        digester.update(copy)
-        if copy.size < block.size:
-            digester.update(block[copy.size :])
-    return digester.digest() == expected
+    return copy_start_and_digest(source, target) == expected
 
 
 def deliver(piece: Piece, memory: Bytes) -> bool:

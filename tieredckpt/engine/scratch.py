@@ -31,15 +31,10 @@ class Scratch:
     The pieces are reused, because first-touched pages cost several times what a copy does.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, shared: bool = True) -> None:
+        """Of ``capacity`` bytes; other processes need not map them where ``shared`` is False."""
         self.capacity = aligned(capacity)
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("tieredckpt-scratch", os.MFD_CLOEXEC)
-        else:
-            fd, path = tempfile.mkstemp(prefix="tieredckpt-scratch-")
-            os.unlink(path)
-        os.ftruncate(fd, self.capacity)
-        self.slab = Slab(fd, self.capacity)
+        self.slab = Slab(_shared_file(self.capacity) if shared else None, self.capacity)
         self.returned = Pulse()
         """Beats whenever memory was given back."""
         self._turn = asyncio.Lock()
@@ -91,3 +86,13 @@ class Scratch:
 
     def close(self) -> None:
         self.slab.close()
+
+
+def _shared_file(nbytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("tieredckpt-scratch", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="tieredckpt-scratch-")
+        os.unlink(path)
+    os.ftruncate(fd, nbytes)
+    return fd

@@ -145,8 +145,9 @@ async def pack_entries(tier: Tier, key: str, size: int) -> list[pack.PackEntry]:
     tail = bytearray(min(size, ALIGNMENT))
     await tier.store.get_into(key, size - len(tail), memoryview(tail))
     offset, length = pack.footer_range(bytes(tail), size)
-    footer = bytearray(length)
-    await tier.store.get_into(key, offset, memoryview(footer))
+    footer = tail[len(tail) - length :] if length <= len(tail) else bytearray(length)
+    if length > len(tail):
+        await tier.store.get_into(key, offset, memoryview(footer))
     return pack.decode_footer(bytes(footer), size)
 
 

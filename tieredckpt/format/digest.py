@@ -1,11 +1,18 @@
 """Digests of chunks: XXH3-128, over bytes where they lie or while they are copied.
 
+Where the native code was built and the processor has the vector instructions for it, a copy with its digest is one
+native pass without the GIL: each byte is loaded once, and written past the caches, since nobody reads it soon. On
+warm 16 MiB chunks it took 0.7 of the time of memcpy, which reads every line that it overwrites; the functions
+named ``…_in_blocks`` (numpy's copy, then xxhash's digest of the block while it is in the cache) took 1.2 to 1.3.
+Their results are the same, and they serve everywhere else.
+
 XXH3 is not cryptographic: it finds damage and equal chunks, it does not stand against forgery. The digest of
 a chunk is the canonical (big-endian) form of https://github.com/Cyan4973/xxHash, seed 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -14,7 +21,18 @@ from numpy.typing import NDArray
 
 from tieredckpt.errors import Invalid
 
-__all__ = ["BLOCK", "NAME", "SIZE", "Bytes", "Digester", "copy_and_digest", "digest", "digest_array"]
+__all__ = [
+    "BLOCK",
+    "NAME",
+    "NATIVE",
+    "SIZE",
+    "Bytes",
+    "Digester",
+    "copy_and_digest",
+    "copy_start_and_digest",
+    "digest",
+    "digest_array",
+]
 
 NAME: Final = "xxh3-128"
 """The digest's name as stored with every step."""
@@ -31,6 +49,21 @@ Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """A C-contiguous buffer."""
 
 _ZEROS = bytes(BLOCK)
+
+Copy: TypeAlias = Callable[[NDArray[np.uint8], NDArray[np.uint8]], bytes]
+
+_native_copy: Copy | None = None
+_SHORTEST = 0
+try:
+    from tieredckpt._native import XXH3_ACCELERATED, XXH3_SHORTEST, xxh3_copy
+except ImportError:
+    pass
+else:
+    if XXH3_ACCELERATED:  # else xxhash's own code for the processor is the faster one
+        _native_copy, _SHORTEST = xxh3_copy, XXH3_SHORTEST
+
+NATIVE: Final = _native_copy is not None
+"""Whether copies with a digest are native here."""
 
 
 class Digester:
@@ -95,9 +128,36 @@ def copy_and_digest(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
     """
     _check(src, "src")
     _check(dst, "dst")
+    if src.size > dst.size:
+        raise Invalid(f"{src.size} bytes do not fit into a cell of {dst.size}")
+    if _native_copy is not None and dst.size >= _SHORTEST:
+        return _native_copy(src, dst)
+    return _copy_and_digest_in_blocks(src, dst)
+
+
+def copy_start_and_digest(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
+    """Fill ``dst`` with the start of ``src``, and return the digest of all of ``src``: one pass.
+
+    What is copied is digested as it arrived in ``dst``, so that it is the copy that the digest holds for.
+
+    Args:
+        src: a whole cell; one-dimensional, uint8, contiguous.
+        dst: one-dimensional, uint8, contiguous, writable, no longer than ``src``.
+
+    Raises:
+        Invalid: arrays of another form, or ``dst`` longer than ``src``.
+    """
+    _check(src, "src")
+    _check(dst, "dst")
+    if dst.size > src.size:
+        raise Invalid(f"{dst.size} bytes cannot be filled from a cell of {src.size}")
+    if _native_copy is not None and src.size >= _SHORTEST:
+        return _native_copy(src, dst)
+    return _copy_start_and_digest_in_blocks(src, dst)
+
+
+def _copy_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
     valid = src.size
-    if valid > dst.size:
-        raise Invalid(f"{valid} bytes do not fit into a cell of {dst.size}")
     digester = Digester()
     for start in range(0, dst.size, BLOCK):
         end = min(start + BLOCK, dst.size)
@@ -109,6 +169,18 @@ def copy_and_digest(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
             block[:kept] = src[start:valid] if kept else 0
             block[kept:] = 0
         digester.update(block)
+    return digester.digest()
+
+
+def _copy_start_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
+    digester = Digester()
+    for start in range(0, src.size, BLOCK):
+        block = src[start : start + BLOCK]
+        copy = dst[start : start + BLOCK]
+        np.copyto(copy, block[: copy.size])
+        digester.update(copy)
+        if copy.size < block.size:
+            digester.update(block[copy.size :])
     return digester.digest()
 
 

@@ -15,9 +15,9 @@ from tieredckpt.errors import Corrupt, NoSpace
 PAGE = 4096
 
 
-@pytest.fixture
-def scratch() -> Iterator[Scratch]:
-    scratch = Scratch(8 * PAGE)
+@pytest.fixture(params=[True, False], ids=["shared", "private"])
+def scratch(request: pytest.FixtureRequest) -> Iterator[Scratch]:
+    scratch = Scratch(8 * PAGE, shared=request.param)
     yield scratch
     scratch.close()
 
@@ -111,6 +111,7 @@ async def test_many_borrowers_never_share_a_byte(scratch: Scratch) -> None:
     assert scratch.slab.used == 0
 
 
+@pytest.mark.parametrize("scratch", [True], indirect=True)  # private memory comes with its first use
 async def test_a_system_without_memory_is_an_error_and_no_wait_without_end(
     scratch: Scratch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,31 @@
+// XXH3 with 128 bits (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md), seed 0, of long inputs, and fused
+// with a copy: every byte is loaded once, and what is stored is what is hashed.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace tieredckpt {
+
+// Inputs of at least so many bytes; the shorter ones are other functions in XXH3.
+constexpr std::size_t kXxh3Shortest = 241;
+
+// The canonical form: big-endian, the high half first.
+using Xxh3Digest = std::array<std::uint8_t, 16>;
+
+// Whether this processor has the vector instructions that `xxh3_copy` is written for.
+bool xxh3_accelerated() noexcept;
+
+// The digest of `size` bytes.
+Xxh3Digest xxh3(const void* data, std::size_t size) noexcept;
+
+// Copies the first min(source_size, target_size) bytes; a longer target is filled up with zeros. Returns the digest
+// of the longer one of the two, of which the copied part is taken as it arrived in `target`. They do not overlap.
+Xxh3Digest xxh3_copy(const void* source, std::size_t source_size, void* target, std::size_t target_size) noexcept;
+
+// The same without vector instructions, for comparison.
+Xxh3Digest xxh3_copy_portable(const void* source, std::size_t source_size, void* target,
+                              std::size_t target_size) noexcept;
+
+}  // namespace tieredckpt

@@ -1,0 +1,287 @@
+"""`tieredckpt bench` measures what it says and leaves nothing behind; no time is asserted, for machines differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tieredckpt.bench import peers, turn, workloads
+from tieredckpt.bench.compare import compare
+from tieredckpt.bench.html import render
+from tieredckpt.bench.isolate import Failed, places, run_isolated
+from tieredckpt.bench.peers import base, ours, torch_save
+from tieredckpt.bench.report import AIMS, load_report
+from tieredckpt.bench.turn import Part, Spec, Turn
+from tieredckpt.blobs.ram import shared_memory_root
+from tieredckpt.cli import bench as cli
+from tieredckpt.cli.app import app
+from tieredckpt.errors import Invalid, NotFound
+
+KEYS = {
+    "stall_over_memcpy",
+    "durable_over_direct_write",
+    "incremental_bytes_ratio",
+    "incremental_time_ratio",
+    "restore_ram_over_memcpy",
+    "restore_views_s",
+    "restore_disk_over_direct_read",
+    "peak_save",
+    "peak_restore",
+    "interference",
+    "tiny_save_us",
+    "tiny_restore_us",
+    "open_large_s",
+    "save_large_extra_s",
+}
+"""What programs look for; `stall_reference_s` needs JAX."""
+
+_GONE = base.absent("no_such_module")
+_SLOW = {"tieredckpt-reference", "torch.save"}
+
+ALL_PARTS: tuple[Part, ...] = ("limits", "tenth", "compute", "memory", "cold", "warm")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(tmp_path: Path) -> Iterator[None]:
+    yield
+    mine = f"tieredckpt-bench-{os.getpid()}-*"
+    assert not list(shared_memory_root().glob(mine))
+    assert not list(tmp_path.glob(mine))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A report of a run of a few MiB, and the HTML that was written with it."""
+    folder = tmp_path_factory.mktemp("bench")
+    page, result = folder / "report.html", folder / "report.json"
+    arguments = ["bench", "--size", "4 MiB", "--folder", str(folder), "--peers", "torch.save", "--rounds", "1"]
+    arguments += ["--repeats", "1", "--steps", "5", "--html", str(page), "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ours, torch_save):  # a framework takes longer to load than all of this
+            peers = [replace(each, missing=_GONE) if each.name in _SLOW else each for each in module.PEERS]
+            patch.setattr(module, "PEERS", tuple(peers))
+        done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    result.write_text(done.stdout)
+    assert {path.name for path in folder.iterdir()} == {page.name, result.name}
+    return result, page.read_text()
+
+
+@pytest.mark.benchmark
+def test_one_command_tells_every_figure_of_the_aims(stored: tuple[Path, str]) -> None:
+    report = load_report(stored[0])
+    assert report.failed == {}
+    assert report.ratios.keys() >= KEYS
+    assert report.ratios["incremental_bytes_ratio"] < 0.2
+    assert all(value >= 0 for value in report.ratios.values())
+    assert [row.peer for row in report.rows["transformer"]] == ["tieredckpt"]
+    assert set(report.missing) == _SLOW
+    assert {"memcpy", "memcpy_by_one_thread", "direct_write", "direct_read", "fresh_memory"} <= report.limits.keys()
+    assert set(report.rows) == {"transformer", "lora", "embedding", "tiny"}
+    row = report.rows["lora"][0]
+    assert row.peer == "tieredckpt"
+    assert row.written_ratio is not None
+    assert row.written_ratio < 0.9  # the frozen base was written before
+    assert json.loads(stored[0].read_text())["machine"]["cores"] >= 1
+
+
+@pytest.mark.benchmark
+def test_the_page_needs_nothing_else_and_shows_the_figures(stored: tuple[Path, str]) -> None:
+    page = stored[1]
+    assert page.count("<svg") >= 4
+    for foreign in ("http:", "https:", "<script", "src=", "@import", "url("):
+        assert foreign not in page
+    for aim in AIMS:
+        assert aim.key in page
+    assert "torch.save was not measured: not installed: no_such_module" in page
+
+
+@pytest.mark.benchmark
+def test_people_see_the_figures_and_what_is_missing(
+    stored: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load_report(stored[0])
+    following = msgspec.structs.replace(report.rows["lora"][0], snapshot=False)
+    cli._show(msgspec.structs.replace(report, rows=report.rows | {"lora": [following]}))
+    cli._show_changes(report, report)
+    told = capsys.readouterr().out
+    for aim in AIMS:
+        assert aim.about in told
+    assert "missing: torch.save: not installed: no_such_module" in told
+    assert told.count("NO: it follows the training") == 1
+    assert "alike" in told
+
+
+@pytest.mark.benchmark
+def test_a_report_compared_with_itself_has_no_change(stored: tuple[Path, str]) -> None:
+    report = load_report(stored[0])
+    assert {change.verdict for change in compare(report, report)} == {"alike"}
+
+
+@pytest.mark.benchmark
+def test_what_became_worse_is_seen_in_two_stored_reports(stored: tuple[Path, str]) -> None:
+    before = load_report(stored[0])
+    ratios = dict(before.ratios)
+    ratios["stall_over_memcpy"] *= 1.5
+    ratios["restore_ram_over_memcpy"] /= 1.5
+    del ratios["tiny_save_us"]
+    now = msgspec.structs.replace(before, ratios=ratios, size=2 * before.size)
+    verdicts = {change.key: change.verdict for change in compare(before, now)}
+    assert verdicts["stall_over_memcpy"] == "worse"
+    assert verdicts["restore_ram_over_memcpy"] == "better"
+    assert verdicts["tiny_save_us"] == "gone"
+    assert "Not comparable" in render(now, before)
+
+
+def run_turn(peer: str, tmp_path: Path, workload: str = "transformer", parts: tuple[Part, ...] = ALL_PARTS) -> Turn:
+    """A turn in this process, with a MiB or two."""
+    with places(tmp_path) as where:
+        return turn.measure(
+            Spec(
+                peer=peer,
+                workload=workload,
+                nbytes=2 << 20,
+                folder=str(where.folder),
+                shared=str(where.shared),
+                result=str(where.result),
+                repeats=1,
+                threads=2,
+                parts=parts,
+            )
+        )
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("peer", [peer.name for peer in peers.all_peers() if peer.name.startswith("tieredckpt")])
+def test_this_library_stores_a_snapshot(peer: str, tmp_path: Path) -> None:
+    if why := peers.peer_named(peer).missing():
+        pytest.skip(why)
+    told = run_turn(peer, tmp_path)
+    assert told.snapshot
+    assert told.facts["tenth_written"] < 0.3 * told.facts["written"]
+    assert {"stall", "durable", "restore_ram", "restore_views", "restore_cold_existing"} <= told.samples.keys()
+
+
+def spec(**changes: Any) -> Spec:
+    """A turn with a MiB."""
+    fields: dict[str, Any] = {
+        "peer": "tieredckpt",
+        "workload": "transformer",
+        "nbytes": 1 << 20,
+        "folder": "",
+        "shared": "",
+        "result": "",
+        "repeats": 1,
+        "threads": 1,
+        "parts": (),
+    }
+    return Spec(**fields | changes)
+
+
+class Following:
+    """A peer that keeps the arrays themselves, so that what it writes follows the training."""
+
+    def __init__(self, setting: base.Setting) -> None:
+        self._path = setting.folder / "state.npz"
+        self._state: workloads.State = {}
+
+    def take(self, state: workloads.State) -> None:
+        self._state = state
+
+    def save(self, step: int) -> None:
+        """Nothing is copied yet."""
+
+    def wait(self) -> None:
+        np.savez(self._path, **self._state)
+
+    def restart(self) -> None:
+        """Nothing is kept."""
+
+    def restore(self, into: workloads.State | None) -> workloads.State:
+        with np.load(self._path) as found:
+            return dict(found)
+
+    def forget(self, step: int) -> None:
+        """There is one file."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_a_peer_whose_bytes_follow_the_training_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    following = base.Peer("following", "np.savez", "none", "copy", ("new",), lambda: None, Following)
+    monkeypatch.setattr(turn, "peer_named", lambda _: following)
+    assert not run_turn("following", tmp_path, parts=()).snapshot
+
+
+def test_a_peer_takes_its_turn_as_this_library_does(tmp_path: Path) -> None:
+    told = run_turn("tensorstore-zarr3", tmp_path, parts=("cold", "warm"))
+    assert told.snapshot
+    assert told.facts["files"] == 2 * told.arrays
+    assert {"first_stall", "stall", "durable", "restore_cold_new", "restore_warm_new"} <= told.samples.keys()
+
+
+def test_a_turn_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with places(tmp_path) as where, pytest.raises(Failed, match="no workload"):
+        run_isolated("tieredckpt.bench.turn", spec(workload="nonsense"), where.result, timeout=60)
+
+
+def test_a_turn_that_hangs_is_ended(tmp_path: Path) -> None:
+    with places(tmp_path) as where, pytest.raises(Failed, match="took more than"):
+        run_isolated("tieredckpt.bench.turn", spec(folder=str(where.folder)), where.result, timeout=0.01)
+
+
+def test_a_turn_ends_with_whoever_asked_for_it(tmp_path: Path) -> None:
+    with places(tmp_path) as where:
+        asked = spec(folder=str(where.folder), shared=str(where.shared), result=str(where.result), repeats=10_000)
+        process = subprocess.Popen([sys.executable, "-P", "-m", "tieredckpt.bench.turn"], stdin=subprocess.PIPE)
+        with process:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.close()  # as the kernel does when the process at the other end dies
+            assert process.wait(60) == 1
+        assert not where.result.exists()
+
+
+@pytest.mark.parametrize("workload", [each.name for each in workloads.WORKLOADS])
+def test_a_training_step_changes_what_its_workload_says(workload: str) -> None:
+    found = workloads.workload_named(workload)
+    state = found.build(1 << 20)
+    before = workloads.fingerprints(state)
+    found.train(state, 1)
+    changed = {key for key, digest in workloads.fingerprints(state).items() if digest != before[key]}
+    assert changed == {key for key in state if found.trained(key)}
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in state.values())
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 64 << 20])
+@pytest.mark.parametrize("workload", ["transformer", "bfloat16", "lora", "embedding"])
+def test_a_workload_has_about_the_bytes_that_are_asked_for(workload: str, nbytes: int) -> None:
+    shapes = workloads.workload_named(workload).make(nbytes)
+    found = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
+    assert 0.5 * nbytes < found < 1.6 * nbytes
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    run = CliRunner()
+    assert run.invoke(app, ["bench", "--size", "1000"]).exit_code == 2
+    for wrong in (["--peers", "nonsense"], ["--workloads", "nonsense"], ["--compare", str(tmp_path / "none.json")]):
+        refused = run.invoke(app, ["bench", "--folder", str(tmp_path), *wrong])
+        assert refused.exit_code == 1
+        assert "none.json" in refused.output or "nonsense" in refused.output
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(Invalid, match="no report"):
+        load_report(tmp_path / "old.json")
+    with pytest.raises(NotFound):
+        load_report(tmp_path / "none.json")

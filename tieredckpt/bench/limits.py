@@ -1,0 +1,124 @@
+"""What the machine can do with the bytes of a state: copy, hash, write, read, and hand out fresh memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from tieredckpt.bench.workloads import State
+from tieredckpt.blobs.checkup import warm_memory
+from tieredckpt.format.digest import digest_array
+
+__all__ = ["Limits", "open_direct", "seconds"]
+
+_BLOCK = 16 << 20
+_FRESH = 256 << 20
+"""Bytes of the sample of fresh memory."""
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long ``work`` takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+class Limits:
+    """Measures with the arrays of ``state``, and a warm copy of them in `into`."""
+
+    def __init__(self, state: State, folder: Path, threads: int) -> None:
+        self.into: State = {key: array.copy() for key, array in state.items()}  # zeros would be no memory yet
+        self.nbytes = sum(array.nbytes for array in state.values())
+        self._state = state
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+        self._file = folder / "limit"
+        self._memory = warm_memory(_BLOCK)
+
+    def close(self) -> None:
+        """Give back the threads and the file."""
+        self._pool.shutdown()
+        self._file.unlink(missing_ok=True)
+
+    def memcpy(self) -> float:
+        """Seconds to copy the state into warm memory with all threads."""
+
+        def copy(key: str) -> None:
+            np.copyto(self.into[key], self._state[key])
+
+        return seconds(lambda: list(self._pool.map(copy, self._state)))
+
+    def memcpy_by_one(self) -> float:
+        """The same with one thread."""
+
+        def copy() -> None:
+            for key, array in self._state.items():
+                np.copyto(self.into[key], array)
+
+        return seconds(copy)
+
+    def hash(self) -> float:
+        """Seconds to digest the state with one thread."""
+
+        def work() -> None:
+            for array in self._state.values():
+                digest_array(array.reshape(-1).view(np.uint8))
+
+        return seconds(work)
+
+    def fresh(self) -> float:
+        """Seconds to touch every page of as much memory as the state has, extrapolated from a sample."""
+        size = min(_FRESH, self.nbytes)
+        pages = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)[:: mmap.PAGESIZE]
+        return seconds(lambda: pages.fill(1)) * self.nbytes / size
+
+    def write(self) -> float:
+        """Seconds of a sequential write of as many bytes, fsync included; direct where the file system can."""
+        self._file.unlink(missing_ok=True)
+        fd = open_direct(self._file, os.O_WRONLY | os.O_CREAT)
+
+        def work() -> None:
+            at = 0
+            while at < self.nbytes:  # whole blocks: direct writes are to be aligned
+                at += os.pwrite(fd, self._memory.data, at)
+            os.fsync(fd)
+
+        try:
+            return seconds(work) * self.nbytes / max(self.nbytes, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def read(self, files: Sequence[Path]) -> float:
+        """Seconds of a sequential read of as many bytes from the largest files, direct where that can be."""
+        got = 0
+
+        def work() -> None:
+            nonlocal got
+            for file in files:
+                fd = open_direct(file, os.O_RDONLY)
+                try:
+                    at = 0
+                    while got < self.nbytes and (count := os.preadv(fd, [self._memory.data], at)):
+                        at += count
+                        got += count
+                        if count % mmap.PAGESIZE:
+                            break  # the end of the file, which direct I/O could not go on from
+                finally:
+                    os.close(fd)
+
+        took = seconds(work)
+        return took * self.nbytes / max(got, 1)
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """A descriptor that bypasses the page cache where the file system allows it."""
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError:
+        return os.open(path, flags, 0o600)

@@ -1,0 +1,33 @@
+"""What is measured side by side: this library and what else stores a training's state, a module each."""
+
+from __future__ import annotations
+
+from tieredckpt.bench.peers.base import Peer
+from tieredckpt.errors import Invalid
+
+__all__ = ["OURS", "all_peers", "peer_named"]
+
+OURS = "tieredckpt"
+"""The peer whose figures are compared with the limits."""
+
+
+def all_peers() -> tuple[Peer, ...]:
+    """Every peer, installed or not, this library first. Loads none of their frameworks."""
+    from tieredckpt.bench.peers import dcp, orbax, ours, safetensors, torch_save, zarr3
+
+    return (
+        *ours.PEERS,
+        *orbax.PEERS,
+        *dcp.PEERS,
+        *torch_save.PEERS,
+        *safetensors.PEERS,
+        *zarr3.PEERS,
+    )
+
+
+def peer_named(name: str) -> Peer:
+    """One of `all_peers`. Raises `Invalid` for a name that is none."""
+    for peer in all_peers():
+        if peer.name == name:
+            return peer
+    raise Invalid(f"{name!r} is no peer; choose of {', '.join(each.name for each in all_peers())}")

@@ -1,0 +1,98 @@
+"""What a peer is: how it is called, what it says of itself, and a session of saves and restores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol
+
+from tieredckpt.bench.workloads import State
+
+__all__ = ["Into", "Peer", "Session", "Setting", "absent", "sync_files"]
+
+Into = Literal["new", "existing"]
+"""Where a restore puts what it reads: arrays that it makes, or the caller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and with what a session works."""
+
+    folder: Path
+    """Empty, on the device that is measured."""
+    shared: Path
+    """Where a folder of shared memory may be made."""
+    nbytes: int
+    """Of the state."""
+
+
+class Session(Protocol):
+    """A training that saves with one peer. Only `save`, `wait` and `restore` are timed."""
+
+    def take(self, state: State) -> None:
+        """Make what `save` is given: the peer's own arrays, over the memory of ``state`` where it works on that.
+
+        ``state`` has other values at every call, and the same arrays.
+        """
+
+    def save(self, step: int) -> None:
+        """Return when the peer says that the state may change. Steps are given once, in ascending order."""
+
+    def wait(self) -> None:
+        """Return when the step that was saved last is as durable as the peer makes it."""
+
+    def restart(self) -> None:
+        """Come back as a process that has nothing in memory, to restore what was saved last."""
+
+    def restore(self, into: State | None) -> State:
+        """Bring back the step that was saved last: in ``into``, where the peer can, else in new arrays."""
+
+    def forget(self, step: int) -> None:
+        """Delete a step that is not the last one, if the peer does not do so itself."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way to store the state of a training."""
+
+    name: str
+    way: str
+    """What is called, in the terms of its own documentation."""
+    durability: str
+    """What holds when `Session.wait` returns."""
+    capture: Literal["copy", "reference", "blocking"]
+    """Whether a save copies the state, holds immutable arrays, or returns when everything is written."""
+    restores: tuple[Into, ...]
+    """The ways to restore that it has."""
+    missing: Callable[[], str | None]
+    """Why it cannot run here; None when it can."""
+    open: Callable[[Setting], Session]
+    ours: bool = False
+    """Whether it is this library."""
+
+
+def absent(*modules: str) -> Callable[[], str | None]:
+    """What says which of ``modules`` are not installed, without importing them."""
+
+    def missing() -> str | None:
+        lacking = [name for name in modules if find_spec(name) is None]
+        return f"not installed: {', '.join(lacking)}" if lacking else None
+
+    return missing
+
+
+def sync_files(folder: Path) -> None:
+    """Sync every file and folder, for a peer that does not."""
+    for where, _, names in os.walk(folder):
+        for path in [where, *(os.path.join(where, name) for name in names)]:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)

@@ -1,0 +1,123 @@
+"""`torch.distributed.checkpoint.async_save`: in a thread, in a process, and with pinned staging memory.
+
+The stager is made once and given to every save, as its documentation has it: it keeps its memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tieredckpt.bench.peers.base import Peer, Setting, absent
+from tieredckpt.bench.peers.tensors import arrays_of, tensors_of
+from tieredckpt.bench.workloads import State
+
+__all__ = ["PEERS"]
+
+
+class _Dcp:
+    def __init__(self, setting: Setting, *, process: bool, pinned: bool) -> None:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        self._dcp = dcp
+        self._folder = setting.folder / "dcp"
+        self._folder.mkdir()
+        dist.init_process_group("gloo", init_method=f"file://{setting.folder / 'rendezvous'}", rank=0, world_size=1)
+        self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned,
+                use_shared_memory=process,
+                use_async_staging=False,
+                use_non_blocking_copy=pinned,
+            )
+        )
+        self._tensors: dict[str, Any] = {}
+        self._pending: Any = None
+        self._last = 0
+
+    def take(self, state: State) -> None:
+        self._tensors = tensors_of(state)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+    def save(self, step: int) -> None:
+        self._last = step
+        self._pending = self._dcp.async_save(
+            self._tensors,
+            checkpoint_id=str(self._path(step)),
+            async_checkpointer_type=self._kind,
+            async_stager=self._stager,
+        )
+
+    def wait(self) -> None:
+        self._pending.result()
+
+    def restart(self) -> None:
+        """It fills the tensors of the state that is there."""
+
+    def restore(self, into: State | None) -> State:
+        import torch
+
+        if into is None:
+            tensors = {key: torch.empty_like(tensor) for key, tensor in self._tensors.items()}
+        else:
+            tensors = tensors_of(into)
+        self._dcp.load(tensors, checkpoint_id=str(self._path(self._last)))
+        return arrays_of(tensors)
+
+    def forget(self, step: int) -> None:
+        shutil.rmtree(self._path(step))
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        self._stager.close()
+        dist.destroy_process_group()
+
+
+def _no_pinned_memory() -> str | None:
+    if (why := absent("torch")()) is not None:
+        return why
+    import torch
+
+    return None if torch.cuda.is_available() else "pinned memory needs a CUDA device, and there is none"
+
+
+_DURABILITY = "fsync of its files; the folder not synced"
+
+PEERS = (
+    Peer(
+        "dcp-thread",
+        "torch.distributed.checkpoint.async_save, thread, one stager",
+        _DURABILITY,
+        "copy",
+        ("existing", "new"),
+        absent("torch"),
+        partial(_Dcp, process=False, pinned=False),
+    ),
+    Peer(
+        "dcp-process",
+        "torch.distributed.checkpoint.async_save, process, one stager in shared memory",
+        _DURABILITY,
+        "copy",
+        ("existing", "new"),
+        absent("torch"),
+        partial(_Dcp, process=True, pinned=False),
+    ),
+    Peer(
+        "dcp-pinned",
+        "torch.distributed.checkpoint.async_save, thread, pinned memory",
+        _DURABILITY,
+        "copy",
+        ("existing", "new"),
+        _no_pinned_memory,
+        partial(_Dcp, process=False, pinned=True),
+    ),
+)

@@ -1,0 +1,43 @@
+"""NumPy's arrays as PyTorch's tensors and back, over the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.bench.workloads import State
+
+__all__ = ["arrays_of", "tensors_of"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def tensors_of(state: State) -> dict[str, Any]:
+    """Tensors that share the arrays' memory."""
+    return {key: _tensor(array) for key, array in state.items()}
+
+
+def arrays_of(tensors: dict[str, Any]) -> State:
+    """Arrays that share the tensors' memory."""
+    return {key: _array(tensor) for key, tensor in tensors.items()}
+
+
+def _tensor(array: npt.NDArray[Any]) -> Any:
+    import torch
+
+    if array.dtype == _BFLOAT16:  # which PyTorch does not take from NumPy
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _array(tensor: Any) -> npt.NDArray[Any]:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        found: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(_BFLOAT16)
+        return found
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array

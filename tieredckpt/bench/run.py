@@ -1,0 +1,187 @@
+"""The whole benchmark: in every round each peer takes its turn, the order shifted by one from round to round."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.bench import catalog, turn
+from tieredckpt.bench.catalog import CatalogSpec
+from tieredckpt.bench.isolate import Failed, places, run_isolated
+from tieredckpt.bench.machine import describe_machine, versions
+from tieredckpt.bench.peers import all_peers
+from tieredckpt.bench.peers.base import Peer
+from tieredckpt.bench.turn import Part, Spec, Turn
+from tieredckpt.bench.workloads import workload_named
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Invalid
+from tieredckpt.units import format_size
+
+__all__ = ["MEASURED", "Outcome", "Request", "run"]
+
+MEASURED = ("transformer", "lora", "embedding", "tiny")
+"""The workloads of a run unless asked otherwise: the first is measured in full, of the others saves alone."""
+_MAIN_PARTS: tuple[Part, ...] = ("tenth", "compute", "memory", "cold", "warm")
+_TINY_PARTS: tuple[Part, ...] = ("memory", "warm")
+_TINY_NBYTES = 2_560_000
+_CATALOG_CHUNKS = 100
+_PATIENCE = 300.0
+"""Seconds that a turn may take besides what its bytes take."""
+_SLOWEST = 20e6
+"""Bytes a second; slower, a turn counts as hanging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be measured."""
+
+    folder: Path
+    """On the device that matters."""
+    nbytes: int = 1 << 30
+    workloads: Sequence[str] = MEASURED
+    peers: Sequence[str] | None = None
+    """Names besides this library's own; None for all."""
+    rounds: int = 3
+    repeats: int = 3
+    steps: int = 10_000
+    """Of the long history; 0 for none."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything that was measured, by workload and peer."""
+
+    request: Request
+    peers: tuple[Peer, ...]
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    begun: str
+    turns: dict[tuple[str, str], list[Turn]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why a peer was not measured, by its name."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """What ended a turn, by peer and workload."""
+    catalog: dict[str, float] = field(default_factory=dict)
+    took: float = 0.0
+
+
+def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Outcome:
+    """Measure what is asked for, and tell what is going on.
+
+    Raises:
+        Invalid: a workload or peer has no such name, or the folder is missing or too full.
+    """
+    for name in request.workloads:
+        workload_named(name)
+    if not request.folder.is_dir():
+        raise Invalid(f"{request.folder}: there is no such folder; make it first")
+    _check_room(request)
+    wanted = _wanted(request.peers)
+    missing = {peer.name: why for peer in wanted if (why := peer.missing()) is not None}
+    outcome = Outcome(
+        request,
+        tuple(peer for peer in wanted if peer.name not in missing),
+        describe_machine(request.folder),
+        versions(),
+        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        missing=missing,
+    )
+    begin = time.monotonic()
+    for workload in request.workloads:
+        for number in range(_rounds(request, workload)):
+            shift = number % len(outcome.peers)  # whoever comes after another meets what that left behind
+            for peer in outcome.peers[shift:] + outcome.peers[:shift]:
+                tell(f"{workload}, round {number + 1} of {_rounds(request, workload)}: {peer.name}")
+                _take_turn(outcome, workload, peer)
+    if request.steps:
+        tell(f"a history of {request.steps} steps")
+        _measure_catalog(outcome)
+    outcome.took = time.monotonic() - begin
+    return outcome
+
+
+def _wanted(names: Sequence[str] | None) -> tuple[Peer, ...]:
+    every = all_peers()
+    if names is None:
+        return every
+    known = {peer.name for peer in every}
+    if unknown := [name for name in names if name not in known]:
+        raise Invalid(f"{', '.join(map(repr, unknown))}: no such peer; choose of {', '.join(sorted(known))}")
+    return tuple(peer for peer in every if peer.name in names or peer.ours)
+
+
+def _rounds(request: Request, workload: str) -> int:
+    return request.rounds if workload == request.workloads[0] else math.ceil(request.rounds / 3)
+
+
+def _parts(request: Request, workload: str, peer: Peer) -> tuple[Part, ...]:
+    if workload == "tiny":
+        return _TINY_PARTS
+    if workload != request.workloads[0]:
+        return ()
+    # The machine's limits are the same for all: once a round is enough.
+    return (*_MAIN_PARTS, "limits") if peer.ours and peer.capture == "copy" else _MAIN_PARTS
+
+
+def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
+    request = outcome.request
+    key = (workload, peer.name)
+    place = f"{peer.name}, {workload}"
+    if place in outcome.failed:
+        return
+    nbytes = min(_TINY_NBYTES, request.nbytes) if workload == "tiny" else request.nbytes
+    with places(request.folder) as where:
+        spec = Spec(
+            peer=peer.name,
+            workload=workload,
+            nbytes=nbytes,
+            folder=str(where.folder),
+            shared=str(where.shared),
+            result=str(where.result),
+            repeats=request.repeats if peer.ours or workload == request.workloads[0] else 1,
+            threads=StoreConfig.model_construct().copy_threads,
+            parts=_parts(request, workload, peer),
+        )
+        timeout = _PATIENCE + nbytes * (request.repeats + 5) / _SLOWEST
+        try:
+            data = run_isolated(turn.__name__, spec, where.result, timeout=timeout)
+        except Failed as error:
+            outcome.failed[place] = str(error)
+            return
+    outcome.turns.setdefault(key, []).append(msgspec.json.decode(data, type=Turn))
+
+
+def _measure_catalog(outcome: Outcome) -> None:
+    request = outcome.request
+    with places(request.folder) as where:
+        spec = CatalogSpec(
+            steps=request.steps,
+            chunks=_CATALOG_CHUNKS,
+            folder=str(where.folder),
+            shared=str(where.shared),
+            result=str(where.result),
+            repeats=request.repeats,
+        )
+        try:
+            data = run_isolated(catalog.__name__, spec, where.result, timeout=_PATIENCE + request.steps / 20)
+        except Failed as error:
+            outcome.failed["catalog"] = str(error)
+            return
+    outcome.catalog = msgspec.json.decode(data, type=dict[str, float])
+
+
+def _check_room(request: Request) -> None:
+    found = os.statvfs(request.folder)
+    free, need = found.f_bavail * found.f_frsize, 5 * request.nbytes
+    if free < need:
+        raise Invalid(
+            f"{request.folder} has {format_size(free)} free, and a turn may need {format_size(need)}: "
+            f"choose another --folder, or a smaller --size"
+        )

@@ -1,0 +1,271 @@
+"""One turn: one peer saves and restores one state in a process of its own, each time next to its limits.
+
+``python -m tieredckpt.bench.turn`` reads a `Spec` from stdin as JSON, and writes a `Turn` to the file that it names.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from tieredckpt.bench.compute import ComputeLoop
+from tieredckpt.bench.files import Listing, forget, largest_first
+from tieredckpt.bench.isolate import asked
+from tieredckpt.bench.limits import Limits, seconds
+from tieredckpt.bench.peers import peer_named
+from tieredckpt.bench.peers.base import Peer, Session, Setting
+from tieredckpt.bench.peers.ours import Stored
+from tieredckpt.bench.resident import peak_since, resident
+from tieredckpt.bench.workloads import State, Workload, change, fingerprints, workload_named
+
+__all__ = ["Part", "Spec", "Turn", "main", "measure"]
+
+_WARM_UP = 64 << 10
+
+Part = Literal["limits", "tenth", "compute", "memory", "cold", "warm"]
+"""What is measured besides saves."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a turn does."""
+
+    peer: str
+    workload: str
+    nbytes: int
+    folder: str
+    """Empty; on the device that is measured."""
+    shared: str
+    """Empty; in shared memory."""
+    result: str
+    """The file to write."""
+    repeats: int
+    threads: int
+    parts: tuple[Part, ...]
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out."""
+
+    nbytes: int
+    """Of the state."""
+    arrays: int
+    samples: dict[str, list[float]]
+    """Seconds by what was measured; of ``interference``, seconds for each GB."""
+    facts: dict[str, float]
+    """Bytes and counts that every repetition has alike."""
+    snapshot: bool
+    """Whether what was restored is what was saved, although the state changed right after ``save``."""
+
+
+class _Measurement:
+    def __init__(self, spec: Spec, peer: Peer, workload: Workload) -> None:
+        self._spec = spec
+        self._peer = peer
+        self._workload = workload
+        self._folder = Path(spec.folder)
+        self._state = workload.build(spec.nbytes)
+        self._nbytes = sum(array.nbytes for array in self._state.values())
+        self._limits = Limits(self._state, self._folder.parent, spec.threads)
+        self._samples: dict[str, list[float]] = {}
+        self._facts: dict[str, float] = {}
+        self._snapshot = True
+        self._step = -1
+        self._session: Session
+        self._resident = 0
+        """Bytes that this process held when everything was loaded and nothing saved."""
+
+    def run(self) -> Turn:
+        parts = self._spec.parts
+        self._warm_up()
+        self._session = self._peer.open(Setting(self._folder, Path(self._spec.shared), self._nbytes))
+        try:
+            if isinstance(self._session, Stored):
+                self._facts["slab"] = self._session.slab
+            self._session.take(self._state)
+            self._save_while_the_state_changes("first_stall")
+            self._save_while_the_state_changes(None)
+            self._steady_saves()
+            if "tenth" in parts:
+                self._changed_tenths()
+            if "compute" in parts and self._peer.capture != "blocking":
+                self._beside_a_computation()
+            if "memory" in parts and isinstance(self._session, Stored):
+                self._restores_from_memory(self._session)
+            if "warm" in parts:
+                self._restores(cold="cold" in parts)
+            if "limits" in parts:
+                self._other_limits()
+        finally:
+            self._session.close()
+            self._limits.close()
+        return Turn(
+            nbytes=self._nbytes,
+            arrays=len(self._state),
+            samples=self._samples,
+            facts=self._facts,
+            snapshot=self._snapshot,
+        )
+
+    def _note(self, name: str, value: float) -> None:
+        self._samples.setdefault(name, []).append(value)
+
+    def _warm_up(self) -> None:
+        """Save and restore next to nothing: loading libraries costs time and memory, and is no part of a save."""
+        folder = self._folder.parent / "warm-up"
+        folder.mkdir()
+        session = self._peer.open(Setting(folder, Path(self._spec.shared), _WARM_UP))
+        try:
+            session.take({"array": np.zeros(_WARM_UP, dtype=np.uint8)})
+            session.save(0)
+            session.wait()
+            session.restart()
+            session.restore(None)
+        finally:
+            session.close()
+        shutil.rmtree(folder)
+        self._resident = resident()
+
+    # -- saves --------------------------------------------------------------------------------------------
+
+    def _save(self) -> tuple[float, float]:
+        """Save once; seconds until the state may change, and until all is durable."""
+        self._step += 1
+        resident()
+        begin = time.perf_counter()
+        self._session.save(self._step)
+        saved = time.perf_counter()
+        self._session.wait()
+        durable = time.perf_counter()
+        peak = peak_since(self._resident)
+        if self._peer.capture == "reference":
+            peak -= self._nbytes  # the arrays that it refers to are a copy that the bench made
+        self._facts["peak_save"] = max(0.0, peak, self._facts.get("peak_save", 0.0))
+        return saved - begin, durable - begin
+
+    def _tidy(self) -> None:
+        if self._step > 0:
+            self._session.forget(self._step - 1)
+
+    def _save_while_the_state_changes(self, name: str | None) -> None:
+        """Save, train on at once as a training does, and compare what comes back with what was saved."""
+        if self._step >= 0:
+            self._train()
+        before = fingerprints(self._state)
+        self._step += 1
+        stall = seconds(lambda: self._session.save(self._step))
+        self._workload.train(self._state, self._step)
+        self._session.wait()
+        self._tidy()
+        if name is not None:
+            self._note(name, stall)
+        self._snapshot &= fingerprints(self._session.restore(None)) == before
+
+    def _train(self) -> None:
+        self._workload.train(self._state, self._step)
+        self._session.take(self._state)
+
+    def _steady_saves(self) -> None:
+        for _ in range(self._spec.repeats):
+            self._train()
+            self._limits.memcpy()  # the first work after a wait for the device is slow, whatever it is
+            self._note("memcpy", self._limits.memcpy())
+            before = Listing.of(self._folder)
+            stall, durable = self._save()
+            self._note("stall", stall)
+            self._note("durable", durable)
+            self._facts["files"], self._facts["written"] = Listing.of(self._folder).since(before)
+            self._tidy()
+            self._note("write", self._limits.write())
+
+    def _changed_tenths(self) -> None:
+        """Save after arrays with a tenth of the bytes changed; each time the same ones, as with a frozen rest."""
+        keys, nbytes = [], 0
+        for key, array in self._state.items():
+            if nbytes + array.nbytes <= self._nbytes / 10:
+                keys.append(key)
+                nbytes += array.nbytes
+        for turn in range(self._spec.repeats + 1):
+            change(self._state, keys)
+            self._session.take(self._state)
+            before = Listing.of(self._folder)
+            stall, durable = self._save()
+            _, written = Listing.of(self._folder).since(before)
+            self._tidy()
+            if turn == 0:
+                continue  # what stayed is known to have stayed from the second such save on
+            self._note("tenth_stall", stall)
+            self._note("tenth_durable", durable)
+            self._facts["tenth_written"] = written
+        self._facts["tenth_changed"] = nbytes
+
+    def _beside_a_computation(self) -> None:
+        loop = ComputeLoop()
+        for _ in range(self._spec.repeats):
+            self._train()
+            self._step += 1
+            self._session.save(self._step)
+            self._note("interference", max(0.0, loop.lost(self._session.wait)) / (self._nbytes / 1e9))
+            self._tidy()
+
+    # -- restores -----------------------------------------------------------------------------------------
+
+    def _restores_from_memory(self, session: Stored) -> None:
+        into = self._limits.into
+        for _ in range(self._spec.repeats):
+            self._note("memcpy_back", self._limits.memcpy())
+            self._note("restore_ram", seconds(lambda: session.restore_from_memory(into)))
+            self._note("restore_views", seconds(session.views))
+        self._snapshot &= _equal(self._state, into)
+
+    def _restores(self, *, cold: bool) -> None:
+        self._session.restart()
+        before = resident()
+        for kind in self._peer.restores:
+            into = self._limits.into if kind == "existing" else None
+            for _ in range(self._spec.repeats):
+                for heat in ("cold", "warm") if cold else ("warm",):
+                    if heat == "cold":
+                        forget(self._folder)
+                        self._note("read", self._limits.read(largest_first(self._folder)))
+                        forget(self._folder)
+                    begin = time.perf_counter()
+                    restored = self._session.restore(into)
+                    self._note(f"restore_{heat}_{kind}", time.perf_counter() - begin)
+                    self._snapshot &= _equal(self._state, restored)
+                    del restored
+            if kind == self._peer.restores[0]:
+                fresh = self._nbytes if kind == "new" else 0
+                self._facts["peak_restore"] = max(0, peak_since(before) - fresh)
+
+    def _other_limits(self) -> None:
+        for _ in range(self._spec.repeats):
+            self._note("memcpy_by_one", self._limits.memcpy_by_one())
+            self._note("hash", self._limits.hash())
+            self._note("fresh", self._limits.fresh())
+
+
+def _equal(state: State, restored: State) -> bool:
+    return all(
+        np.array_equal(array.reshape(-1).view(np.uint8), np.asarray(restored[key]).reshape(-1).view(np.uint8))
+        for key, array in state.items()
+    )
+
+
+def measure(spec: Spec) -> Turn:
+    """Run a turn in this process. Raises whatever the peer raises."""
+    return _Measurement(spec, peer_named(spec.peer), workload_named(spec.workload)).run()
+
+
+def main() -> None:
+    """Run the turn that stdin describes."""
+    spec = asked(Spec)
+    Path(spec.result).write_bytes(msgspec.json.encode(measure(spec)))
+
+
+if __name__ == "__main__":
+    main()
