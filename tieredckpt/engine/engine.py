@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tieredckpt.blobs.settle import whole
+from tieredckpt.blobs.settle import told_to_end, whole
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import heal as healing
 from tieredckpt.engine.ask import save_is_due
@@ -129,7 +129,7 @@ class Engine:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
 
     async def _renew_lease(self, tier: Tier) -> None:
-        while True:
+        while not told_to_end():
             await asyncio.sleep(self._config.lease_ttl / 3)
             if tier.lease is None or not tier.answers:
                 continue
@@ -143,7 +143,7 @@ class Engine:
 
     async def _keep_tidy(self) -> None:
         """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
-        while True:
+        while not told_to_end():
             await asyncio.sleep(self._config.grace)
             try:
                 await self.collect()
