@@ -26,7 +26,8 @@ from scenes import CHUNK, SOON, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
-from tieredckpt.engine import tier
+from tieredckpt.engine import promoter, tier
+from tieredckpt.engine.source import SilentSource
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
 from tieredckpt.testing.life import slow_stores
@@ -85,6 +86,7 @@ class FailingTiersMachine(RuleBasedStateMachine):
         self.patch.setattr(time, "time", lambda: now() + self.late)
         self.patch.setattr(tier, "_FIRST_RETRY", 0.005)
         self.patch.setattr(tier, "_LAST_RETRY", 0.02)
+        self.patch.setattr(promoter, "_SOURCE_RETRY", 0.02)
         self.servers.__enter__()
         self.faults = self.script.__enter__()  # around the servers
         self.open()
@@ -230,7 +232,16 @@ class FailingTiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.opened is not None and not self.dead)
     @rule()
     def settle(self) -> None:
-        self.run(self.store.flush())
+        self.run(self.arrived())
+
+    async def arrived(self) -> None:
+        """Wait until everything is where it is due: what only a silent tier had is tried again by and by."""
+        while True:
+            try:
+                await self.store.flush()
+                return
+            except SilentSource:
+                await asyncio.sleep(0.01)
 
     @precondition(lambda self: self.opened is not None and not self.dead)
     @rule()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tieredckpt.errors import TierUnavailable
 
-__all__ = ["in_thread", "left_behind_after", "note", "outlast", "settle", "together", "whole"]
+__all__ = ["in_thread", "left_behind_after", "note", "outlast", "settle", "together", "told_to_end", "whole"]
 
 T = TypeVar("T")
 
@@ -84,6 +84,15 @@ async def outlast(running: asyncio.Future[Any]) -> None:
     note(running)
     if cancelled is not None:
         raise cancelled
+
+
+def told_to_end() -> bool:
+    """Whether the current task was cancelled, though what it awaited failed in that moment and said so instead.
+
+    For loops that go on after errors: such a cancellation is told once, and was lost among them.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def note(ended: asyncio.Future[Any]) -> None:

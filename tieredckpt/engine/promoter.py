@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from tieredckpt.blobs.settle import told_to_end
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import reopen
@@ -91,7 +92,7 @@ class Promoter:
 
     async def run(self) -> None:
         """Work until cancelled. Errors of the tier are reported and retried, never raised."""
-        while True:
+        while not told_to_end():
             try:
                 if self.tier.error is not None:
                     # Nothing but time brings a failed tier back.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from tieredckpt.blobs.settle import told_to_end
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import TieredCkptError
@@ -17,7 +18,7 @@ _log = logging.getLogger("tieredckpt")
 
 async def renew_lease(state: State, tier: Tier) -> None:
     """Keep the lease of a tier from running out, until cancelled."""
-    while True:
+    while not told_to_end():
         await asyncio.sleep(state.config.lease_ttl / 3)
         if tier.lease is None or not tier.answers:
             continue
@@ -32,7 +33,7 @@ async def renew_lease(state: State, tier: Tier) -> None:
 
 async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> None:
     """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
-    while True:
+    while not told_to_end():
         await asyncio.sleep(grace)
         try:
             await collect()

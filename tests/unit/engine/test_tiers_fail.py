@@ -15,7 +15,9 @@ from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, 
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import connect
+from tieredckpt.engine import connect, promoter
+from tieredckpt.engine.engine import Engine
+from tieredckpt.engine.lease import Lease
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
@@ -446,3 +448,31 @@ async def test_without_ram_a_save_goes_to_the_next_tier_that_works(tmp_path: Pat
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, state)
+
+
+@pytest.mark.parametrize("work", ["promoting", "collecting", "renewing its lease"])
+async def test_work_that_fails_as_it_is_stopped_does_not_keep_the_store_from_closing(
+    two_tiers: StoreConfig, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    begun = threading.Event()
+
+    async def fail_when_stopped(*_: Any, **__: Any) -> int:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise TierUnavailable("it failed in the very moment") from None
+        return 0
+
+    if work == "promoting":
+        monkeypatch.setattr(promoter, "copy_step", fail_when_stopped)
+    elif work == "collecting":
+        monkeypatch.setattr(Engine, "collect", fail_when_stopped)
+    else:
+        monkeypatch.setattr(Lease, "renew", fail_when_stopped)
+    often = two_tiers.model_copy(update={"lease_ttl": 0.03, "grace": 0.03})
+    async with asyncio.timeout(SOON):
+        store = await CheckpointStore.open(often)
+        await store.save(1, tree(1))
+        await asyncio.to_thread(begun.wait, SOON)
+        await crash(store)
