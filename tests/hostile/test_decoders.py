@@ -35,15 +35,23 @@ from tieredckpt.config import load, to_toml
 from tieredckpt.engine import lease
 from tieredckpt.engine.history import history_of
 from tieredckpt.engine.state import numbers
-from tieredckpt.errors import Corrupt, Invalid, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
+from tieredckpt.format.merging import merge
+from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, decode_structure, encode_structure, scalar_value, walk
 from tieredckpt.format.zarr import dtype_from_name, dtype_name, parse_array_metadata
 
 FILES, RECORD, ARRAYS = sample_step()
+PART = encode_part(
+    Part(
+        msgspec.structs.replace(RECORD, rank=0),
+        {key: PartArray(array.grid, array.dtype, array.chunks) for key, array in ARRAYS.items()},
+    )
+)
 METADATA = (
     b'{"zarr_format":3,"node_type":"array","shape":[3,8192],"data_type":"uint8","chunk_grid":{"name":"regular",'
     b'"configuration":{"chunk_shape":[1,8192]}},"chunk_key_encoding":{"name":"default","configuration":'
@@ -96,8 +104,38 @@ def decode_pack(footer: bytes) -> None:
         assert entry.offset + entry.length <= offset
 
 
-def with_right_crc(footer: bytes) -> bytes:
-    return footer[:-4] + crc32c(footer[:-4]).to_bytes(4, "little") if len(footer) > 4 else footer
+def with_right_crc(data: bytes) -> bytes:
+    return data[:-4] + crc32c(data[:-4]).to_bytes(4, "little") if len(data) > 4 else data
+
+
+def tampered_parts() -> st.SearchStrategy[bytes]:
+    """Parts of ranks: any byte changed, or an element or the record, under a checksum that fits."""
+    elements = msgspec.msgpack.decode(PART[16:-4])
+    record = tampered_json(msgspec.json.decode(elements[0])).map(as_json)
+    changed = st.integers(1, len(elements) - 1).flatmap(
+        lambda i: (
+            tampered_json(elements[i]).map(lambda value: [*elements[:i], value, *elements[i + 1 :]])
+            if not isinstance(elements[i], bytes)
+            else tampered_bytes(elements[i]).map(lambda data: [*elements[:i], data, *elements[i + 1 :]])
+        )
+    )
+    bodies = (changed | record.map(lambda data: [data, *elements[1:]])).map(packed)
+    return tampered_bytes(PART) | bodies.map(lambda body: with_right_crc(PART[:16] + body + bytes(4)))
+
+
+def packed(elements: list[Any]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(elements)
+    except (OverflowError, UnicodeEncodeError, RecursionError, ValueError):  # JSON has more than MessagePack
+        return b"\xc1"
+
+
+def use_part(data: bytes) -> None:
+    """What the leader does with a part: use its record, and make a step of it if it is the only one."""
+    part = decode_part(data, "the part of rank 0")
+    use_record(part.record)
+    with suppress(Conflict):
+        use_step(merge([part]))
 
 
 def decode_note(data: bytes) -> None:
@@ -174,6 +212,7 @@ DECODERS: dict[str, tuple[Callable[[Any], object], st.SearchStrategy[Any]]] = {
         .map(lambda data: data.decode("latin-1")),
     ),
     "a pack's footer": (decode_pack, tampered_bytes(FOOTER) | tampered_bytes(FOOTER).map(with_right_crc)),
+    "a rank's part": (use_part, tampered_parts()),
     "the marker": (
         lambda data: decode_marker(data, "here"),
         tampered_json(marker_json()).map(as_json) | tampered_bytes(as_json(marker_json())),
@@ -224,6 +263,7 @@ def test_whatever_a_decoder_is_given_for_a_long_time_it_decodes_or_refuses(name:
 
 def test_what_is_tampered_with_would_be_decoded_as_it_was() -> None:
     decode_both(FILES)
+    use_part(PART)
     decode_pack(FOOTER)
     decode_holder(as_json(HOLDER))
     decode_note(as_json(NOTE))

@@ -45,6 +45,7 @@ __all__ = [
     "StepRecord",
     "StoreMarker",
     "decode_marker",
+    "decode_record",
     "decode_step",
     "encode_marker",
     "encode_step",
@@ -248,13 +249,13 @@ def _join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where:
 def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
     """The record alone, without decoding the chunks. Raises `Corrupt`."""
     data = _join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
-    return _decode_record(data, btree_path)
+    return decode_record(data, btree_path)
 
 
 def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     """Everything about a step, from its two files. Raises `Corrupt` for anything that does not fit together."""
     values = dict(ocdbt.decode(manifest, btree, btree_path))
-    record = _decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
+    record = decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
     table = _join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
     arrays: dict[str, ArrayIndex] = {}
     packs: set[str] = set()
@@ -346,7 +347,8 @@ def _encode_record(record: StepRecord) -> bytes:
     return data
 
 
-def _decode_record(data: bytes, where: str) -> StepRecord:
+def decode_record(data: bytes, where: str) -> StepRecord:
+    """The record of a step, or of a rank's part of one. Raises `Corrupt` for what no store writes."""
     if len(data) > _MAX_RECORD:
         raise Corrupt(f"{where}: {layout.STEP_RECORD} has {len(data)} bytes; {_MAX_RECORD} are the most")
     try:

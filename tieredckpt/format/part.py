@@ -30,7 +30,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import Grid, check
-from tieredckpt.format.manifest import CHECKSUM_SIZE, Chunk, StepRecord
+from tieredckpt.format.manifest import CHECKSUM_SIZE, MAX_CHUNK, Chunk, StepRecord, decode_record
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.structure import ArrayNode, Node, NoneNode, array_nodes, decode_structure, encode_structure
 from tieredckpt.format.zarr import dtype_from_name
@@ -132,15 +132,13 @@ def decode_part(data: bytes, where: str) -> Part:
         Corrupt: damaged, of another version, or with anything in it that does not fit together.
     """
     body = _open(data, where)
+    record = decode_record(body.record, where)
+    if record.rank is None:
+        raise Corrupt(f"{where}: a record of no rank")
     try:
-        record = msgspec.json.decode(body.record, type=StepRecord)
         structure, nodes = _structure(body.structure)
-    except (msgspec.MsgspecError, ValueError, RecursionError, TieredCkptError) as error:
-        raise Corrupt(f"{where}: the record cannot be read: {error}") from error
-    if record.format_version != layout.FORMAT_VERSION or record.digest != digests.NAME:
-        raise Corrupt(f"{where}: a part of format {record.format_version}; use a newer tieredckpt")
-    if record.rank is None or not 0 <= record.rank < record.ranks:
-        raise Corrupt(f"{where}: a part of rank {record.rank} of {record.ranks}")
+    except TieredCkptError as error:
+        raise Corrupt(f"{where}: {error}") from error
     kinds = np.frombuffer(body.kinds, np.uint8)
     found: dict[str, tuple[Grid, np.dtype[Any]]] = {}
     sizes: list[int] = []
@@ -219,6 +217,8 @@ def _place(array: _Array, nodes: Mapping[str, ArrayNode], where: str) -> tuple[G
 def _grid(shape: tuple[int, ...], cell: tuple[int, ...], itemsize: int) -> tuple[Grid, int]:
     """A grid and its size, one for all arrays of the kind: a step has few kinds and many arrays."""
     grid = check(Grid(shape, cell, itemsize))
+    if grid.cell_nbytes > MAX_CHUNK:
+        raise Invalid(f"chunks of {grid.cell_nbytes} bytes; {MAX_CHUNK} are the most")
     return grid, grid.size
 
 
