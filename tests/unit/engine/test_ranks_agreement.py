@@ -94,6 +94,7 @@ async def test_a_rank_that_lags_past_the_deadline_costs_that_step_alone(place: P
         else:
             (leader,) = await ranks.save(1, ranks=[0])  # which finds that the others have it
             await leader.reached("ram")
+            await asyncio.gather(*(heard.first(StepAgreed) for heard in ranks.heard))  # till then they have given it up
             await ranks.reached(checkpoints, "ram")
             await works(ranks, 2)
 
