@@ -57,7 +57,8 @@ class Commits:
         """At the leader, of steps of former runs: who answers for each part now, by the rank that saved it."""
         self.folders: dict[StepId, dict[int, Tier]] = {}
         """Of steps of former runs: the RAM with each part that this rank answers for."""
-        self._carrying_out: dict[StepId, asyncio.Task[None]] = {}
+        self._carrying_out: dict[tuple[StepId, str], asyncio.Task[None]] = {}
+        """By step and tier: several tiers get one step at a time."""
         self.written: dict[tuple[StepId, str], int] = {}
         """Bytes of the packs that this rank wrote of a step to a tier."""
 
@@ -71,7 +72,13 @@ class Commits:
         parts = self._agreement.parts.get(step)
         if parts is None or step not in self._state.tiers[0].held:
             return await copy_step(self._state, self._collector, step, tier)
-        return await self.commit(step, tier, parts)
+        try:
+            return await self.commit(step, tier, parts)
+        except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
+            others = (other for other in self._state.holders(step) if other is not tier and other.config.kind != "ram")
+            if not any(other.answers for other in others):
+                raise
+        return await copy_step(self._state, self._collector, step, tier)
 
     async def commit_streamed(self, step: StepId, name: str, parts: Mapping[int, bytes]) -> None:
         """Commit a step that RAM could not hold, where ranks have streamed their parts; failures are told."""
@@ -190,12 +197,13 @@ class Commits:
     # -- every rank ---------------------------------------------------------------------------------------
 
     def carry_out(self, order: Promote) -> None:
-        """Write what the leader ordered, beside everything else, and answer it. An older order for it ends."""
+        """Write what the leader ordered, beside everything else, and answer it. An older order for it there ends."""
         step = StepId(order.serial, order.step)
-        before = self._carrying_out.get(step)
+        self._carrying_out = {what: task for what, task in self._carrying_out.items() if not task.done()}
+        before = self._carrying_out.get((step, order.tier))
         if before is not None:
             before.cancel()
-        self._carrying_out[step] = self._team.start(self._carry_out(step, order, before), f"part of {step}")
+        self._carrying_out[step, order.tier] = self._team.start(self._carry_out(step, order, before), f"part of {step}")
 
     async def _carry_out(self, step: StepId, order: Promote, before: asyncio.Task[None] | None) -> None:
         if before is not None:

@@ -256,7 +256,9 @@ class Engine:
 
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
-        await reached(self.state, self.promoters, step, name)
+        ranked = self.ranked
+        news = None if ranked is None else partial(ranked.heard_more, step, since=time.monotonic())
+        await reached(self.state, self.promoters, step, name, news)
 
     async def flush(self) -> None:
         """Wait until damage that was found is mended, and as `waiting.settled`."""

@@ -57,6 +57,9 @@ from tieredckpt.tree.replicated import split
 
 __all__ = ["Ranked"]
 
+_VERDICT = 2.0
+"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
+
 
 class Ranked:
     """One rank's share of a store of several. Lives on the engine's loop.
@@ -155,22 +158,39 @@ class Ranked:
         Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
         """
         state = self._state
+        begin = time.monotonic()
         while state.undecided:
-            await state.changed.wait()
+            await self.heard_more(min(state.undecided), state.tiers[-1], begin)
         begin = time.monotonic()
         while not self.team.leads and (due := self._due()) is not None:
             step, tier = due
             if tier.error is not None:
                 raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.error}")
-            patience = self.team.deadline + state.records()[step].nbytes / tier.config.min_bandwidth
-            left = max(begin, self._heard_at) + patience - time.monotonic()
-            if left <= 0:
-                raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
-            await state.changed.wait(left)
+            await self.heard_more(step, tier, begin)
         for tier in state.tiers:
             for step, error in tier.stuck.items():
                 if not self.team.leads and step in state.records() and step not in tier.held:
                     raise Failure.of(error).error()
+
+    async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
+        """Wait until something changed, for a step that a tier lacks and since when (monotonic) that is waited for.
+
+        Raises `RanksUnavailable` when the leader has not told anything for longer than the step may take.
+        """
+        state = self._state
+        if self.team.leads:
+            await state.changed.wait()
+            return
+        record = state.records().get(step)
+        if record is not None:
+            nbytes = record.nbytes
+        else:
+            nbytes = state.streamed[step][1].record.nbytes * self.team.size if step in state.streamed else 0
+        patience = self.team.deadline + _VERDICT + nbytes / tier.config.min_bandwidth
+        left = max(since, self._heard_at) + patience - time.monotonic()
+        if left <= 0:
+            raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
+        await state.changed.wait(left)
 
     def _due(self) -> tuple[StepId, Tier] | None:
         """A step that the leader is still to bring to a shared tier."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.promoter import Promoter
 from tieredckpt.engine.state import State
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["reached", "settled"]
 
 
-async def reached(state: State, promoters: Mapping[str, Promoter], step: StepId, name: str) -> None:
-    """Return when the tier holds the step.
+async def reached(
+    state: State,
+    promoters: Mapping[str, Promoter],
+    step: StepId,
+    name: str,
+    news: Callable[[Tier], Awaitable[None]] | None = None,
+) -> None:
+    """Return when the tier holds the step; ``news`` waits until something changed, and raises when nothing will.
 
     Raises:
         NotFound: it is not going to: not due there, evicted before, or no such tier.
@@ -26,7 +33,7 @@ async def reached(state: State, promoters: Mapping[str, Promoter], step: StepId,
         if step in state.failed:
             raise _again(state.failed[step], "")
         if step in state.undecided:
-            await state.changed.wait()
+            await (state.changed.wait() if news is None else news(tier))
             continue
         if step in tier.stuck:
             raise _again(tier.stuck[step], f"{step} cannot reach tier {name!r}: ")
@@ -44,7 +51,7 @@ async def reached(state: State, promoters: Mapping[str, Promoter], step: StepId,
                 f"{step} is not due on tier {name!r} by its policy {tier.config.promote!r}; "
                 f"store.promote({step.step}, {name!r}) sends it there all the same"
             )
-        await state.changed.wait()
+        await (state.changed.wait() if news is None else news(tier))
 
 
 async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from cohort import DEADLINE, Cohort, assert_whole, cohort, common, part, whole
-from scenes import SOON, config, files_under, folder, pack_bytes
+from scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine import promoter
-from tieredckpt.errors import Conflict, Invalid, NoSpace, TieredCkptError, TierUnavailable
+from tieredckpt.engine import promoter, ranked
+from tieredckpt.errors import Conflict, Invalid, NoSpace, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed, StepEvicted, StepPromoted, TierFailed, TierRecovered
 
 SIZE = 4
@@ -176,6 +176,44 @@ async def test_a_rank_that_hangs_while_it_writes_stalls_nobodys_training(place: 
         held.release()
         await ranks.all(lambda store, rank: store.flush())
         assert place.steps()[-1].startswith("0000000003")
+
+
+async def test_a_rank_writes_a_step_to_two_tiers_at_one_time(place: Place, tmp_path: Path) -> None:
+    tiers = {"ram": ram(place.shared_memory), "disk": folder(place.disk), "far": folder(tmp_path / "far")}
+    async with place.open(2, tiers=tiers) as ranks:
+        held = ranks.faulty(1).hold("put", key="packs/*")
+        checkpoints = await ranks.save(1)
+        await held.reached()
+        await ranks.reached(checkpoints, "far")
+        held.release()
+        await ranks.reached(checkpoints, "disk")
+        assert [event for heard in ranks.heard for event in heard.of(CommitFailed)] == []
+
+
+async def test_a_step_of_which_a_part_has_left_ram_goes_on_from_the_next_tier(place: Place, tmp_path: Path) -> None:
+    tiers = {"ram": ram(place.shared_memory), "disk": folder(place.disk), "far": folder(tmp_path / "far")}
+    async with place.open(2, tiers=tiers) as ranks:
+        held = ranks.faulty(0, "far").hold("put", key="steps/*/parts/*")
+        await ranks.reached(await ranks.save(1), "disk")
+        await held.reached()
+        checkpoints = await ranks.save(2)
+        await ranks.reached(checkpoints, "disk")
+        await ranks[1].evict(2, "ram")  # which rank 0 hears of with the next save
+        held.release()
+        await ranks.reached(checkpoints, "far")
+    async with CheckpointStore.open(config({"far": folder(tmp_path / "far")}), ranks=None) as store:
+        assert_whole(await store.restore(), 2)
+
+
+async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked, "_VERDICT", 0.1)
+    async with place.open(2, rank_deadline=DEADLINE, crashing=True) as ranks:
+        ranks.world.kill(0, "post", topic="todo/*")
+        checkpoints = await ranks.save(1)
+        await checkpoints[1].reached("ram")
+        async with asyncio.timeout(SOON):
+            with pytest.raises(RanksUnavailable, match="rank 0 is silent"):
+                await checkpoints[1].reached("disk")
 
 
 async def test_an_order_that_was_given_up_does_not_spoil_the_next(place: Place) -> None:

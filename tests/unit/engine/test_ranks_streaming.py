@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from cohort import DEADLINE, Cohort, assert_whole, cohort, part
-from scenes import config, files_under, folder, pack_bytes
+from scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine import ranked
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
 from tieredckpt.events import StepAgreed
 
@@ -105,6 +106,21 @@ async def test_a_rank_that_hangs_after_it_streamed_does_not_stall_the_saves_of_o
         await ranks.reached([*early, *late], "disk")
         for restored in await ranks.restored():
             assert_whole(restored, 2)
+
+
+async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobody_waiting(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranked, "_VERDICT", 0.1)
+    async with place.open(rank_deadline=DEADLINE, crashing=True) as ranks:
+        ranks.world.kill(0, "post", topic="todo/*")
+        checkpoints = await ranks.save(1)
+        await ranks.heard[1].first(StepAgreed)
+        async with asyncio.timeout(SOON):
+            for wait in (checkpoints[1].reached("disk"), ranks[1].flush()):
+                with pytest.raises(RanksUnavailable, match="rank 0 is silent"):
+                    await wait
+        assert place.commits() == []
 
 
 async def test_only_some_ranks_need_to_stream(shared_memory: Path, tmp_path: Path) -> None:
