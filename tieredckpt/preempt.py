@@ -142,7 +142,8 @@ class Preemption:
     def _promote_newest(self) -> bool:
         """Whether the tier has the newest step, before the time is out."""
         newest = self._state.newest()
-        if not self._store.captures.pending and (newest is None or newest in self._tier.held):
+        kept = not self._store.captures.pending and (newest is None or newest in self._tier.held)
+        if kept and self._store.engine.ranked is None:
             return True
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store.engine_loop.submit(self._keep())
@@ -150,7 +151,7 @@ class Preemption:
             step = work.outcome.result(max(0.0, left))
         except TimeoutError:
             work.cancel()
-            return False
+            return kept
         except TieredCkptError as failure:
             self._why = str(failure)
             return False
@@ -169,6 +170,8 @@ class Preemption:
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)
                 await self._state.changed.wait(_TRY_AGAIN)
+        if (ranked := self._store.engine.ranked) is not None:
+            await ranked.team.all_told()  # the other ranks wait for that as well, and this process ends
         return step
 
     def _passed(self) -> float:

@@ -25,6 +25,8 @@ _log = logging.getLogger("tieredckpt")
 
 _LISTEN_AGAIN = 60.0
 """Seconds after which a rank that hears nothing asks its coordinator anew."""
+_POST_AGAIN = 1.0
+"""Seconds until the leader tries again to tell what could not be told."""
 _VERDICT = 2.0
 """Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
 _LAST_WORDS = 5.0
@@ -133,12 +135,18 @@ class Team:
     async def _post(self) -> None:
         while True:
             topic, data = await self._outbox.get()
-            try:
-                await self.coordinator.post(self.others, topic, data)
-            except RanksUnavailable as error:
-                _log.error("the other ranks cannot be told (%s): %s", topic, error)
-            finally:
-                self._outbox.task_done()
+            # The others wait for this one before they hear the next, and nothing but time mends it.
+            while not await self._posted(topic, data):  # noqa: ASYNC110
+                await asyncio.sleep(_POST_AGAIN)
+            self._outbox.task_done()
+
+    async def _posted(self, topic: str, data: bytes) -> bool:
+        try:
+            await self.coordinator.post(self.others, topic, data)
+        except RanksUnavailable as error:
+            _log.error("the other ranks cannot be told (%s), which is tried again: %s", topic, error)
+            return False
+        return True
 
     async def _listen(self, apply: Callable[[Logged], Awaitable[None]]) -> None:
         heard = 0
@@ -150,10 +158,11 @@ class Team:
             except Closed:
                 return
             heard += 1
-            message: Logged = messages.decode(data, Logged)
-            if isinstance(message, Closing):
-                return
+            message: Logged | None = None
             try:
+                message = messages.decode(data, Logged)
+                if isinstance(message, Closing):
+                    return
                 await apply(message)
             except Exception:
                 _log.exception("rank %d: what the leader told (%s) was not carried out", self.rank, message)

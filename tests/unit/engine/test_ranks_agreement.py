@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from cohort import DEADLINE, Cohort, assert_whole, cohort, part
 
 from tieredckpt import Shard
+from tieredckpt.engine import team
 from tieredckpt.errors import NotFound, RanksUnavailable
 from tieredckpt.events import CommitFailed, SaveSkipped, StepAgreed
 from tieredckpt.testing.faulty import Hold
@@ -133,6 +134,25 @@ async def test_a_leader_that_dies_leaves_the_others_with_a_clear_event(place: Pl
         await ranks.save(1)
         for event in await ranks.failed([1, 2]):
             assert event.ranks == (0,)
+
+
+async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "_POST_AGAIN", 0.02)
+    async with place.open() as ranks:
+        assert ranks[0].engine.ranked is not None
+        coordinator = ranks[0].engine.ranked.team.coordinator
+        post, failures = coordinator.post, iter([1, 2])
+
+        async def fails_at_first(to: Collection[int], topic: str, data: bytes) -> None:
+            if topic.startswith("log/") and next(failures, None) is not None:
+                raise RanksUnavailable("by script")
+            await post(to, topic, data)
+
+        monkeypatch.setattr(coordinator, "post", fails_at_first)
+        await works(ranks, 1)
+        await works(ranks, 2)
 
 
 async def test_a_rank_that_hangs_before_it_hears_what_was_decided_catches_up(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine import team
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
+from tieredckpt.preempt import preemption
 from tieredckpt.testing.ranks import World
 from tieredckpt.testing.tiers import FaultyTiers
 
@@ -121,6 +123,18 @@ async def test_rank_0_stays_until_all_others_close(place: Place) -> None:
         assert await ranks[1].where(1) == ("ram", "disk")
         await ranks[1].close()
         await closing
+
+
+async def test_rank_0_that_is_warned_has_told_the_others_what_is_durable_when_it_ends(place: Place) -> None:
+    async with place.open(2, crashing=True) as ranks:
+        ranks.world.delay(0, 0.3, verb="post", topic="log/*")
+        checkpoints = await ranks.save(1)
+        await checkpoints[0].reached("disk")
+        with pytest.raises(SystemExit), preemption(ranks[0]):
+            signal.raise_signal(signal.SIGTERM)
+        await crash(ranks[0])
+        async with asyncio.timeout(SOON):
+            await checkpoints[1].reached("disk")
 
 
 async def test_closing_waits_for_what_is_due_on_other_ranks(place: Place) -> None:
