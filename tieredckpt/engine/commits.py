@@ -28,7 +28,7 @@ from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError
+from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed, StepPromoted
 from tieredckpt.format import layout
 from tieredckpt.format.digest import SIZE, digest
@@ -181,9 +181,14 @@ class Commits:
         async def read(rank: int) -> None:
             async with reading:
                 key = layout.part_key(step.step, step.serial, rank)
-                parts[rank] = await tier.store.get(key, limit=_PART_MAX)
+                # What is wrong here is the tier's and not the step's, for the rank still has its part.
+                anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
+                try:
+                    parts[rank] = await tier.store.get(key, limit=_PART_MAX)
+                except NotFound as error:
+                    raise TierUnavailable(anew) from error
             if digest(parts[rank]) != expected[rank]:
-                raise Corrupt(f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew")
+                raise TierUnavailable(anew)
 
         await together([read(rank) for rank in ranks])
         index = await in_thread(merge_written, parts, tier.chunks, pool=self._state.pool)

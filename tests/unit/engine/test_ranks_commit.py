@@ -17,7 +17,7 @@ from scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine import promoter, ranked
-from tieredckpt.errors import Conflict, Invalid, NoSpace, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed, StepEvicted, StepPromoted, TierFailed, TierRecovered
 
 SIZE = 4
@@ -257,16 +257,21 @@ async def test_a_crash_of_the_leader_between_any_two_writes_leaves_a_whole_step_
     pytest.fail("the leader has no end of writes")
 
 
-async def test_a_step_that_contradicts_itself_only_on_the_tier_is_never_committed(place: Place) -> None:
-    """A part that was changed between its writer and the leader is found out by its digest."""
+@pytest.mark.parametrize("fault", ["damaged", "not to be seen"])
+async def test_a_part_that_is_not_what_its_rank_wrote_is_never_committed_and_written_anew(
+    place: Place, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredckpt.engine.tier._FIRST_RETRY", 0.02)
     async with place.open() as ranks:
-        ranks.faulty(0).flip("get", key="steps/*/parts/1", bit=999)
-        checkpoints = await ranks.save(1)
-        await ranks.failed(tier="disk")
-        for checkpoint in checkpoints:
-            with pytest.raises(TieredCkptError):
-                await checkpoint.reached("disk")
-        assert place.steps() == []
+        if fault == "damaged":
+            ranks.faulty(0).flip("get", key="steps/*/parts/1", bit=999)
+        else:
+            ranks.faulty(0).fail("get", NotFound("by script"), key="steps/*/parts/1")
+        await ranks.save(1)
+        for event in await ranks.failed(tier="disk"):
+            assert "parts/1" in event.reason
+        await asyncio.gather(*(heard.first(StepPromoted) for heard in ranks.heard))
+    await finds(place, 1)
 
 
 # -- life on the shared tier ------------------------------------------------------------------------------
