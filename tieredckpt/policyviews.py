@@ -26,10 +26,10 @@ class StepView:
     metrics: Mapping[str, float]
     tiers: tuple[str, ...]
     """Names of the tiers that hold it committed."""
-    replicas: int = 1
-    """On how many nodes the nearest tier has it: RAM with ``replicas`` outlives the loss of all but one of them."""
     on_line: bool = True
     """False for a step of a line that was abandoned by restoring an earlier step and saving on from it."""
+    replicas: int = 1
+    """On how many nodes the nearest tier has it: RAM with ``replicas`` outlives the loss of all but one of them."""
 
 
 @dataclass(frozen=True, slots=True)

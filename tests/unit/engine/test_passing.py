@@ -311,4 +311,5 @@ async def test_whatever_dies_the_others_end_with_nothing_wrong(
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-        assert all(rank.is_right() for rank in all_ranks)
+        assert all(rank.is_right() for number, rank in enumerate(all_ranks) if number not in dying)
+        assert all(digest(got) == name for rank in all_ranks for name, got in rank.got.items())

@@ -15,7 +15,7 @@ from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, 
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import connect, promoter
+from tieredckpt.engine import connect, engine
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.lease import Lease
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
@@ -465,7 +465,7 @@ async def test_work_that_fails_as_it_is_stopped_does_not_keep_the_store_from_clo
         return 0
 
     if work == "promoting":
-        monkeypatch.setattr(promoter, "copy_step", fail_when_stopped)
+        monkeypatch.setattr(engine, "copy_step", fail_when_stopped)
     elif work == "collecting":
         monkeypatch.setattr(Engine, "collect", fail_when_stopped)
     else:
