@@ -12,7 +12,7 @@ from tieredckpt.blobs.base import is_key
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.names import name_of
-from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.errors import Conflict, NotFound, TierUnavailable
 
 __all__ = ["clean"]
 
@@ -56,7 +56,9 @@ async def _data(link: Link, key: str, name: str, age: float) -> bool:
 async def _empty(link: Link, folder: str, age: float) -> None:
     with suppress(Conflict, NotFound):  # something was put there meanwhile, or another one has swept it
         if await _is_old(link, folder, age):
-            await link.ask(frames.RemoveFolder(folder))
+            # CHFS calls any failure the same; a folder that stays is there for the next sweep.
+            with suppress(TierUnavailable):
+                await link.ask(frames.RemoveFolder(folder))
 
 
 async def _is_old(link: Link, path: str, age: float) -> bool:
