@@ -14,7 +14,7 @@ from tieredckpt.engine.coordinators import mailbox
 from tieredckpt.engine.coordinators.mailbox import Mailbox
 from tieredckpt.engine.coordinators.shared import SharedStore
 from tieredckpt.engine.ranks import RanksMissing, exchange
-from tieredckpt.errors import RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.testing.faulty import Faulty
 
 ENOUGH = 20.0
@@ -232,6 +232,22 @@ async def test_the_error_of_a_silent_rank_tells_what_keeps_messages_from_coming(
         await ranks[0].post([1], "word", b"")
     office.refuse = lambda verb, box: None
     await close(ranks)
+
+
+async def test_a_close_in_the_moment_of_a_look_ends_who_waits(office: Office) -> None:
+    ranks = boxes(office, 2)
+    await meet(ranks)
+    closing: list[asyncio.Task[None]] = []
+
+    def end(verb: str, box: str) -> None:
+        if verb == "take" and not closing:
+            closing.append(asyncio.create_task(ranks[1].close()))  # it runs when the look has just ended
+
+    office.refuse = end
+    with pytest.raises(Closed):
+        await ranks[1].take(0, "never", timeout=2.0)
+    await closing[0]
+    await ranks[0].close()
 
 
 async def test_letters_that_are_not_of_the_session_are_dropped(office: Office) -> None:

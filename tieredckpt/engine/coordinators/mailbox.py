@@ -240,10 +240,10 @@ class Mailbox:
         if self._closed:
             return
         self._closed = True
+        self._inbox.close()
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        self._inbox.close()
         with suppress(TieredCkptError):
             await self._carried(self._carrier.drop(_box(self.rank, self._card)))
         await self._carrier.close()
@@ -355,7 +355,8 @@ class Mailbox:
 
     async def _carried(self, call: Coroutine[Any, Any, T]) -> T:
         try:
-            return await asyncio.wait_for(call, _CARRIER_TIMEOUT)
+            async with asyncio.timeout(_CARRIER_TIMEOUT):
+                return await call
         except TimeoutError:
             what = f"what carries messages between the ranks has not answered within {_CARRIER_TIMEOUT:.0f} s"
             raise RanksUnavailable(what) from None
