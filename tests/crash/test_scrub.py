@@ -8,13 +8,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from insight import flip, flip_chunk, slab_of, tier_of
 from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
@@ -202,14 +202,36 @@ async def test_damage_of_any_kind_that_came_while_nobody_looked_is_mended(
     await assert_whole(place, "disk", "far")
 
 
+async def test_a_step_whose_commit_is_damaged_everywhere_is_told_as_damaged_and_not_as_missing(place: Path) -> None:
+    async with saved(place) as store:
+        for tier in TIERS:
+            await flip_manifest(place, store, tier)
+        await crash(store)
+    async with opened(place) as store:
+        with pytest.raises(Corrupt, match="'disk', 'far'"):
+            await store.restore(2)
+        with pytest.raises(Corrupt, match="'disk', 'far'"):
+            await store.promote(2, "far")
+        with pytest.raises(NotFound, match="held: 1"):
+            await store.restore(3)
+        found = await store.restore()
+        assert found is not None
+        assert found.step == 1
+
+
 @settings(max_examples=25)
 @given(
     bad=st.lists(st.sampled_from(EVERYWHERE), unique=True, min_size=1, max_size=6),
     again=st.booleans(),
 )
+@example(bad=[(flip_index, tier) for tier in TIERS], again=True)
+@example(bad=[(flip_footer, "far"), *((flip_one_chunk, tier) for tier in TIERS)], again=False)
+@example(bad=[(flip_identity, "disk"), (flip_identity, "far")], again=True)
 def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
-    lost = [damage for damage in CHUNKS if {(damage, tier) for tier in TIERS} <= set(bad)]
     commits = {tier for damage, tier in bad if damage in COMMITS}
+    # Where the commit is damaged, what lists the chunks is the pack's footer; the slab has none.
+    forgotten = {tier for tier in commits if tier == "ram" or (flip_footer, tier) in bad}
+    lost = [damage for damage in CHUNKS if all((damage, tier) in bad or tier in forgotten for tier in TIERS)]
 
     async def check(place: Path) -> None:
         async with saved(place) as store:
@@ -225,7 +247,8 @@ def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Dama
                 await assert_mended(store)
         if again:
             async with opened(place) as store:
-                await store.flush()
+                with suppress(Corrupt) if lost else nullcontext():
+                    await store.flush()
                 await assert_mended(store)
 
     async def assert_mended(store: CheckpointStore) -> None:
@@ -233,9 +256,11 @@ def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Dama
         await store.scrub(repair=True)  # what was committed anew on one tier may be what another was waiting for
         left = await store.scrub()
         keys = {key for each in left for key in each.damaged}
-        assert keys <= {"a" if damage is flip_shared_chunk else "b" for damage in lost} | (
-            {INDEX} if len(commits) == len(TIERS) else set()
-        )
+        allowed = {"a" if damage is flip_shared_chunk else "b" for damage in lost}
+        allowed |= {INDEX} if len(commits) == len(TIERS) else set()
+        # A pack is written anew with all that its steps use of it, so one with a lost chunk stays as it is.
+        allowed |= {key for key in keys if key.startswith(layout.PACKS)} if lost else set()
+        assert keys <= allowed
         for step in STEPS:
             try:
                 found = await store.restore(step, resume=False)

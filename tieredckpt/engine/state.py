@@ -19,7 +19,7 @@ from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
@@ -114,19 +114,25 @@ class State:
 
         Raises:
             NotFound: no tier holds it; the message lists what there is.
+            Corrupt: its commit is damaged on all tiers that have it.
         """
-        known = set(self.records())
-        if damaged:
-            known.update(found for tier in self.tiers for found in tier.damaged)
-        matching = [found for found in known if step in (None, found.step) and serial in (None, found.serial)]
-        if not matching:
-            wanted = "a step" if step is None else f"step {step}"
-            wanted += "" if serial is None else f" of serial {serial}"
-            held = ", ".join(str(found.step) for found in sorted(known)) or "none"
-            silent = [tier.name for tier in self.tiers if not tier.healthy]
-            hint = f"; not reachable at present: {', '.join(silent)}" if silent else ""
-            raise NotFound(f"no tier holds {wanted} (held: {held}{hint})")
-        return max(matching, key=lambda found: (self.on_line(found.serial), found))
+        whole = set(self.records())
+        unreadable = {found for tier in self.tiers for found in tier.damaged} - whole
+
+        def matching(among: set[StepId]) -> list[StepId]:
+            return [found for found in among if step in (None, found.step) and serial in (None, found.serial)]
+
+        if found := matching(whole | unreadable if damaged else whole):
+            return max(found, key=lambda each: (self.on_line(each.serial), each))
+        if found := matching(unreadable):
+            names = ", ".join(repr(tier.name) for tier in self.tiers if max(found) in tier.damaged)
+            raise Corrupt(f"{max(found)} cannot be read: its commit is damaged on tier {names}, and no other has one")
+        wanted = "a step" if step is None else f"step {step}"
+        wanted += "" if serial is None else f" of serial {serial}"
+        held = ", ".join(str(each.step) for each in sorted(whole)) or "none"
+        silent = [tier.name for tier in self.tiers if not tier.healthy]
+        hint = f"; not reachable at present: {', '.join(silent)}" if silent else ""
+        raise NotFound(f"no tier holds {wanted} (held: {held}{hint})")
 
     def adopt_line(self) -> None:
         """Continue from the newest step there is, as after a restart."""
