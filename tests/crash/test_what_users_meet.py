@@ -259,7 +259,7 @@ async def test_memory_and_descriptors_do_not_grow_with_saves(shared_memory: Path
         assert rss_after - rss < 16 << 20  # 60 saves are 60 MiB
         assert files_after <= files + 2
         assert descriptors_after <= descriptors + 2
-        assert threads_after <= threads + 2
+        assert threads_after - threads < 20  # pools start theirs when they are needed; 60 saves that leak are 60
         state = store._engine.state
         assert state.scratch.slab.used == 0
         assert len(state.records()) <= 5  # what the slab has room for
