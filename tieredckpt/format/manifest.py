@@ -114,10 +114,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> StepId:
         return StepId(self.serial, self.step)
 
-    def descends_from(self, serial: int) -> bool:
-        """Whether the step with that serial lies on this step's line."""
-        return any(first <= serial <= last for first, last in self.line)
-
 
 class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     """``tieredckpt.json`` at the root of every tier: whose it is, and in which format."""

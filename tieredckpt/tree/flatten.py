@@ -38,8 +38,6 @@ class Flat:
 
     structure: Node
     arrays: tuple[ArrayLeaf, ...]
-    elsewhere: frozenset[str] = frozenset()
-    """Keys of the arrays that another rank has too and will write to the slower tiers."""
     in_pieces: bool = False
     """Whether some array is given in pieces."""
 

@@ -28,11 +28,10 @@ _SMALLEST = 256 << 10
 
 
 class _Shares(NamedTuple):
-    """Which parts of a line of bytes, cut into ``of`` of them, this rank has, and which of these it writes."""
+    """Which parts of a line of bytes, cut into ``of`` of them, this rank has."""
 
     of: int
     mine: range
-    written: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
 
     These are the leaves that ``patterns`` choose, which all ranks must have alike, and the shards that are known
     to have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes.
-    Where their ranks are on several nodes, equally many on each, the ranks of every node together have everything,
-    and each part is written to the slower tiers by one of the ranks that have it; it is in `Flat.elsewhere` of the
-    others. What is so small that it lies in a step's index stays whole on every rank.
+    Where their ranks are on several nodes, equally many on each, the ranks of every node together have everything;
+    which of those that have a part writes it to the slower tiers is for rank 0 to say. What is so small that it lies
+    in a step's index stays whole on every rank.
 
     Args:
         flat: the whole tree of this rank.
@@ -74,7 +73,6 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
         members = [i for i, of in line_of.items() if of == ranks]
         lines[ranks] = _line(flat.arrays, members, _shares(ranks, rank, nodes), chunk_size)
     arrays: list[ArrayLeaf] = []
-    elsewhere: set[str] = set()
     begins = dict.fromkeys(lines, 0)
     for i, leaf in enumerate(flat.arrays):
         found = lines[line_of[i]] if i in line_of else None
@@ -84,12 +82,9 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
         grid = found.grids[i]
         for share in found.shares.mine:
             cells = _cells(grid, begins[line_of[i]], found.nbytes, found.shares.of, share)
-            parts = list(_parts(leaf, grid, cells))
-            arrays += parts
-            if share != found.shares.written:
-                elsewhere.update(part.key for part in parts)
+            arrays += _parts(leaf, grid, cells)
         begins[line_of[i]] += grid.size * grid.cell_nbytes
-    return dataclasses.replace(flat, arrays=tuple(arrays), elsewhere=frozenset(elsewhere), in_pieces=True)
+    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True)
 
 
 def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:
@@ -100,11 +95,10 @@ def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:
     if len(sizes) > 1:
         # A rank of a small node would have to hold more than others; so nobody holds anything twice.
         at = ranks.index(rank)
-        return _Shares(len(ranks), range(at, at + 1), at)
-    node = list(by_node).index(nodes[rank])
+        return _Shares(len(ranks), range(at, at + 1))
     at = by_node[nodes[rank]].index(rank)
     count = len(by_node)
-    return _Shares(len(ranks), range(at * count, (at + 1) * count), at * count + node)
+    return _Shares(len(ranks), range(at * count, (at + 1) * count))
 
 
 def _line(leaves: Sequence[ArrayLeaf], members: Sequence[int], shares: _Shares, chunk_size: int) -> _Line:

@@ -118,11 +118,6 @@ class Snapshot:
         return snapshot
 
     @property
-    def pending_bytes(self) -> int:
-        """Bytes of the cells that are still to be copied."""
-        return sum(cell.nbytes for cell in self.pending)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(grid.nbytes for grid in self.grids)
