@@ -81,7 +81,7 @@ def unpublished(suffix: str) -> None:
             die()
         publish(self, temporary, path, **named)
 
-    Folders.publish = fatal  # type: ignore[method-assign]
+    Folders.publish = fatal
 
 
 POINTS: dict[str, Callable[[], None]] = {

@@ -87,7 +87,7 @@ def die(me: Rank, store: SyncStore) -> None:
             me.mark("saving")
             await asyncio.Event().wait()
 
-        Tier.commit = hang  # type: ignore[method-assign]
+        Tier.commit = hang
     store.save(2, state(me, 2))
     me.mark("saved")
     assert heard.wait(60)

@@ -44,7 +44,7 @@ def forge_in_ram(root: Path, where: Callable[[list[Extent]], list[Extent]], *, a
     names = [name for name, value in entries.items() if isinstance(value, Extent)]
     old = [entries[name] for name in names]
     assert all(isinstance(value, Extent) for value in old)
-    entries.update(zip(names, where(old), strict=True))  # type: ignore[arg-type]
+    entries.update(zip(names, where(old), strict=True))
     if alike:
         table = entries[layout.CHUNK_DIGESTS.encode()]
         assert isinstance(table, bytes)

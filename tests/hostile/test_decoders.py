@@ -177,7 +177,7 @@ class Ring:
 
 def decode_ring(names: list[str]) -> None:
     with suppress(TierUnavailable):  # more servers, or fewer
-        complete = asyncio.run(ring.check(Ring(names), "/store", "chfs:/store", None))  # type: ignore[arg-type]
+        complete = asyncio.run(ring.check(Ring(names), "/store", "chfs:/store", None))
         assert not complete or len(set(names)) >= 32
 
 

@@ -66,13 +66,13 @@ def test_what_promotion_by_metric_brings_retention_by_metric_keeps(view: StoreVi
     settings = {"metric": "loss", "n": n, "mode": mode}
     for tier in view.tiers:
         for step in view.line_on(view.tiers[0].name):
-            if promotion.Best(**settings).promotes(step, tier, view):  # type: ignore[arg-type]
+            if promotion.Best(**settings).promotes(step, tier, view):
                 there = tuple(
                     dataclasses.replace(one, tiers=(*one.tiers, tier.name)) if one.serial == step.serial else one
                     for one in view.steps
                 )
                 after = dataclasses.replace(view, steps=there)
-                assert step.serial in retention.Best(**settings).retains(tier, after)  # type: ignore[arg-type]
+                assert step.serial in retention.Best(**settings).retains(tier, after)
 
 
 def test_a_signal_sends_the_newest_step_and_no_other() -> None:

@@ -164,7 +164,7 @@ def test_every_problem_has_a_line_with_its_place() -> None:
 
 def test_constructing_a_policy_from_wrong_values_raises_invalid() -> None:
     with pytest.raises(Invalid, match=r"Milestones\.steps\[1\]: should be a valid integer"):
-        Milestones(steps=(1, "two"))  # type: ignore[arg-type]
+        Milestones(steps=(1, "two"))
 
 
 def test_an_entry_point_that_cannot_be_imported_harms_only_its_own_kind(

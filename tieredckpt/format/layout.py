@@ -28,7 +28,6 @@ __all__ = [
     "pack_key",
     "parse_block_key",
     "parse_pack_key",
-    "parse_part_key",
     "parse_step_folder",
     "part_key",
     "step_folder",
@@ -64,7 +63,6 @@ BLOCKS = "tieredckpt/blocks/"
 _MAX_AXES = 32
 _LARGEST = (1 << 63) - 1
 _OFFSET = re.compile(r"(?:0|[1-9]\d{0,18})(?:\.(?:0|[1-9]\d{0,18}))*", re.ASCII)
-_PART_KEY = re.compile(r"(steps/.*/)parts/(0|[1-9]\d{0,9})", re.ASCII)
 _STEP_FOLDER = re.compile(r"steps/(\d{10,})-(\d{6,})/", re.ASCII)
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
@@ -112,13 +110,6 @@ def part_key(step: int, serial: int, rank: int) -> str:
     if rank < 0:
         raise Invalid(f"rank {rank} has no part: ranks begin at 0")
     return f"{step_folder(step, serial)}parts/{rank}"
-
-
-def parse_part_key(key: str) -> tuple[int, int, int] | None:
-    """``(step, serial, rank)`` of a name that `part_key` makes, None for any other."""
-    match = _PART_KEY.fullmatch(key)
-    found = parse_step_folder(match[1]) if match else None
-    return None if match is None or found is None else (*found, int(match[2]))
 
 
 def block_key(key: str, offset: tuple[int, ...]) -> str:

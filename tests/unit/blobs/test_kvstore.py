@@ -113,7 +113,7 @@ class Driver:
 
 
 def played(driver: Driver) -> KvStoreBlobs:
-    return KvStoreBlobs(driver, kvstore._traits({"driver": "gcs"}, None, 1))  # type: ignore[arg-type]
+    return KvStoreBlobs(driver, kvstore._traits({"driver": "gcs"}, None, 1))
 
 
 @given(st.one_of(st.integers(0, 40), st.integers(0, 70_000)))
@@ -180,7 +180,7 @@ async def test_a_write_that_lost_its_condition_is_a_conflict(store: KvStoreBlobs
             await raw.write(key, b"winner")
             return found
 
-    other._store = Late()  # type: ignore[assignment]
+    other._store = Late()
     with pytest.raises(Conflict):
         await other.put("key", [b"loser"], create_only=True)
     assert await store.get("key", limit=10) == b"winner"

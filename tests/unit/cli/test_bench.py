@@ -93,7 +93,7 @@ async def test_what_fails_in_the_middle_leaves_nothing_either(
     monkeypatch.setattr(bench, "_bare_round", write_and_end)
     monkeypatch.setattr(bench, "_checkpoints", fails)
     with pytest.raises(TierUnavailable, match="in the middle"):
-        await bench.measure_chfs(load(over_chfs).tiers[1], 1 << 20, 1)  # type: ignore[arg-type]
+        await bench.measure_chfs(load(over_chfs).tiers[1], 1 << 20, 1)
     assert await left(chfs) == []
 
 

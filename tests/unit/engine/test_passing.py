@@ -254,7 +254,7 @@ def never_read(rank: Rank) -> Iterator[asyncio.Event]:
         await asyncio.Event().wait()
         return "disk"
 
-    rank.read = read  # type: ignore[method-assign]
+    rank.read = read
     yield reading
 
 
@@ -277,7 +277,7 @@ async def test_what_goes_wrong_in_placing_is_raised_as_it_is(pool: ThreadPoolExe
         def place(name: bytes, memory: Bytes) -> None:
             raise MemoryError("no room for the array")
 
-        taker.place = place  # type: ignore[method-assign]
+        taker.place = place
         given = asyncio.create_task(giver.run(timeout=0.3))
         with pytest.raises(MemoryError, match="no room for the array"):
             await taker.run()

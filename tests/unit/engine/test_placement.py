@@ -88,7 +88,7 @@ def test_no_two_copies_share_a_rack(racks: list[int], copies: int) -> None:
 @given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_even_racks_keep_loads_even(copies: int, height: int, more: int, random: object) -> None:
     racks = [rack for rack in range(copies + more) for _ in range(height)]
-    random.shuffle(racks)  # type: ignore[attr-defined]
+    random.shuffle(racks)
     load = Counter(other for others in place_nodes(racks, copies) for other in others)
     assert all(load[node] == copies - 1 for node in range(len(racks)))
 

@@ -217,11 +217,11 @@ async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: 
         def fail(nbytes: int) -> Any:
             raise OSError("the device is gone")
 
-        hurt.slab_index.allocate = fail  # type: ignore[method-assign]
+        hurt.slab_index.allocate = fail
         results = await asyncio.gather(
             *(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)), return_exceptions=True
         )
-        hurt.slab_index.allocate = allocate  # type: ignore[method-assign]
+        hurt.slab_index.allocate = allocate
         assert isinstance(results[1], OSError)
         for event in await ranks.failed(step=2):
             assert event.ranks == (1,)

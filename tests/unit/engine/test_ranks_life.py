@@ -170,7 +170,7 @@ async def test_ranks_in_threads_without_an_event_loop_do_the_same(place: Place) 
                     if store.due(step):
                         store.save(step, part(step, rank, 3), replicated=["common"]).reached("disk")
                 store.flush()
-                assert_whole(store.restore(), 2)  # type: ignore[arg-type]
+                assert_whole(store.restore(), 2)
         except BaseException as error:
             problems.append(error)
 
@@ -232,5 +232,5 @@ async def test_settings_that_only_ranks_have_are_checked(place: Place) -> None:
     with pytest.raises(Invalid, match="rank_deadline"):
         config({"disk": folder(place.disk)}, rank_deadline=0)
     with pytest.raises(Invalid, match="ranks is"):
-        async with CheckpointStore.open(config({"disk": folder(place.disk)}), ranks="all"):  # type: ignore[arg-type]
+        async with CheckpointStore.open(config({"disk": folder(place.disk)}), ranks="all"):
             pass

@@ -193,10 +193,10 @@ async def test_damage_in_ram_is_read_around_and_mended(place: Place) -> None:
         ram = ranks[1].engine.state.tiers[0].ram
         assert ram is not None
         index = await ranks[1].engine_loop.call(
-            ranks[1].engine.state.tiers[0].load_index(ranks[1].engine.state.newest())  # type: ignore[arg-type]
+            ranks[1].engine.state.tiers[0].load_index(ranks[1].engine.state.newest())
         )
         extent = next(chunk.where for array in index.arrays.values() for chunk in array.chunks)
-        ram.slab.array[extent.offset : extent.offset + 100] ^= 1  # type: ignore[union-attr]
+        ram.slab.array[extent.offset : extent.offset + 100] ^= 1
         for restored in await ranks.restored():
             assert_whole(restored, 1)
         await ranks.all(lambda store, rank: store.flush())

@@ -71,7 +71,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         assert not any(store.due(0) for store in ranks.stores)  # rank 0 orders step 1, and all hear of it
         await ranks.reached(await ranks.save(1), "ram")
         assert all(store.due(1) for store in ranks.stores)
-        ahead = ranks[0].engine.ranked.plan._ahead  # type: ignore[union-attr]
+        ahead = ranks[0].engine.ranked.plan._ahead
         held = ranks.world.hold(1, "take", topic="log/*")
         await ranks.reached(await ranks.save(2), "ram")
         await held.reached()
@@ -85,7 +85,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         held.release()
         for event in await ranks.failed(step=step):
             assert "too late" in event.reason
-        assert ranks[0].engine.ranked.plan._ahead > ahead  # type: ignore[union-attr]
+        assert ranks[0].engine.ranked.plan._ahead > ahead
         await ranks.reached(await ranks.save(step + 100), "ram")
 
 
@@ -101,12 +101,12 @@ async def test_a_rank_that_failed_to_save_keeps_step_with_the_schedule_of_the_ot
         def fail(nbytes: int) -> Any:
             raise OSError("the device is gone")
 
-        hurt.allocate = fail  # type: ignore[method-assign]
+        hurt.allocate = fail
         assert all(store.due(10) for store in ranks.stores)
         await asyncio.gather(
             *(store.save(10, part(1, rank, SIZE)) for rank, store in enumerate(ranks.stores)), return_exceptions=True
         )
-        hurt.allocate = allocate  # type: ignore[method-assign]
+        hurt.allocate = allocate
         await ranks.failed(step=10)
         assert not any(store.due(11) for store in ranks.stores)
         assert all(store.due(20) for store in ranks.stores)

@@ -106,7 +106,7 @@ async def test_events_tell_each_step_of_the_way_in_order(shared_memory: Path, tm
         for step in (1, 2):
             await store.save(step, tree(step))
             await store.flush()
-        kinds = [(type(event), event.step, event.tier) for event in heard.events]  # type: ignore[attr-defined]
+        kinds = [(type(event), event.step, event.tier) for event in heard.events]
         assert kinds == [
             (StepSaved, 1, "ram"),
             (StepPromoted, 1, "disk"),

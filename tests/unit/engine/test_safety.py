@@ -258,12 +258,12 @@ def _state(draw: st.DrawFn) -> State:
     settings = config({name: folder(Path(f"/nowhere/{name}")) for name in "abc"[: draw(st.integers(1, 3))]})
     tiers = make_tiers(settings, read_only=False)
     # Nothing here runs: no thread, no memory, no loop.
-    state = State(config=settings, tiers=tiers, events=Events(), pool=None, scratch=None, read_only=False)  # type: ignore[arg-type]
+    state = State(config=settings, tiers=tiers, events=Events(), pool=None, scratch=None, read_only=False)
     for tier in tiers:
-        tier.blobs = _Store(draw(st.sampled_from(Survives)))  # type: ignore[assignment]
+        tier.blobs = _Store(draw(st.sampled_from(Survives)))
         tier.error = draw(st.sampled_from([None, None, TierUnavailable("silent")]))
         for serial in draw(st.sets(st.integers(1, 5))):
-            tier.held[StepId(serial, serial)] = Held(None, "")  # type: ignore[arg-type]
+            tier.held[StepId(serial, serial)] = Held(None, "")
     cut = draw(st.integers(0, 5))
     state.line = ((1, cut), (5, 5)) if draw(st.booleans()) else ((1, cut),) if cut else ()
     return state

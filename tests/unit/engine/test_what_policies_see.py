@@ -234,7 +234,7 @@ def record(process: int, saved_at: float, **provenance: str) -> StepRecord:
         metrics={},
         provenance={"host": "node", "process": str(process), **provenance},
         policy={},
-        structure=None,  # type: ignore[arg-type]
+        structure=None,
     )
 
 

@@ -129,13 +129,7 @@ def test_impossible_offsets_have_no_block(offset: tuple[int, ...]) -> None:
         layout.block_key("w", offset)
 
 
-@given(step=steps, serial=serials, rank=st.integers(0, 10**6))
-def test_the_file_of_a_part_parses_to_its_step_and_rank(step: int, serial: int, rank: int) -> None:
-    assert layout.parse_part_key(layout.part_key(step, serial, rank)) == (step, serial, rank)
-
-
-@pytest.mark.parametrize(
-    "name", ["steps/0000000001-000001/parts/01", "steps/0000000001-000001/parts/", "steps/1-1/parts/1", "parts/1"]
-)
-def test_no_other_file_is_taken_for_a_part(name: str) -> None:
-    assert layout.parse_part_key(name) is None
+def test_the_part_of_a_rank_lies_in_the_folder_of_its_step() -> None:
+    assert layout.part_key(1000, 7, 12) == "steps/0000001000-000007/parts/12"
+    with pytest.raises(Invalid, match="rank -1"):
+        layout.part_key(1000, 7, -1)

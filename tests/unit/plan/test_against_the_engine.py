@@ -121,7 +121,7 @@ def played_by_the_simulator(config: StoreConfig, steps: int, trace: Trace) -> li
         ends.append(now + 1800)
         if failing and failing[0][0] == step:
             kind = failing.pop(0)[1]
-            failures.append(Failure(now + 1900, kind))  # type: ignore[arg-type]
+            failures.append(Failure(now + 1900, kind))
             _, at = restored_by(config, scenario, failures, now + 1900 + restart + 60)
             now += 1900 + restart
             ends.append(now + 1800)

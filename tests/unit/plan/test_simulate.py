@@ -114,7 +114,7 @@ def test_without_failures_only_saves_take_time() -> None:
 def test_a_failure_takes_what_the_tiers_do_not_survive() -> None:
     for kind, source in (("process", "ram"), ("node", "nvme"), ("rack", "far"), ("site", "far")):
         heard: list[Action] = []
-        simulate(ladder({}), 2000.0, trace=[Failure(1500.0, kind)], hear=heard.append)  # type: ignore[arg-type]
+        simulate(ladder({}), 2000.0, trace=[Failure(1500.0, kind)], hear=heard.append)
         assert [action.tier for action in heard if action.what == "restored"] == [source]
 
 

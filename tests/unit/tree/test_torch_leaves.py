@@ -148,11 +148,11 @@ def test_what_cannot_be_restored_into_is_refused_by_key(make: Any, why: str) -> 
         writable_view("a/b", make())
 
 
-class Wrapped(torch.Tensor):  # type: ignore[misc]
+class Wrapped(torch.Tensor):
     pass
 
 
-class Distributed(torch.Tensor):  # type: ignore[misc]
+class Distributed(torch.Tensor):
     def to_local(self) -> Any:
         raise NotImplementedError
 

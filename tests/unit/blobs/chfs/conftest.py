@@ -56,7 +56,7 @@ async def stores(chfs: Lookalike) -> AsyncIterator[Callable[..., ChfsStore]]:
             "rpc_timeout": 0.3,
             "grace": 0.2,
         }
-        made.append(ChfsStore(chfs.root, **(defaults | settings)))  # type: ignore[arg-type]
+        made.append(ChfsStore(chfs.root, **(defaults | settings)))
         return made[-1]
 
     yield make
