@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.engine.engine import Engine
+from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.writer import Saved
 from tieredckpt.errors import Invalid
 from tieredckpt.events import Events, SaveFailed
-from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.flatten import Flat, flatten
 
 __all__ = ["Captures", "check_immutable", "checked_step"]
 
@@ -30,21 +33,42 @@ def check_immutable(flat: Flat) -> None:
 
 
 class Captures:
-    """The saves under way behind the trainer. Lives on the engine's loop."""
+    """The saves under way behind the trainer. Lives on the engine's loop, but for `begin`."""
 
     def __init__(self, engine: Engine, events: Events) -> None:
         self._engine = engine
         self._events = events
         self.pending: set[asyncio.Task[Saved]] = set()
 
-    async def save(
-        self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool, replicated: Sequence[str] = ()
+    async def begin(
+        self,
+        loop: EngineLoop,
+        step: int,
+        tree: Any,
+        metrics: Mapping[str, float] | None,
+        *,
+        overwrite: bool,
+        replicated: Sequence[str],
     ) -> asyncio.Task[Saved]:
-        """Begin a save; a failure is logged and told as an event, for nobody may be waiting for it."""
+        """Begin a save, from the trainer's thread. Raises `Invalid` as flattening and `check_immutable` do."""
+        called_at = time.monotonic()
+        flat = flatten(tree)
+        check_immutable(flat)
+        given = dict(metrics or {})
+
+        async def begun() -> asyncio.Task[Saved]:
+            stall = time.monotonic() - called_at  # the trainer goes on from here
+            save = partial(self._engine.save, overwrite=overwrite, replicated=replicated, stall=stall)
+            return self._start(step, partial(save, step, flat, given))
+
+        return await loop.call(begun())
+
+    def _start(self, step: int, work: Callable[[], Awaitable[Saved]]) -> asyncio.Task[Saved]:
+        """Save behind; a failure is logged and told as an event, for nobody may be waiting for it."""
 
         async def save() -> Saved:
             try:
-                return await self._engine.save(step, flat, metrics, overwrite=overwrite, replicated=replicated)
+                return await work()
             except Exception as error:
                 _log.error("step %d, captured by reference, was not saved: %s", step, error)
                 self._events.emit(SaveFailed(step, error))

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.capturing import Captures, check_immutable, checked_step
+from tieredckpt.capturing import Captures, checked_step
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
@@ -226,11 +226,8 @@ class CheckpointStore:
         """
         checked_step(step)
         if capture == "reference":
-            flat = flatten(tree)
-            check_immutable(flat)
-            saving = await self.engine_loop.call(
-                self._captures.save(step, flat, dict(metrics or {}), overwrite=overwrite, replicated=replicated)
-            )
+            begin = self._captures.begin
+            saving = await begin(self.engine_loop, step, tree, metrics, overwrite=overwrite, replicated=replicated)
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")

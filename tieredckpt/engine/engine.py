@@ -235,11 +235,12 @@ class Engine:
         *,
         overwrite: bool,
         replicated: Sequence[str] = (),
+        stall: float | None = None,
     ) -> Saved:
         """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
         self.state.check_writable("save")
         reserved = self.state.tiers[0].reserved
-        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite)
+        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, stall=stall)
         if self.ranked is None:
             saved = await save(flat)
         else:

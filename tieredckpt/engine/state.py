@@ -214,7 +214,7 @@ class State:
         return time.time()
 
     def observe_save(self, step: int, saved_at: float, seconds: float) -> None:
-        """Learn from a save that has just been made, and took so many seconds."""
+        """Learn from a save that has just been made, for which the trainer waited so many seconds."""
         before = self.observed
         step_seconds = before.step_seconds
         if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:

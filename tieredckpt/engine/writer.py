@@ -67,7 +67,15 @@ class Writer:
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
 
-    async def save(self, step: int, flat: Flat, metrics: Mapping[str, float], *, overwrite: bool = False) -> Saved:
+    async def save(
+        self,
+        step: int,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        *,
+        overwrite: bool = False,
+        stall: float | None = None,
+    ) -> Saved:
         """Copy and commit one tree.
 
         Args:
@@ -75,6 +83,7 @@ class Writer:
             flat: the flattened tree; its arrays do not change until this returns.
             metrics: finite or not, by name.
             overwrite: save a step number again that the live line has already.
+            stall: seconds for which the trainer waited; None if it waits for this save to end.
 
         Raises:
             Conflict: the live line has that step already.
@@ -104,7 +113,7 @@ class Writer:
             state.line = record.line
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
-            self._state.observe_save(step, record.saved_at, seconds)
+            self._state.observe_save(step, record.saved_at, seconds if stall is None else stall)
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
         state.changed.beat()
         return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tieredckpt.errors import Invalid
 from tieredckpt.events import StepPromoted, StepSaved
 from tieredckpt.format.manifest import StepRecord
 from tieredckpt.policyviews import Observed
+from tieredckpt.tree.snapshot import Snapshot
 
 TRAINER = Path(__file__).parents[2] / "trainer.py"
 
@@ -95,6 +97,27 @@ async def test_flush_and_reached_wait_for_a_step_that_waits_for_another_promotio
         await store.save(4, tree(4))
         await store.flush()
         assert await store.where(4) == ("ram", "disk", "far")
+
+
+async def test_a_save_by_reference_stalls_training_only_until_it_returns(
+    settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, of = threading.Event(), Snapshot.of
+
+    def hold_up(*arguments: Any) -> Snapshot:
+        assert go_on.wait(SOON)
+        return of(*arguments)
+
+    monkeypatch.setattr(Snapshot, "of", staticmethod(hold_up))
+    async with CheckpointStore.open(settings) as store:
+        begin = time.monotonic()
+        checkpoint = await store.save(1, {"epoch": 1}, capture="reference")
+        stall = time.monotonic() - begin
+        go_on.set()
+        await checkpoint.reached("ram")
+        observed = store.observed()
+        assert observed.stall_seconds == observed.stalled_seconds
+        assert 0 < observed.stalled_seconds <= stall
 
 
 async def test_flush_waits_for_a_step_that_waits_for_a_promotion_by_hand(
