@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tieredckpt.blobs.base import Survives
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.format.manifest import StepId
@@ -42,7 +43,6 @@ EXIT_STATUS = 128 + signal.SIGTERM
 _TRY_AGAIN = 1.0
 """Seconds after which a promotion that failed is tried again, if nothing has changed before."""
 
-_SAFETY = ("process", "node", "site")
 
 _log = logging.getLogger("tieredckpt")
 
@@ -94,8 +94,8 @@ class Preemption:
         self._why = ""
 
     def _safest(self) -> Tier:
-        def safety(tier: Tier) -> int:
-            return _SAFETY.index(tier.config.survives or self._state.tier_view(tier).survives)
+        def safety(tier: Tier) -> Survives:
+            return tier.survives if tier.config.survives is None else Survives.named(tier.config.survives)
 
         return max(self._state.tiers, key=safety)
 

@@ -30,7 +30,7 @@ import enum
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from tieredckpt.errors import Invalid
 
@@ -68,6 +68,24 @@ class Survives(enum.IntEnum):
     PROCESS = 1
     NODE = 2
     SITE = 3
+
+    @classmethod
+    def named(cls, name: Literal["process", "node", "site"]) -> Survives:
+        """The failure of that name in a configuration."""
+        return cls[name.upper()]
+
+    @property
+    def shown(self) -> Literal["process", "node", "site"]:
+        """What a configuration or policy calls it; the memory of a process, at the best, outlives that."""
+        return _SHOWN[self]
+
+
+_SHOWN: dict[Survives, Literal["process", "node", "site"]] = {
+    Survives.NOTHING: "process",
+    Survives.PROCESS: "process",
+    Survives.NODE: "node",
+    Survives.SITE: "site",
+}
 
 
 @dataclass(frozen=True, slots=True)

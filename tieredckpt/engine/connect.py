@@ -33,7 +33,6 @@ _log = logging.getLogger("tieredckpt")
 
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
-_SURVIVES = {"process": Survives.PROCESS, "node": Survives.NODE, "site": Survives.SITE}
 
 
 def make_tiers(config: StoreConfig, *, read_only: bool, rank: int | None = None, sharers: int = 1) -> tuple[Tier, ...]:
@@ -91,7 +90,7 @@ async def open_slower(tier: TierConfig) -> BlobStore:
         make = partial(
             PosixStore,
             tier.path,
-            survives=_SURVIVES[tier.survives],
+            survives=Survives.named(tier.survives),
             fsync=tier.fsync,
             direct=tier.direct,
             threads=tier.threads,
@@ -100,11 +99,11 @@ async def open_slower(tier: TierConfig) -> BlobStore:
     if isinstance(tier, ChfsTier):
         from tieredckpt.blobs.chfs.choice import open_chfs
 
-        return await open_chfs(tier, survives=_SURVIVES[tier.survives])
+        return await open_chfs(tier, survives=Survives.named(tier.survives))
     from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
 
     assert isinstance(tier, KvstoreTier)
-    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else _SURVIVES[tier.survives])
+    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else Survives.named(tier.survives))
 
 
 async def _is_there(tier: PosixTier) -> bool:

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tieredckpt.blobs.base import Survives
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.pulse import Pulse
@@ -263,7 +262,7 @@ class State:
         return TierView(
             name=tier.name,
             index=tier.index,
-            survives=_SURVIVAL_NAMES[tier.survives],
+            survives=tier.survives.shown,
             capacity=tier.capacity,
             used=tier.used,
             write_bandwidth=tier.write_bandwidth,
@@ -306,14 +305,6 @@ class State:
             stalled_seconds=self.history.stalled_seconds + observed.stalled_seconds,
             lost_seconds=self.history.lost_seconds,
         )
-
-
-_SURVIVAL_NAMES: dict[Survives, Literal["process", "node", "site"]] = {
-    Survives.NOTHING: "process",
-    Survives.PROCESS: "process",
-    Survives.NODE: "node",
-    Survives.SITE: "site",
-}
 
 
 def blend(mean: float | None, value: float) -> float:

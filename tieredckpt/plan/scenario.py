@@ -30,8 +30,6 @@ ASSUMED: dict[str, float] = {"ram": 5e9, "node": 2e9, "shared": 2e9}
 _SNAPSHOTS = 2
 """A RAM tier with the capacity ``auto`` grows to so many."""
 
-_NAMED = {"process": Survives.PROCESS, "node": Survives.NODE, "site": Survives.SITE}
-
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -150,6 +148,6 @@ def _rung(tier: TierConfig, state: int, nodes: int, writes: Mapping[str, float],
 def survives_of(tier: TierConfig) -> Survives:
     """What the tier outlives, as its configuration says; a key-value store that says nothing lies off the nodes."""
     if tier.survives is not None:
-        return _NAMED[tier.survives]
+        return Survives.named(tier.survives)
     driver = tier.spec.partition(":")[0] if isinstance(tier.spec, str) else str(tier.spec.get("driver"))
     return {"memory": Survives.NOTHING, "file": Survives.NODE}.get(driver, Survives.SITE)
