@@ -122,6 +122,15 @@ def test_keep_leaves_a_store_to_look_at(run: Run, temporary: Path) -> None:
     assert run("verify", folder / "ckpt.toml", "--all").exit_code == 0
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What runs behind a shell was told to ignore interrupts, and would pass that on to the processes it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("at", ["1.", "2.", "3."])
 def test_an_interrupt_leaves_nothing_behind(temporary: Path, at: str) -> None:
     command = [sys.executable, "-P", "-u", "-m", "tieredckpt", "demo", "--steps", "240"]
