@@ -94,7 +94,7 @@ async def test_a_chunk_that_changed_in_ram_comes_from_the_next_tier_and_is_mende
         assert await restored(store, how) == {"ram": TOTAL - CHUNK, "disk": CHUNK}
         assert heard.of(StepRestored)[0].sources == {"ram": TOTAL - CHUNK, "disk": CHUNK}
         await store.flush()
-        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "ram", "disk")]
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "ram", "disk", CHUNK)]
         await assert_clean(store)
         assert await restored(store, how) == {"ram": TOTAL}
         assert slab_of(store).used == await bytes_of_listed_steps(store)
@@ -108,7 +108,7 @@ async def test_a_chunk_that_changed_on_disk_comes_from_the_next_tier_and_is_mend
         await flip_chunk(store, "disk", 1, "b", 1)
         assert await restored(store, how) == {"disk": TOTAL - CHUNK, "far": CHUNK}
         await store.flush()
-        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "disk", "far")]
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "disk", "far", CHUNK)]
         await assert_clean(store, "disk", "far")
         assert await restored(store, how) == {"disk": TOTAL}
     async with opened(place) as store:
