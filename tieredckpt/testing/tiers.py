@@ -19,11 +19,12 @@ import pytest
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import TierConfig
-from tieredckpt.engine import connect
+from tieredckpt.engine import connect, promoter
+from tieredckpt.engine import tier as tiers
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.testing.faulty import Faulty, Kind
 
-__all__ = ["FaultyTiers", "faulty_tiers"]
+__all__ = ["FaultyTiers", "faulty_tiers", "tried_again_soon"]
 
 
 class FaultyTiers:
@@ -84,3 +85,13 @@ def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "open_slower", open_faulty)
         yield faults
+
+
+@contextmanager
+def tried_again_soon() -> Iterator[None]:
+    """Let tiers that failed in the block be tried again in hundredths of a second instead of half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "_FIRST_RETRY", 0.02)
+        patch.setattr(tiers, "_LAST_RETRY", 0.2)
+        patch.setattr(promoter, "_SOURCE_RETRY", 0.05)
+        yield
