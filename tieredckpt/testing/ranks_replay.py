@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.events import Event, StepEvicted
 from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
@@ -147,8 +147,13 @@ class _Comeback:
                 raise Lost(f"serial {each and each.serial} is not what was saved, on rank {rank}")
 
     async def _newest(self, listed: dict[int, StepInfo]) -> int:
-        restored = await asyncio.gather(*(store.restore() for store in self._stores))
         owed = max(max(serials, default=0) for serials in self._owed.values())
+        try:
+            restored = await asyncio.gather(*(store.restore() for store in self._stores))
+        except Corrupt:
+            if listed or owed:
+                raise
+            return 0  # a commit that is torn is not taken for a store without any
         if restored[0] is None:
             if listed or owed:
                 raise Lost(f"nothing is restored, and serial {owed} was acknowledged")
