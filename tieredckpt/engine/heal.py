@@ -123,6 +123,8 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                         continue
                     lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
+                    if tier.slab_index is not None:
+                        tier.slab_index.trust(chunk.digest, chunk.where.offset)
                 state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name, nbytes))
     return left
 
