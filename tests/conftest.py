@@ -16,8 +16,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tieredckpt.engine import tier
-from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers
+from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 
 # Deadlines and speed checks measure the machine that happens to run the tests.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -59,11 +58,9 @@ def shared_memory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTiers]:
+def faults() -> Iterator[FaultyTiers]:
     """Scripts of faults under the slower tiers of the stores that the test opens; what failed is soon tried again."""
-    monkeypatch.setattr(tier, "_FIRST_RETRY", 0.02)
-    monkeypatch.setattr(tier, "_LAST_RETRY", 0.2)
-    with faulty_tiers() as faults:
+    with tried_again_soon(), faulty_tiers() as faults:
         yield faults
 
 

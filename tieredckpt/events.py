@@ -153,12 +153,13 @@ class StepRestored(Event):
 
 @dataclass(frozen=True, slots=True)
 class ChunkRepaired(Event):
-    """Good bytes of a chunk were written back to a tier that had lost or damaged them."""
+    """Good bytes of a chunk, ``nbytes`` of them, were written back to a tier that had lost or damaged them."""
 
     step: int
     key: str
     tier: str
     source: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ async def opened(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
     """A store over some of the tiers, all of them by default."""
     tiers = {"ram": ram(place, on_close="keep")}
     tiers |= {name: folder(place / "of-test" / name, retain="all") for name in ("disk", "far")}
-    async with CheckpointStore.open(config({name: tiers[name] for name in names or TIERS})) as store:
+    async with CheckpointStore.open(config({name: tiers[name] for name in names or TIERS}, name="test")) as store:
         yield store
 
 
@@ -94,9 +94,38 @@ async def test_a_chunk_that_changed_in_ram_comes_from_the_next_tier_and_is_mende
         assert await restored(store, how) == {"ram": TOTAL - CHUNK, "disk": CHUNK}
         assert heard.of(StepRestored)[0].sources == {"ram": TOTAL - CHUNK, "disk": CHUNK}
         await store.flush()
-        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "ram", "disk")]
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "ram", "disk", CHUNK)]
         await assert_clean(store)
         assert await restored(store, how) == {"ram": TOTAL}
+        assert slab_of(store).used == await bytes_of_listed_steps(store)
+
+
+async def test_what_is_lost_in_ram_is_whole_again_where_the_same_is_saved_once_more(place: Path) -> None:
+    async with opened(place, "ram") as store:
+        await store.save(1, state(1))
+        await flip_chunk(store, "ram", 1, "b", 1)
+        with pytest.raises(Corrupt, match="array 'b'"):
+            await store.restore(1)
+        heard = Heard(store)
+        await store.save(2, state(1) | {"step": 2})
+        again = await store.restore(2)
+        assert again is not None
+        assert_same(again.tree, state(1) | {"step": 2})
+        assert (await extents(store, "ram", 2, "b"))[1] != (await extents(store, "ram", 1, "b"))[1]
+        assert (await extents(store, "ram", 2, "b"))[0] == (await extents(store, "ram", 1, "b"))[0]
+        (found,) = await store.verify(1, repair=True)
+        assert found.repaired
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "ram", "ram", CHUNK)]
+        await assert_clean(store, "ram")
+    async with opened(place, "ram") as store:  # which finds a chunk in two places
+        await assert_clean(store, "ram")
+        restored_again = await store.restore(2)
+        assert restored_again is not None
+        assert_same(restored_again.tree, state(1) | {"step": 2})
+        await store.save(3, state(3))
+        await store.evict(1, "ram")
+        await store.evict(2, "ram")
+        await store.collect()
         assert slab_of(store).used == await bytes_of_listed_steps(store)
 
 
@@ -108,7 +137,7 @@ async def test_a_chunk_that_changed_on_disk_comes_from_the_next_tier_and_is_mend
         await flip_chunk(store, "disk", 1, "b", 1)
         assert await restored(store, how) == {"disk": TOTAL - CHUNK, "far": CHUNK}
         await store.flush()
-        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "disk", "far")]
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "disk", "far", CHUNK)]
         await assert_clean(store, "disk", "far")
         assert await restored(store, how) == {"disk": TOTAL}
     async with opened(place) as store:

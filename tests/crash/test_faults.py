@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import subprocess
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from insight import tier_of
 from scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
-from tieredckpt.testing.system import CALLS, SystemFaults, failing_calls
+from tieredckpt.testing.sweep import ERRORS, fail_each_call
+from tieredckpt.testing.system import failing_calls
 from tieredckpt.testing.tiers import FaultyTiers
 
 
 def two_tiers(shared_memory: Path, disk: Path, **settings: Any) -> StoreConfig:
     slower = folder(disk, fsync=True, **({"retain": {"kind": "last_n", "n": 2}} | settings))
     return config({"ram": ram(shared_memory), "disk": slower})
-
-
-async def recovered(store: CheckpointStore, heard: Heard) -> None:
-    """Wait until the disk works again, if it has failed."""
-    if not tier_of(store, "disk").healthy:
-        failures = len(heard.of(TierFailed))
-        assert failures
-        await heard.first(TierRecovered)
-    while not tier_of(store, "disk").healthy:
-        with suppress(TieredCkptError):
-            await store.flush()
 
 
 async def assert_all_intact(store: CheckpointStore) -> None:
@@ -51,52 +38,19 @@ async def assert_all_intact(store: CheckpointStore) -> None:
 # -- calls of the system ----------------------------------------------------------------------------------
 
 
-ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
 TIMES = (1, 2, 4, 9)
 
 
-async def test_a_call_of_the_system_that_fails_costs_no_step(shared_memory: Path, faults: FaultyTiers) -> None:
+async def test_a_call_of_the_system_that_fails_costs_no_step(shared_memory: Path) -> None:
     """Each call fails at its n-th time, for several n, while steps are promoted, evicted and collected."""
-    await fail_every_call(shared_memory, [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES)])
+    struck = await fail_each_call(shared_memory, [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES)])
+    assert struck.keys() >= {"open", "replace", "unlink", "mkdir", "fsync", "stat"}, struck
+    assert list(shared_memory.iterdir()) == []
 
 
 @pytest.mark.slow
-async def test_whatever_error_a_call_of_the_system_gives_it_costs_no_step(
-    shared_memory: Path, faults: FaultyTiers
-) -> None:
-    await fail_every_call(shared_memory, [(nth, number) for nth in range(1, 16) for number in ERRORS])
-
-
-async def fail_every_call(shared_memory: Path, failures: Sequence[tuple[int, int]]) -> None:
-    struck = dict.fromkeys(CALLS, 0)
-    for call in CALLS:
-        for nth, number in failures:
-            disk = shared_memory / "disk"
-            with failing_calls(disk) as system:
-                await fail_once(system, two_tiers(shared_memory, disk), call, number, nth)
-            struck[call] += system.struck
-            shutil.rmtree(shared_memory / "of-test")
-            shutil.rmtree(disk)
-    assert all(struck[call] for call in ("open", "replace", "unlink", "mkdir", "fsync", "stat")), struck
-
-
-async def fail_once(system: SystemFaults, settings: StoreConfig, call: str, number: int, nth: int) -> None:
-    async with CheckpointStore.open(settings) as store:
-        heard = Heard(store)
-        for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
-        system.fail(call, number, nth=nth)
-        for step in (3, 4):
-            assert not (await store.save(step, tree(step))).skipped
-            with suppress(TieredCkptError):
-                await store.flush()
-        with suppress(TieredCkptError):
-            await store.collect()
-        system.clear()
-        await recovered(store, heard)
-        await store.flush()
-        assert await store.where(4) == ("ram", "disk")
-        await assert_all_intact(store)
+async def test_whatever_error_a_call_of_the_system_gives_it_costs_no_step(shared_memory: Path) -> None:
+    assert await fail_each_call(shared_memory, [(nth, number) for nth in range(1, 16) for number in ERRORS])
 
 
 async def test_a_file_that_was_not_synced_is_written_again_as_a_whole(shared_memory: Path, faults: FaultyTiers) -> None:

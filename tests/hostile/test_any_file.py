@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forging import tampered_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import CHUNK, assert_same, config, folder, ram
@@ -22,6 +21,7 @@ from scenes import CHUNK, assert_same, config, folder, ram
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import TieredCkptError
+from tieredckpt.testing.forging import tampered_bytes
 
 TIERS = ("ram", "disk", "far")
 STEPS = (1, 2, 3)

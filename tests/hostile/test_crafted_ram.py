@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forging import entries_of, resealed
 from insight import bytes_of_listed_steps, slab_of, tier_of
 from scenes import CHUNK, assert_same, config, ram
 
@@ -18,6 +17,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt, TieredCkptError
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.testing.forging import entries_of, resealed
 
 MIB = 1 << 20
 

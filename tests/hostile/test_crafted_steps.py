@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from forging import BTREE, PACK, as_json, entries_of, forged_record, resealed, sample_arrays, sample_step, tree_of
 
 from tieredckpt.engine import lease
 from tieredckpt.engine.history import history_of
@@ -32,6 +31,17 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.ocdbt_codec import NODE_MAGIC, column, frame, varint
 from tieredckpt.format.structure import ArrayNode, DictNode, decode_structure
 from tieredckpt.format.zarr import array_metadata, dtype_from_name, parse_array_metadata
+from tieredckpt.testing.forging import (
+    BTREE,
+    PACK,
+    as_json,
+    entries_of,
+    forged_record,
+    resealed,
+    sample_arrays,
+    sample_step,
+    tree_of,
+)
 
 MIB = 1 << 20
 

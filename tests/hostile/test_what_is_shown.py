@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from forging import BTREE, ESCAPES, as_json, forged_record, marker_json, sample_arrays, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
@@ -25,6 +24,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.keys import child_key
 from tieredckpt.format.manifest import encode_step
 from tieredckpt.format.structure import ArrayNode, DictNode, IntNode, Node, StrNode
+from tieredckpt.testing.forging import BTREE, ESCAPES, as_json, forged_record, marker_json, sample_arrays, tree_of
 
 FORBIDDEN = set(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x200B])) - {"\n"}
 

@@ -13,6 +13,7 @@ from tieredckpt.blobs.base import Sweep
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.ask import leaving, waits_for_promotion
+from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.slab_index import SlabIndex
@@ -79,12 +80,35 @@ class Collector:
             tier.leaving.discard(step)
             if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
                 self._gone(step, tier)
+            elif step in tier.damaged:
+                self._state.changed.beat()  # for whoever finds out whether it is gone
 
     def _gone(self, step: StepId, tier: Tier) -> None:
         records = self._state.records()
         tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         self._state.changed.beat()
+
+    async def find_out(self, tier: Tier) -> None:
+        """Look which steps are still there whose deletion failed: those are held again, the others are gone."""
+        for step, error in tuple(tier.damaged.items()):
+            if not isinstance(error, HalfDeleted) or not self._state.manages(tier):
+                continue
+            try:
+                await tier.store.stat(layout.manifest_key(step.step, step.serial))
+                there = True
+            except NotFound:
+                there = False
+            if tier.damaged.get(step) is not error:
+                continue  # meanwhile it was deleted once more, or committed anew
+            if there:
+                del tier.damaged[step]
+                tier.held[step] = error.held
+                self._state.changed.beat()
+                continue
+            tier.drop(step)
+            self._gone(step, tier)
+            await tier.store.delete(error.held.btree_key)
 
     async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
         slab_index = tier.slab_index
@@ -190,6 +214,7 @@ class Collector:
         self._reclaim_unread()
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
+        await self.find_out(tier)  # before its packs are taken for dead
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)

@@ -25,6 +25,7 @@ from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, holders, merge_written, share_out
 from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
 from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.spares import refer_to_intact, undoubted
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
@@ -110,9 +111,11 @@ class Commits:
         return written
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int]:
-        ranks, sizes = await in_thread(holders, parts, tier.chunks.keys(), pool=self._state.pool)
-        await make_room(self._state, self._collector, step, tier, sum(map(stored_size, sizes.values())))
+        ranks, sizes = await in_thread(holders, parts, undoubted(tier), pool=self._state.pool)
+        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
+        await make_room(self._state, self._collector, step, tier, need)
         async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
+            await refer_to_intact(self._state, tier, sizes)
             lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)

@@ -79,7 +79,7 @@ async def _mend_inline(
     """Chunks in the index itself, whose checksum was right: the index is committed anew with those of another tier."""
     left: list[Unmended] = []
     mended: dict[str, ArrayIndex] = {}
-    origin: list[tuple[str, str]] = []
+    origin: list[tuple[str, str, int]] = []
     async with StepSource.open(state, step, only=tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
@@ -88,10 +88,11 @@ async def _mend_inline(
                 nbytes = array.grid.cell_nbytes
                 async with state.scratch.lend(aligned(nbytes)) as memory:
                     try:
-                        origin.append((key, (await source.read(key, ordinal, memory, bad=tier)).name))
+                        good_tier = await source.read(key, ordinal, memory, bad=tier)
                     except (Corrupt, TierUnavailable) as error:
                         left.append(Unmended((layout.array_key(key),), error))
                         continue
+                    origin.append((key, good_tier.name, nbytes))
                     good = [*mended.get(key, array).chunks]
                     good[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
                     mended[key] = ArrayIndex(array.grid, array.dtype, good)
@@ -99,8 +100,8 @@ async def _mend_inline(
         better = StepIndex(source.index.record, {**source.index.arrays, **mended})
         why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
         await heal_index(state, collector, step, tier, why, better)
-        for key, name in origin:
-            state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name))
+        for key, name, nbytes in origin:
+            state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name, nbytes))
     return left
 
 
@@ -122,7 +123,9 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                         continue
                     lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
-                state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name))
+                    if tier.slab_index is not None:
+                        tier.slab_index.trust(chunk.digest, chunk.where.offset)
+                state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name, nbytes))
     return left
 
 
@@ -131,7 +134,7 @@ async def _mend_packs(
 ) -> list[Unmended]:
     """Packs are immutable: the chunks go into a new one, and the step's index points there from then on."""
     lost: dict[bytes, Extent] = {}
-    origin: dict[bytes, str] = {}
+    origin: dict[bytes, tuple[str, int]] = {}
     left: list[Unmended] = []
     async with StepSource.open(state, step, only=tier) as source:
         for key, array in source.index.arrays.items():
@@ -141,9 +144,10 @@ async def _mend_packs(
                     or chunk.digest not in chunks.keys() - origin.keys() - lost.keys()
                 ):
                     continue
-                async with state.scratch.lend(aligned(array.grid.cell_nbytes)) as memory:
+                nbytes = array.grid.cell_nbytes
+                async with state.scratch.lend(aligned(nbytes)) as memory:
                     try:
-                        origin[chunk.digest] = (await source.read(key, ordinal, memory, bad=tier)).name
+                        origin[chunk.digest] = (await source.read(key, ordinal, memory, bad=tier)).name, nbytes
                     except (Corrupt, TierUnavailable) as error:
                         lost[chunk.digest] = chunk.where
                         left.append(Unmended((layout.array_key(key),), error))
@@ -153,8 +157,8 @@ async def _mend_packs(
     if not origin:
         return left
     await copy_step(state, collector, step, tier, again=True, lost=lost)
-    for digest, name in origin.items():
-        state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name))
+    for digest, (name, nbytes) in origin.items():
+        state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name, nbytes))
     await collector.collect(tier, orphans=False)
     return left
 

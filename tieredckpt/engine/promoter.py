@@ -99,6 +99,7 @@ class Promoter:
                     await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
                     await self._come_back()
                 self._forget_silence()
+                await self._collector.find_out(self.tier)
                 step = self.next_due()
                 if step is not None:
                     await self._promote(step)

@@ -20,11 +20,16 @@ class SlabIndex:
     Every *use* is one reference. The extent of a chunk that nobody uses any more goes back to the slab. An
     extent has room for a checksum behind its chunk, which promotion fills in so that the device can be given
     the slab's own memory.
+
+    A chunk that turned out damaged is *distrusted*: who uses it keeps its extent, and who comes later copies the chunk
+    to another one.
     """
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
         self._chunks: dict[bytes, tuple[int, int]] = {}  # digest -> (offset, bytes)
+        self._distrusted: dict[bytes, list[tuple[int, int]]] = {}
+        """Extents that steps refer to and nobody else may, until all uses of their chunk have ended."""
         self._uses: dict[bytes, int] = {}
         self._guards_uses = threading.Lock()
 
@@ -50,6 +55,25 @@ class SlabIndex:
             self._uses[digest] += 1
             return found[0]
 
+    def find(self, digest: bytes) -> tuple[int, int] | None:
+        """Offset and bytes of a chunk that is there, without using it: it may go at any time."""
+        return self._chunks.get(digest)
+
+    def distrust(self, digest: bytes, offset: int) -> None:
+        """Let nobody use the chunk at ``offset`` any more who does not so far: its bytes are damaged."""
+        with self._guards_uses:
+            if (found := self._chunks.get(digest)) is not None and found[0] == offset:
+                self._distrusted.setdefault(digest, []).append(self._chunks.pop(digest))
+
+    def trust(self, digest: bytes, offset: int) -> None:
+        """The bytes at ``offset`` were mended: they may be used again, unless there is another copy by now."""
+        with self._guards_uses:
+            known = self._distrusted.get(digest, [])
+            mended = next((extent for extent in known if extent[0] == offset), None)
+            if mended is not None and digest not in self._chunks:
+                known.remove(mended)
+                self._chunks[digest] = mended
+
     def add(self, digest: bytes, offset: int, nbytes: int) -> int:
         """Use a chunk that was just copied to ``offset``; if it is there already, that extent is given back.
 
@@ -63,17 +87,22 @@ class SlabIndex:
         return found[0]
 
     def adopt(self, digest: bytes, offset: int, nbytes: int) -> bool:
-        """Use a chunk of a step found at start; False if its extent cannot be as the step says."""
+        """Use a chunk of a step found at start; False if its extent cannot be as the step says.
+
+        Where steps found before have the chunk elsewhere, this extent was distrusted, and is so again.
+        """
         with self._guards_uses:
-            found = self._chunks.get(digest)
-            if found is None:
+            found, others = self._chunks.get(digest), self._distrusted.get(digest, [])
+            if (offset, nbytes) not in (found, *others):
+                if found is not None and found[1] != nbytes:
+                    return False
                 if not self._slab.claim(offset, nbytes + CHECKSUM_SIZE):
                     return False
-                self._chunks[digest] = (offset, nbytes)
-                self._uses[digest] = 0
-            elif found != (offset, nbytes):
-                return False
-            self._uses[digest] += 1
+                if found is None:
+                    self._chunks[digest] = (offset, nbytes)
+                else:
+                    self._distrusted.setdefault(digest, []).append((offset, nbytes))
+            self._uses[digest] = self._uses.get(digest, 0) + 1
             return True
 
     def drop(self, digests: Iterable[bytes]) -> None:
@@ -83,4 +112,8 @@ class SlabIndex:
                 self._uses[digest] -= 1
                 if not self._uses[digest]:
                     del self._uses[digest]
-                    self.release(*self._chunks.pop(digest))
+                    unused = self._distrusted.pop(digest, [])
+                    if digest in self._chunks:
+                        unused.append(self._chunks.pop(digest))
+                    for extent in unused:
+                        self.release(*extent)

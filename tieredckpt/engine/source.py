@@ -172,6 +172,10 @@ class StepSource:
                     tried.add((tier.name, where))
                 yield tier, where
         for tier in self.state.tiers:
+            if tier.ram is not None and tier.slab_index is not None and self.near is None:
+                lies = tier.slab_index.find(digest)
+                if lies is not None and (tier.name, copy := Extent(tier.ram.slab_key, *lies)) not in tried:
+                    yield tier, copy  # of a later save, which copied what was damaged here
             found = [extent for extent in (tier.chunks.get(digest), *tier.spares.get(digest, ())) if extent is not None]
             for extent in found:
                 if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs:
@@ -293,6 +297,8 @@ class StepSource:
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:
+            if tier.slab_index is not None and isinstance(chunk.where, Extent):
+                tier.slab_index.distrust(chunk.digest, chunk.where.offset)
             self.damage.append(Damage(tier, chunk.digest, key, error))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.indexes import unique_extents
@@ -12,7 +13,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import StepIndex
 
-__all__ = ["refer_to_intact"]
+__all__ = ["refer_to_intact", "undoubted"]
 
 
 async def refer_to_intact(state: State, tier: Tier, sizes: Mapping[bytes, int]) -> None:
@@ -46,6 +47,14 @@ async def refer_to_intact(state: State, tier: Tier, sizes: Mapping[bytes, int]) 
             break
         tier.spares.pop(digest, None)
         tier.unproven.discard(digest)
+
+
+def undoubted(tier: Tier) -> AbstractSet[bytes]:
+    """The chunks of a tier that may be referred to as they are."""
+    if tier.unproven is None:
+        return frozenset()
+    doubted = tier.unproven | tier.spares.keys()
+    return tier.chunks.keys() - doubted if doubted else tier.chunks.keys()
 
 
 async def _unproven(state: State, tier: Tier) -> set[bytes]:

@@ -15,6 +15,7 @@ from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import outlast, whole
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
+from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import RecentIndexes, unique_extents
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.slab_index import SlabIndex
@@ -353,7 +354,8 @@ class Tier:
         try:
             await self.store.delete(layout.manifest_key(step.step, step.serial))
         except (TierUnavailable, asyncio.CancelledError):
-            self.condemn(step, TierUnavailable(f"tier {self.name!r}: {step} was being deleted when that failed"))
+            if (held := self.held.get(step)) is not None:
+                self.condemn(step, HalfDeleted(f"tier {self.name!r}: {step} was being deleted when that failed", held))
             raise
         btree_key = self.drop(step)
         if btree_key is not None:

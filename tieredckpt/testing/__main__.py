@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tieredckpt.testing.figures import app
+from tieredckpt.testing.commands import app
 
 if __name__ == "__main__":
     app(prog_name="python -m tieredckpt.testing")

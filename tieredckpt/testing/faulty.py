@@ -14,6 +14,7 @@
     store.full_after(1 << 20)                                   # puts find the device full after so much
     store.come_and_go(up=5, down=3)                             # of eight calls, the last three fail
     store.kill(); store.revive()                                # the tier is dead, and comes back
+    store.struck["wrong bytes", "get"]                          # how many calls met that
 
 A script may be written from any thread, before or while the store is in use. ``verb`` is a verb's name or
 ``"*"``, ``key`` a pattern of `fnmatch`. ``nth`` counts the matching calls from 1 on; ``times`` says how many
@@ -24,20 +25,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
 
-__all__ = ["Faulty", "Hold"]
+__all__ = ["KINDS", "Faulty", "Hold", "Kind"]
 
 T = TypeVar("T")
+
+Kind = Literal["error", "no space", "answer lost", "hang", "delay", "short read", "wrong bytes", "gone"]
+"""What a call may meet: a tier that is dead, or away for a while, is gone; the others are each a line of a script."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Hold:
@@ -60,6 +67,11 @@ class Hold:
     def release(self) -> None:
         """Let those that wait go on, and those that come later pass."""
         self._settle(self._released)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nobody has to wait here any more."""
+        return self._released.done()
 
     def _settle(self, future: Future[None]) -> None:
         with self._guards_futures:
@@ -121,13 +133,20 @@ class _Fault:
 
 
 class Faulty(Forward):
-    """A store with a script of faults; without one it is the inner store."""
+    """A store with a script of faults; without one it is the inner store.
 
-    def __init__(self, inner: BlobStore) -> None:
+    Args:
+        inner: the store that does the work.
+        remembered: how many calls `calls` goes back; None for all of them, which takes memory.
+    """
+
+    def __init__(self, inner: BlobStore, *, remembered: int | None = None) -> None:
         super().__init__(inner)
         self._guards_script = threading.Lock()
         self._script: list[_Fault] = []
-        self._calls: list[Operation] = []
+        self._calls: deque[Operation] = deque(maxlen=remembered)
+        self._made = 0
+        self._struck: Counter[tuple[Kind, str]] = Counter()
         self._dead: TieredCkptError | None = None
         self._room: int | None = None
         self._rhythm: tuple[int, int, int] | None = None
@@ -135,9 +154,15 @@ class Faulty(Forward):
 
     @property
     def calls(self) -> tuple[Operation, ...]:
-        """Every call so far, those that failed included."""
+        """Every call so far, those that failed included, or the last that are remembered."""
         with self._guards_script:
             return tuple(self._calls)
+
+    @property
+    def struck(self) -> Counter[tuple[Kind, str]]:
+        """How many calls met a fault so far, by its kind and their verb."""
+        with self._guards_script:
+            return Counter(self._struck)
 
     def fail(
         self,
@@ -182,7 +207,7 @@ class Faulty(Forward):
     def come_and_go(self, *, up: int, down: int) -> None:
         """Let ``up`` calls pass from now on, fail the next ``down`` as `kill` does, and so on until `clear`."""
         with self._guards_script:
-            self._rhythm = (up, down, len(self._calls))
+            self._rhythm = (up, down, self._made)
 
     def full_after(self, nbytes: int | None) -> None:
         """Let puts store ``nbytes`` more and raise `NoSpace` for one that does not fit; None: no bound."""
@@ -207,16 +232,20 @@ class Faulty(Forward):
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         with self._guards_script:
-            gone = self._is_gone(len(self._calls))
+            gone = self._is_gone(self._made)
+            self._made += 1
             self._calls.append(operation)
         await self._meet(operation, "before")
         with self._guards_script:
             if self._dead is not None:
+                self._struck["gone", operation.verb] += 1
                 raise self._dead
             if gone:
+                self._struck["gone", operation.verb] += 1
                 raise TierUnavailable(f"the store at {self.location} is gone for a while, by script")
             if operation.verb == "put" and self._room is not None:
                 if operation.nbytes > self._room:
+                    self._struck["no space", "put"] += 1
                     raise NoSpace(f"{operation.key} does not fit into {self.location}: {self._room} bytes left")
                 self._room -= operation.nbytes
         result = await call()
@@ -233,9 +262,11 @@ class Faulty(Forward):
         data = await super().get(key, limit=limit)
         for effect in self._due(Operation("get", key, limit), "data"):
             match effect:
-                case _Cut(nbytes):
+                case _Cut(nbytes) if nbytes < len(data):
+                    self._count("short read", "get")
                     data = data[:nbytes]
                 case _Flip(bit) if data:
+                    self._count("wrong bytes", "get")
                     changed = bytearray(data)
                     _invert(changed, bit)
                     data = bytes(changed)
@@ -247,8 +278,10 @@ class Faulty(Forward):
         await super().get_into(key, offset, into[:keep])
         for effect in effects:
             if isinstance(effect, _Flip) and keep:
+                self._count("wrong bytes", "get_into")
                 _invert(into[:keep], effect.bit)
         if keep < len(into):
+            self._count("short read", "get_into")
             raise ShortRead(f"{key} ended after {keep} of {len(into)} bytes, by script")
 
     def _add(
@@ -271,12 +304,21 @@ class Faulty(Forward):
         effects = self._due(operation, when)
         for effect in effects:
             if isinstance(effect, Hold):
+                if not effect.is_released:
+                    self._count("hang", operation.verb)
                 await effect.stop_here()
             elif isinstance(effect, _Delay):
+                self._count("delay", operation.verb)
                 await asyncio.sleep(effect.seconds)
         for effect in effects:
             if isinstance(effect, _Error):
+                full = isinstance(effect.error, NoSpace)
+                self._count("answer lost" if when == "after" else "no space" if full else "error", operation.verb)
                 raise effect.error
+
+    def _count(self, kind: Kind, verb: str) -> None:
+        with self._guards_script:
+            self._struck[kind, verb] += 1
 
 
 def _invert(data: bytearray | memoryview, bit: int) -> None:

@@ -1,4 +1,4 @@
-"""The figures of `docs/explanation/reliability.md`, from runs on this machine, printed as tables."""
+"""The figures of `docs/explanation/reliability.md`, from runs on this machine: what was tried, and what was lost."""
 
 from __future__ import annotations
 
@@ -8,33 +8,194 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Any, TypeVar, get_args
 
-import typer
-
-from tieredckpt.cli.console import print_table, waiting
+from tieredckpt.testing.decoders import DECODERS, fuzz
+from tieredckpt.testing.faulty import KINDS as FAULTS
 from tieredckpt.testing.journal import Failure
-from tieredckpt.testing.kills import kill_trainers
+from tieredckpt.testing.kills import Killed, kill_trainers
 from tieredckpt.testing.life import KINDS, live
+from tieredckpt.testing.ranks_life import NODES, live_together
+from tieredckpt.testing.ranks_replay import Death, replay_ranks
 from tieredckpt.testing.replay import replay
+from tieredckpt.testing.soak import Soaked, soak
+from tieredckpt.testing.sweep import ERRORS, fail_each_call
 
-__all__ = ["app"]
+__all__ = [
+    "BUDGETS",
+    "Budget",
+    "Crashes",
+    "Figures",
+    "crash",
+    "fail_calls",
+    "fault_rows",
+    "fuzz_decoders",
+    "kill",
+    "measure",
+    "run_soak",
+    "soak_json",
+    "soak_rows",
+]
 
-app = typer.Typer(
-    help="Try what the library promises against crashes, on this machine, and print what came of it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of everything is tried."""
+
+    every: int
+    """Of the crashes that differ, one in so many is survived."""
+    every_of_ranks: int
+    """The same for a life of several ranks, each of which is survived by three sets of ranks."""
+    kills: int
+    seconds: float
+    """Of the soak."""
+    pace: float
+    """Seconds from one save of the soak to the next."""
+    times: int
+    """Each call of the system fails at its first, its second, … and at this time."""
+    inputs: int
+    """For each decoder."""
+
+
+BUDGETS: Mapping[str, Budget] = {
+    "short": Budget(every=40, every_of_ranks=400, kills=10, seconds=20.0, pace=0.02, times=1, inputs=100),
+    "documented": Budget(every=1, every_of_ranks=20, kills=300, seconds=600.0, pace=0.05, times=15, inputs=3000),
+}
+"""A look that takes a minute or two, and what the documentation records."""
+
+
+@dataclass(frozen=True)
+class Crashes:
+    """Of one recorded life: how it was cut off, and what was survived."""
+
+    life: str
+    failure: str
+    changes: int
+    points: int
+    states: int
+    steps: int
+    seconds: float
+
+
+@dataclass
+class Figures:
+    """All of it."""
+
+    crashes: list[Crashes] = field(default_factory=list)
+    killed: Killed | None = None
+    soaked: Soaked | None = None
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls of the system that failed, by name."""
+    inputs: dict[str, int] = field(default_factory=dict)
+    """By decoder."""
+    losses: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def rows(self) -> list[tuple[str, object]]:
+        """As a table of what there was, and how much."""
+        rows: list[tuple[str, object]] = [
+            ("crash points tried", _number(sum(each.points for each in self.crashes))),
+            ("  states that they left, and that were survived", _number(sum(each.states for each in self.crashes))),
+            ("  steps compared bit for bit after them", _number(sum(each.steps for each in self.crashes))),
+        ]
+        if self.killed is not None:
+            rows += [("kills survived", _number(sum(self.killed.kills.values())))]
+            rows += [(f"  {point}", _number(number)) for point, number in sorted(self.killed.kills.items())]
+        if self.soaked is not None:
+            rows += fault_rows(self.soaked)
+        rows += [
+            ("calls of the system that failed", _number(self.calls.total())),
+            *((f"  {call}", _number(number)) for call, number in self.calls.most_common()),
+            ("inputs fuzzed", f"{_number(sum(self.inputs.values()))} for {len(self.inputs)} decoders"),
+        ]
+        if self.soaked is not None:
+            rows += soak_rows(self.soaked)
+        return [*rows, ("losses", "; ".join(self.losses) or "none"), ("seconds", f"{self.seconds:.0f}")]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same with every number by its name."""
+        soaked, killed = self.soaked or Soaked(), self.killed or Killed()
+        faults: dict[str, dict[str, int]] = {}
+        for (kind, verb), number in sorted(soaked.faults.items()):
+            faults.setdefault(kind, {})[verb] = number
+        return {
+            "crash_points": sum(each.points for each in self.crashes),
+            "crashes": [vars(each) for each in self.crashes],
+            "kills": dict(sorted(killed.kills.items())),
+            "faults": faults,
+            "system_calls": dict(sorted(self.calls.items())),
+            "inputs_fuzzed": sum(self.inputs.values()),
+            "decoders": self.inputs,
+            "bytes_healed": soaked.healed,
+            "soak": soak_json(soaked),
+            "losses": self.losses,
+            "seconds": self.seconds,
+        }
+
+
+def fault_rows(found: Soaked) -> list[tuple[str, object]]:
+    """What was injected in a soak, by kind."""
+    by_kind = [(f"  {kind}", _verbs(found.faults, kind)) for kind in FAULTS]
+    return [("faults injected into blob stores", _number(found.faults.total())), *(row for row in by_kind if row[1])]
+
+
+def soak_rows(found: Soaked) -> list[tuple[str, object]]:
+    """What a soak came to, faults apart."""
+    rows: list[tuple[str, object]] = [
+        ("bytes healed", _number(found.healed)),
+        ("  chunks written back, those that a tier only lied about included", _number(found.repaired)),
+        ("  bits inverted where they lie", _number(found.damaged)),
+        ("seconds under faults", f"{found.seconds:.0f}"),
+        ("  saves", _number(found.saves)),
+        ("  saves that found no room, and said so", _number(found.skipped)),
+        ("  promotions", _number(found.promotions)),
+        ("  restores compared bit for bit", _number(found.restores)),
+        ("  copies of steps read whole", _number(found.compared)),
+        ("  orders that failed, and said why", _number(found.refused)),
+        ("  restarts", _number(found.reopened)),
+    ]
+    return rows + [
+        (f"  {trend.gauge}, first and last part", f"{_number(trend.early)}, {_number(trend.late)}")
+        for trend in found.trends
+    ]
+
+
+def soak_json(found: Soaked) -> dict[str, Any]:
+    """The numbers of a soak by name, faults apart."""
+    plain = {name: value for name, value in vars(found).items() if isinstance(value, int | float)}
+    gauges = {each.gauge: {"early": each.early, "late": each.late, "most": each.most} for each in found.trends}
+    return plain | {"gauges": gauges, "growing": found.growing}
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _verbs(faults: Counter[Any], kind: str) -> str:
+    """How many calls met a fault, and of which verbs."""
+    by_verb = {verb: number for (other, verb), number in faults.items() if other == kind}
+    total = sum(by_verb.values())
+    parts = ", ".join(f"{verb} {_number(by_verb[verb])}" for verb in sorted(by_verb))
+    return f"{_number(total)} ({parts})" if total else ""
+
+
+# -- the runs ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _memory() -> Iterator[Path]:
-    """A folder in shared memory, where there is some."""
+def memory() -> Iterator[Path]:
+    """A folder in shared memory, where there is some; nothing that runs in the block says that a tier failed."""
     base = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108
+    for name in ("tieredckpt", "stamina"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir=base))
     try:
         yield folder
@@ -42,55 +203,82 @@ def _memory() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@app.command("replay")
-def replayed(
-    every: Annotated[int, typer.Option(min=1, help="Survive one in so many of the crashes that differ.")] = 1,
-) -> None:
-    """Crash a recorded life after every one of its changes. Exits with an error at the first that costs anything."""
-    logging.getLogger("tieredckpt").setLevel(logging.CRITICAL)
-    rows = []
+def crash(every: int, every_of_ranks: int) -> Iterator[tuple[str, Callable[[], Crashes]]]:
+    """Every recorded life with every way to die, by name: what is to be run."""
     for kind in KINDS:
         for failure in get_args(Failure):
-            with waiting(f"{kind}: the {failure} dies"), _memory() as place:
-                begin = time.monotonic()
-                life = asyncio.run(live(kind, place / "life"))
-                found = asyncio.run(replay(life, failure, place / "again", every=every))
-                took = f"{time.monotonic() - begin:.0f}"
-                rows.append((kind, failure, len(life.entries), found.crashes, found.states, found.steps, 0, took))
-    columns = ("slower tier", "what dies", "changes", "crash points", "states survived", "steps compared", "lost", "s")
-    print_table("Crashes replayed", columns, rows, right=columns[2:])
+            yield f"{kind}: the {failure} dies", partial(_crash, kind, failure, every)
+    for kind in KINDS:
+        for death in get_args(Death):
+            yield f"{len(NODES)} ranks, {kind}: {death} die", partial(_crash_ranks, kind, death, every_of_ranks)
 
 
-@app.command("kills")
-def killed(
-    kills: Annotated[int, typer.Option(min=1, help="How many trainers are to die.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of where and when.")] = 0,
-    disk: Annotated[
-        Path | None, typer.Option(help="Folder of the slower tier; in memory by default.", show_default=False)
-    ] = None,
-) -> None:
-    """Kill trainers by SIGKILL. Exits with 1 when a step that was acknowledged is lost."""
-    logging.getLogger("tieredckpt").setLevel(logging.CRITICAL)
-    with waiting(f"killing {kills} trainers"), _memory() as memory:
-        found = kill_trainers(kills, memory, disk or memory / "disk", seed=seed)
-    rows: list[tuple[str, object]] = [(f"kills {point}", number) for point, number in sorted(found.kills.items())]
-    rows += [
-        ("of these, with the loss of memory", found.nodes),
-        ("restarts", found.restarts),
-        ("saves acknowledged", found.acknowledged),
-        ("promotions acknowledged", found.promoted),
-        ("saves under way that were lost", found.unacknowledged),
-        ("acknowledged saves that were lost", len(found.lost)),
-        ("seconds", f"{found.seconds:.0f}"),
-    ]
-    print_table("Trainers killed", ("", ""), rows)
-    if found.lost:
-        print_table("Lost", ("",), [(line,) for line in found.lost])
-        raise typer.Exit(1)
+def _crash(kind: str, failure: Failure, every: int) -> Crashes:
+    begin = time.monotonic()
+    with memory() as place:
+        life = asyncio.run(live(kind, place / "life"))
+        found = asyncio.run(replay(life, failure, place / "again", every=every))
+    seconds = time.monotonic() - begin
+    return Crashes(kind, failure, len(life.entries), found.crashes, found.states, found.steps, seconds)
 
 
-@app.command("all")
-def everything() -> None:
-    """All of it, at the length that the documentation records."""
-    replayed(every=1)
-    killed(kills=300, seed=0, disk=None)
+def _crash_ranks(kind: str, death: Death, every: int) -> Crashes:
+    begin = time.monotonic()
+    with memory() as place:
+        life = asyncio.run(live_together(kind, place / "life"))
+        found = asyncio.run(replay_ranks(life, death, place / "again", every=every))
+    seconds = time.monotonic() - begin
+    name = f"{len(NODES)} ranks, {kind}"
+    return Crashes(name, death, len(life.entries), found.crashes, found.states, found.steps, seconds)
+
+
+def kill(kills: int, seed: int, disk: Path | None) -> Killed:
+    """Kill so many trainers; their slower tier is in memory without a folder for it."""
+    with memory() as place:
+        return kill_trainers(kills, place, disk or place / "disk", seed=seed)
+
+
+def run_soak(seconds: float, seed: int, pace: float, disk: Path | None) -> Soaked:
+    """Let a store live under faults; its slower tiers are in a new temporary folder without one for them."""
+    with memory() as place, tempfile.TemporaryDirectory(prefix="tieredckpt-soak-", dir=disk) as folder:
+        return asyncio.run(soak(seconds, place, Path(folder), seed=seed, every=pace))
+
+
+def fail_calls(times: int) -> Counter[str]:
+    """Let each call of the system fail, each time with every error."""
+    with memory() as place:
+        failures = [(nth, number) for nth in range(1, times + 1) for number in ERRORS]
+        return asyncio.run(fail_each_call(place, failures))
+
+
+def fuzz_decoders(inputs: int, seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Every decoder by name, and how to fuzz it."""
+    for decoder in DECODERS:
+        yield decoder.name, partial(fuzz, decoder, inputs, seed=seed)
+
+
+def measure(budget: Budget, around: Callable[[str], Any], *, seed: int = 0) -> Figures:
+    """Run everything, though a part of it fails; ``around`` makes a context for each part by its name."""
+    found = Figures()
+    begin = time.monotonic()
+
+    def attempt(what: str, work: Callable[[], T]) -> T | None:
+        try:
+            with around(what):
+                return work()
+        except Exception as error:  # whatever a part raises, it is a loss, and the others are still of interest
+            found.losses.append(": ".join([what, *getattr(error, "__notes__", []), repr(error)]))
+            return None
+
+    for what, run in crash(budget.every, budget.every_of_ranks):
+        if (crashed := attempt(what, run)) is not None:
+            found.crashes.append(crashed)
+    found.killed = attempt("killing trainers", lambda: kill(budget.kills, seed, None))
+    found.soaked = attempt("a soak", lambda: run_soak(budget.seconds, seed, budget.pace, None))
+    found.calls = attempt("calls of the system fail", lambda: fail_calls(budget.times)) or Counter()
+    for name, fuzzed in fuzz_decoders(budget.inputs, seed):
+        found.inputs[name] = attempt(f"fuzzing {name}", fuzzed) or 0
+    found.losses += [*(found.killed.lost if found.killed else []), *(found.soaked.lost if found.soaked else [])]
+    found.losses += [f"growth: {line}" for line in (found.soaked.growing if found.soaked else [])]
+    found.seconds = time.monotonic() - begin
+    return found

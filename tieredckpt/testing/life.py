@@ -35,7 +35,19 @@ from tieredckpt.testing.memory import MemoryBlobs, Objects
 from tieredckpt.testing.recorder import FileRecorder, recording
 from tieredckpt.tree import snapshot
 
-__all__ = ["KINDS", "SLOW", "Life", "Tree", "config_of", "live", "slow_store", "slow_stores"]
+__all__ = [
+    "CHUNK",
+    "KINDS",
+    "SLOW",
+    "Life",
+    "Tree",
+    "config_of",
+    "dead_when_it_is_read",
+    "files_in",
+    "live",
+    "slow_store",
+    "slow_stores",
+]
 
 Tree = dict[str, Any]
 
@@ -108,19 +120,19 @@ async def live(kind: str, place: Path, *, seed: int | None = None) -> Life:
     with (
         recording(journal, folders) as recorder,
         slow_stores(lambda: slow_store(kind, objects, journal)),
-        _dead_when_it_is_read(recorder),
+        dead_when_it_is_read(recorder),
     ):
         life = _Living(config_of(kind, place), journal, objects)
         await (life.follow_the_script() if seed is None else life.wander(random.Random(seed)))  # noqa: S311
         recorder.look()
-        left = {tier: _files(folder) for tier, folder in folders.items()}
+        left = {tier: files_in(folder) for tier, folder in folders.items()}
     if kind != "posix":
         left[SLOW] = {key: bytes(data) for key, data in objects.data.items()}
     return Life(kind, journal.entries, life.trees, left)
 
 
 @contextlib.contextmanager
-def _dead_when_it_is_read(recorder: FileRecorder) -> Iterator[None]:
+def dead_when_it_is_read(recorder: FileRecorder) -> Iterator[None]:
     """Let leases be those of a process that has ended, and the journal see every chunk that is copied."""
     this_process, copy_and_digest = lease._this_process, digest.copy_and_digest
 
@@ -276,5 +288,6 @@ class _Living:
         self._journal.add(Synced(SLOW, file))
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its name there."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

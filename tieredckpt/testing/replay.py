@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,11 +28,11 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
-from tieredckpt.testing.journal import Acknowledged, Crash, Damaged, Entry, Failure, Removed, crashes_after
+from tieredckpt.testing.journal import Acknowledged, Crash, Damaged, Entry, Failure, Medium, Removed, crashes_after
 from tieredckpt.testing.life import SLOW, Life, config_of, slow_store, slow_stores
 from tieredckpt.testing.memory import Objects
 
-__all__ = ["Lost", "Replayed", "distinct_crashes", "replay", "survive"]
+__all__ = ["Lost", "Owed", "Recorded", "Replayed", "distinct_crashes", "rebuild", "replay", "same", "survive"]
 
 _DAY = 86400.0
 
@@ -58,7 +58,7 @@ Copy = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class _Owed:
+class Owed:
     """What a store owes after a crash."""
 
     acknowledged: frozenset[Copy]
@@ -86,14 +86,24 @@ class _Ledger:
                 if name == "manifest.ocdbt" and (step := layout.parse_step_folder(f"{folder}/")) is not None:
                     self.acknowledged.discard((tier, step[1]))  # it was evicted
 
-    def owed(self, crash: Crash) -> _Owed:
-        return _Owed(
+    def owed(self, crash: Crash) -> Owed:
+        return Owed(
             frozenset((tier, serial) for tier, serial in self.acknowledged if tier in crash.files),
             frozenset(self.damaged),
         )
 
 
-def distinct_crashes(life: Life, failure: Failure, counted: Replayed | None = None) -> Iterator[tuple[Crash, _Owed]]:
+class Recorded(Protocol):
+    """A life that was recorded."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]: ...
+
+    @property
+    def media(self) -> Mapping[str, Medium]: ...
+
+
+def distinct_crashes(life: Recorded, failure: Failure, counted: Replayed | None = None) -> Iterator[tuple[Crash, Owed]]:
     """Every crash of a life that leaves something new to see or owes something new, with what it owes."""
     ledger = _Ledger()
     seen: set[int] = set()
@@ -140,9 +150,9 @@ async def replay(life: Life, failure: Failure, place: Path, *, every: int = 1) -
     return found
 
 
-async def survive(life: Life, crash: Crash, owed: _Owed, place: Path) -> int:
+async def survive(life: Life, crash: Crash, owed: Owed, place: Path) -> int:
     """Open a store over what a crash left, below ``place``, and hold it to the promises; how many steps it listed."""
-    objects = _rebuild(life, crash, place)
+    objects = rebuild(crash, place, in_memory=life.kind != "posix")
     with slow_stores(lambda: slow_store(life.kind, objects)):
         opening = CheckpointStore.open(config_of(life.kind, place))
         # What the life had no time to evict is evicted now, at any moment of what follows.
@@ -163,11 +173,14 @@ async def survive(life: Life, crash: Crash, owed: _Owed, place: Path) -> int:
             return len(listed)
 
 
-def _rebuild(life: Life, crash: Crash, place: Path) -> Objects:
-    """Write the files of every tier; all of a day ago, so that nothing is spared for being new."""
+def rebuild(crash: Crash, place: Path, *, in_memory: bool) -> Objects:
+    """Write the files of every tier below ``place``, or return those of the slower one where it is ``in_memory``.
+
+    All are of a day ago, so that nothing is spared for being new.
+    """
     then = 0.0
     for tier, files in crash.files.items():
-        if tier == SLOW and life.kind != "posix":
+        if tier == SLOW and in_memory:
             continue
         for path, data in files.items():
             file = place / tier / path
@@ -175,10 +188,10 @@ def _rebuild(life: Life, crash: Crash, place: Path) -> Objects:
             file.write_bytes(data)
             then = then or file.stat().st_mtime - _DAY
             os.utime(file, (then, then))
-    return Objects.of(crash.files.get(SLOW, {}) if life.kind != "posix" else {}, modified=1.0)
+    return Objects.of(crash.files.get(SLOW, {}) if in_memory else {}, modified=1.0)
 
 
-def _check_listed(listed: Mapping[int, StepInfo], owed: _Owed, evicted: AbstractSet[Copy]) -> None:
+def _check_listed(listed: Mapping[int, StepInfo], owed: Owed, evicted: AbstractSet[Copy]) -> None:
     for tier, serial in sorted(owed.acknowledged - evicted):
         if serial not in listed or tier not in listed[serial].tiers:
             held = listed[serial].tiers if serial in listed else "nowhere"
@@ -186,7 +199,7 @@ def _check_listed(listed: Mapping[int, StepInfo], owed: _Owed, evicted: Abstract
 
 
 async def _check_restores(
-    store: CheckpointStore, info: StepInfo, life: Life, owed: _Owed, evicted: AbstractSet[Copy]
+    store: CheckpointStore, info: StepInfo, life: Life, owed: Owed, evicted: AbstractSet[Copy]
 ) -> None:
     step = StepId(info.serial, info.step)
     copies = {(tier, info.serial) for tier in info.tiers}
@@ -217,11 +230,11 @@ async def _check_restores(
             raise Lost(f"{step} is listed and does not restore") from error
         return
     assert restored is not None
-    if restored.serial != info.serial or not _same(restored.tree, life.trees[info.serial]):
+    if restored.serial != info.serial or not same(restored.tree, life.trees[info.serial]):
         raise Lost(f"{step} is not what was saved")
 
 
-async def _check_newest(store: CheckpointStore, listed: Mapping[int, StepInfo], life: Life, owed: _Owed) -> int:
+async def _check_newest(store: CheckpointStore, listed: Mapping[int, StepInfo], life: Life, owed: Owed) -> int:
     """The number of the newest step, which a restore takes; 0 where there is none."""
     owed_newest = max((serial for _, serial in owed.acknowledged), default=0)
     try:
@@ -239,19 +252,19 @@ async def _check_newest(store: CheckpointStore, listed: Mapping[int, StepInfo], 
         return 0
     if restored.serial < owed_newest or restored.serial < max(listed):
         raise Lost(f"serial {restored.serial} was restored, and {owed_newest} was acknowledged")
-    if not _same(restored.tree, life.trees[restored.serial]):
+    if not same(restored.tree, life.trees[restored.serial]):
         raise Lost(f"serial {restored.serial} is not what was saved")
     return restored.step
 
 
-async def _check_goes_on(store: CheckpointStore, newest: int, owed: _Owed) -> None:
+async def _check_goes_on(store: CheckpointStore, newest: int, owed: Owed) -> None:
     step, tree = newest + 1, {"w": np.arange(9000, dtype=np.uint16), "n": newest}
     await (await store.save(step, tree)).reached(SLOW)
     with suppress(*([Corrupt] if owed.damaged else [])):  # of what is damaged everywhere
         await store.flush()
         await store.collect()
     restored = await store.restore(step)
-    if restored is None or not _same(restored.tree, tree):
+    if restored is None or not same(restored.tree, tree):
         raise Lost("what was saved after the crash is not what is restored")
     for found in await store.verify(step):
         if found.problem:
@@ -272,7 +285,8 @@ async def _check_litter(store: CheckpointStore) -> None:
         raise Lost(f"after a collection there is {sorted(left - needed)} too much, {sorted(needed - left)} missing")
 
 
-def _same(found: Any, expected: Mapping[str, Any]) -> bool:
+def same(found: Any, expected: Mapping[str, Any]) -> bool:
+    """Whether two flat trees have the same keys, and bit for bit the same values."""
     return found.keys() == expected.keys() and all(
         np.array_equal(found[key], value) and np.asarray(found[key]).dtype == np.asarray(value).dtype
         for key, value in expected.items()

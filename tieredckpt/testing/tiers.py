@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,21 +19,28 @@ import pytest
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import TierConfig
-from tieredckpt.engine import connect
+from tieredckpt.engine import connect, promoter
+from tieredckpt.engine import tier as tiers
 from tieredckpt.errors import TieredCkptError, TierUnavailable
-from tieredckpt.testing.faulty import Faulty
+from tieredckpt.testing.faulty import Faulty, Kind
 
-__all__ = ["FaultyTiers", "faulty_tiers"]
+__all__ = ["FaultyTiers", "faulty_tiers", "tried_again_soon"]
 
 
 class FaultyTiers:
     """The faulty blob stores under the tiers, by the tier's name; the latest where one was opened again.
 
     They lie below the wrappers that retry, limit and time, as a device does.
+
+    Args:
+        remembered: as for each `tieredckpt.testing.faulty.Faulty`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, remembered: int | None = None) -> None:
+        self._remembered = remembered
         self._stores: dict[str, Faulty] = {}
+        self._struck: Counter[tuple[Kind, str]] = Counter()
+        """By stores that were opened again since."""
         self._refused: dict[str, TieredCkptError] = {}
 
     def __getitem__(self, tier: str) -> Faulty:
@@ -48,8 +56,15 @@ class FaultyTiers:
 
     def wrap(self, tier: str, store: BlobStore) -> Faulty:
         """``store`` with a script, found by the tier's name from now on."""
-        self._stores[tier] = Faulty(store)
+        if tier in self._stores:
+            self._struck += self._stores[tier].struck
+        self._stores[tier] = Faulty(store, remembered=self._remembered)
         return self._stores[tier]
+
+    @property
+    def struck(self) -> Counter[tuple[Kind, str]]:
+        """How many calls met a fault so far, on all tiers, by its kind and their verb."""
+        return sum((store.struck for store in self._stores.values()), Counter(self._struck))
 
     def check(self, tier: str) -> None:
         """Raise what `refuse` said."""
@@ -58,9 +73,9 @@ class FaultyTiers:
 
 
 @contextmanager
-def faulty_tiers() -> Iterator[FaultyTiers]:
-    """Wrap the blob store of every slower tier that is opened in the block."""
-    faults = FaultyTiers()
+def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
+    """Wrap the blob store of every slower tier that is opened in the block; their calls are ``remembered``."""
+    faults = FaultyTiers(remembered=remembered)
     open_slower = connect.open_slower
 
     async def open_faulty(tier: TierConfig) -> BlobStore:
@@ -70,3 +85,13 @@ def faulty_tiers() -> Iterator[FaultyTiers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "open_slower", open_faulty)
         yield faults
+
+
+@contextmanager
+def tried_again_soon() -> Iterator[None]:
+    """Let tiers that failed in the block be tried again in hundredths of a second instead of half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "_FIRST_RETRY", 0.02)
+        patch.setattr(tiers, "_LAST_RETRY", 0.2)
+        patch.setattr(promoter, "_SOURCE_RETRY", 0.05)
+        yield

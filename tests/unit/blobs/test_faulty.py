@@ -35,6 +35,48 @@ async def test_the_nth_matching_call_fails_and_no_other(store: Faulty) -> None:
     assert [call.key for call in store.calls if call.verb == "put"][:2] == ["steps/1", "packs/1"]
 
 
+async def test_every_fault_is_counted_by_its_kind_and_verb(store: Faulty) -> None:
+    await store.put("key", [b"xyz"])
+    held = store.hold("stat", times=None)
+    passing = asyncio.ensure_future(store.stat("key"))
+    await held.reached()
+    held.release()
+    await passing
+    await store.stat("key")  # which nothing held any more
+    store.delay("stat", 0.0)
+    await store.stat("key")
+    store.cut("get", 1)
+    store.cut("get", 100)  # of which there are fewer
+    store.flip("get", 0)
+    assert await store.get("key", limit=9) == b"y"
+    store.cut("get_into", 1)
+    with pytest.raises(ShortRead):
+        await store.get_into("key", 0, memoryview(bytearray(3)))
+    store.fail("put", TierUnavailable("lost"), after=True)
+    store.fail("put", NoSpace("full"), nth=2)
+    store.fail("delete", TierUnavailable("no answer"))
+    for call in (store.put("key", [b"x"]), store.put("key", [b"x"]), store.delete("key")):
+        with pytest.raises((TierUnavailable, NoSpace)):
+            await call
+    store.full_after(1)
+    with pytest.raises(NoSpace):
+        await store.put("key", [b"xy"])
+    store.kill()
+    with pytest.raises(TierUnavailable):
+        await store.stat("key")
+    assert store.struck == {
+        ("hang", "stat"): 1,
+        ("delay", "stat"): 1,
+        ("short read", "get"): 1,
+        ("wrong bytes", "get"): 1,
+        ("short read", "get_into"): 1,
+        ("answer lost", "put"): 1,
+        ("no space", "put"): 2,
+        ("error", "delete"): 1,
+        ("gone", "stat"): 1,
+    }
+
+
 async def test_an_answer_may_be_lost(store: Faulty) -> None:
     store.fail("put", TierUnavailable("lost"), after=True)
     with pytest.raises(TierUnavailable):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cohort import cohort
 from insight import index_of
 from scenes import CHUNK, assert_same, config, crash, ram, tree
 
@@ -78,6 +79,24 @@ async def test_a_pack_whose_footer_came_before_its_chunks_lends_none(
         await store.flush()
         assert await store.where(1) == ("ram", "far")
         await assert_intact(store)
+
+
+async def test_of_several_ranks_too_such_a_pack_lends_none(
+    shared_memory: Path, objects: Objects, in_pieces: None
+) -> None:
+    far = {"kind": "kvstore", "spec": "memory://", "survives": "node", "retries": 0}
+    tiers = {"ram": ram(shared_memory, on_close="keep"), "far": far}
+    async with cohort(2, shared_memory, shared_memory, tiers=tiers, crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "far")
+    for pack in packs(objects):
+        objects.data[pack][:CHUNK] = bytes(CHUNK)
+    for key in [key for key in objects.data if key.startswith(layout.STEPS)]:
+        del objects.data[key]
+    async with cohort(2, shared_memory, shared_memory, tiers=tiers) as ranks:
+        await ranks.all(lambda store, rank: store.flush())
+        assert await ranks[0].where(1) == ("ram", "far")
+        (found,) = await ranks[0].verify(1, "far")
+        assert not found.problem
 
 
 @pytest.mark.parametrize("first", [sorted, lambda keys: sorted(keys, reverse=True)], ids=["one way", "the other"])

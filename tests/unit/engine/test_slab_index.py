@@ -37,7 +37,7 @@ def size(content: int) -> int:
 
 
 class SlabIndexMachine(RuleBasedStateMachine):
-    """Against a multiset of uses."""
+    """Against a multiset of uses, and the extents of each chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +45,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
         self.index = SlabIndex(self.slab)
         self.uses: Counter[int] = Counter()
         self.offsets: dict[int, int] = {}
+        self.distrusted: dict[int, set[int]] = {}
 
     def teardown(self) -> None:
         self.slab.close()
@@ -78,18 +79,53 @@ class SlabIndexMachine(RuleBasedStateMachine):
     @rule(content=CONTENTS, page=st.integers(0, 45))
     def find_at_start(self, content: int, page: int) -> None:
         offset = page << 12
-        known = self.offsets.get(content)
+        known = {self.offsets.get(content), *self.distrusted.get(content, ())}
         free = all(
             offset + self.taken_by(content) <= other or other + self.taken_by(name) <= offset
-            for name, other in self.offsets.items()
+            for name, other in self.extents()
         )
         fits = free and offset + self.taken_by(content) <= CAPACITY
         adopted = self.index.adopt(digest(content), offset, size(content))
-        assert adopted == (offset == known if known is not None else fits)
-        if adopted:
-            self.offsets[content] = offset
-            self.uses[content] += 1
+        assert adopted == (offset in known or fits)
+        if not adopted:
+            return
+        self.uses[content] += 1
+        if offset not in known:
             self.slab.array[offset : offset + size(content)] = content
+            if content in self.offsets:
+                self.distrusted.setdefault(content, set()).add(offset)
+            else:
+                self.offsets[content] = offset
+
+    @precondition(lambda self: self.offsets)
+    @rule(data=st.data())
+    def find_damage(self, data: st.DataObject) -> None:
+        content = data.draw(st.sampled_from(sorted(self.offsets)))
+        self.index.distrust(digest(content), self.offsets[content] + 4096)  # which it is not at
+        assert self.index.find(digest(content)) == (self.offsets[content], size(content))
+        self.index.distrust(digest(content), self.offsets[content])
+        self.distrusted.setdefault(content, set()).add(self.offsets.pop(content))
+
+    @precondition(lambda self: self.distrusted)
+    @rule(data=st.data())
+    def mend(self, data: st.DataObject) -> None:
+        content = data.draw(st.sampled_from(sorted(self.distrusted)))
+        offset = data.draw(st.sampled_from(sorted(self.distrusted[content])))
+        self.index.trust(digest(content), offset)
+        if content not in self.offsets:
+            self.offsets[content] = offset
+            self.distrusted[content].discard(offset)
+            self.forget_what_is_unused()
+
+    def extents(self) -> list[tuple[int, int]]:
+        others = [(content, offset) for content, offsets in self.distrusted.items() for offset in offsets]
+        return [*self.offsets.items(), *others]
+
+    def forget_what_is_unused(self) -> None:
+        self.offsets = {content: offset for content, offset in self.offsets.items() if self.uses[content]}
+        self.distrusted = {
+            content: offsets for content, offsets in self.distrusted.items() if offsets and self.uses[content]
+        }
 
     @precondition(lambda self: self.uses)
     @rule(data=st.data())
@@ -98,19 +134,19 @@ class SlabIndexMachine(RuleBasedStateMachine):
         self.index.drop(digest(content) for content in contents)
         self.uses.subtract(contents)
         self.uses += Counter()
-        self.offsets = {content: offset for content, offset in self.offsets.items() if self.uses[content]}
+        self.forget_what_is_unused()
 
     @staticmethod
     def taken_by(content: int) -> int:
         return aligned(size(content) + CHECKSUM_SIZE)
 
     @invariant()
-    def the_slab_holds_each_used_chunk_once(self) -> None:
-        assert self.slab.used == sum(map(self.taken_by, self.offsets))
+    def the_slab_holds_each_used_chunk_once_that_is_trusted(self) -> None:
+        assert self.slab.used == sum(self.taken_by(content) for content, _ in self.extents())
 
     @invariant()
     def no_chunk_is_overwritten(self) -> None:
-        for content, offset in self.offsets.items():
+        for content, offset in self.extents():
             assert (self.slab.array[offset : offset + size(content)] == content).all()
 
 

@@ -300,7 +300,7 @@ async def test_verified_names_the_arrays_whose_bits_flipped_and_mends_them(two_t
         with pytest.raises(Corrupt, match=r"views of step 1 \(serial 1\) in RAM are damaged: 'few'; restore it with"):
             await restored.verified()
         await store.flush()
-        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "few", "ram", "disk")]
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "few", "ram", "disk", CHUNK)]
         await restored.verified()
         assert_same(restored.tree, state(1))
 

@@ -1,4 +1,8 @@
-"""What tests of hostile input share: bytes and JSON that were tampered with, and steps whose checksums fit."""
+"""Hostile input, as strategies of Hypothesis: bytes and JSON that were tampered with, and steps whose checksums fit.
+
+Random bytes are refused by the first check that they meet. What is made here is sound but for a few places, and its
+checksums are right, so that it gets to the checks behind them.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,27 @@ from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_ste
 from tieredckpt.format.ocdbt import Extent, Value
 from tieredckpt.format.structure import ArrayNode, DictNode, FloatNode, IntNode, ListNode, Node, StrNode
 from tieredckpt.format.zarr import dtype_name
+
+__all__ = [
+    "BTREE",
+    "ESCAPES",
+    "HOSTILE",
+    "PACK",
+    "STORE",
+    "as_json",
+    "entries_of",
+    "forged_record",
+    "marker_json",
+    "record_json",
+    "resealed",
+    "sample_arrays",
+    "sample_step",
+    "tampered_bytes",
+    "tampered_json",
+    "tampered_records",
+    "tampered_steps",
+    "tree_of",
+]
 
 STORE = str(uuid.UUID(int=7))
 STEP, SERIAL = 20, 3
@@ -229,7 +254,9 @@ def tampered_steps(draw: st.DrawFn) -> ocdbt.Index | None:
 def tampered_records() -> st.SearchStrategy[ocdbt.Index | None]:
     """A step of which only the record was tampered with; checksums fit."""
     entries, name = entries_of(sample_step()[0]), layout.STEP_RECORD.encode()
-    return tampered_json(json.loads(entries[name])).map(lambda record: resealed({**entries, name: as_json(record)}))
+    inline = entries[name]
+    assert isinstance(inline, bytes)
+    return tampered_json(json.loads(inline)).map(lambda record: resealed({**entries, name: as_json(record)}))
 
 
 def _tampered_value(value: bytes) -> st.SearchStrategy[bytes]:

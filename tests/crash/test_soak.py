@@ -1,0 +1,91 @@
+"""A store lives on under random faults: nothing is lost, and nothing that it takes grows."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tieredckpt.engine.tier import Tier
+from tieredckpt.testing.gauges import ALLOWED, trends
+from tieredckpt.testing.soak import Soaked, soak
+
+SECONDS = 45.0
+EVERY = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # of this library and of what retries for it
+
+
+def assert_survived(found: Soaked) -> None:
+    assert found.lost == []
+    assert found.growing == []
+    assert {trend.gauge for trend in found.trends} == set(ALLOWED), "there were too few samples to tell"
+    assert found.saves > 50
+    assert found.promotions > 50
+    assert found.restores > 50
+    assert found.repaired >= found.damaged > 0
+    assert found.healed > 0
+    assert found.reopened
+    assert len({kind for kind, _ in found.faults}) > 4, found.faults
+    assert {"put", "delete", "get", "stat", "list"} <= {verb for _, verb in found.faults}
+
+
+@pytest.mark.timeout(300)
+async def test_most_of_a_minute_under_random_faults_loses_and_leaks_nothing(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    assert_survived(await soak(SECONDS, shared_memory, tmp_path, seed=1, every=EVERY))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_ten_minutes_under_random_faults_lose_and_leak_nothing(shared_memory: Path, tmp_path: Path) -> None:
+    assert_survived(await soak(600.0, shared_memory, tmp_path, seed=2, every=EVERY))
+
+
+# -- and a store that breaks its promises is found out ------------------------------------------------------
+
+
+async def test_damage_that_is_not_mended_is_found_out(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: Any) -> list[Any]:
+        return []
+
+    monkeypatch.setattr("tieredckpt.engine.verifier.heal", nothing)
+    found = await soak(30.0, shared_memory, tmp_path, seed=1, every=0.0)
+    assert found.lost
+
+
+async def test_steps_that_leave_unheard_are_found_out(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retract = Tier.retract
+
+    async def and_another(tier: Tier, step: Any) -> None:
+        await retract(tier, step)
+        for other in sorted(tier.held)[:-1]:
+            tier.drop(other)
+
+    monkeypatch.setattr(Tier, "retract", and_another)
+    found = await soak(30.0, shared_memory, tmp_path, seed=1, every=0.0)
+    assert any("was heard to hold" in line for line in found.lost)
+
+
+def sampled(**gauges: list[int]) -> list[dict[str, int]]:
+    """Samples in which some gauges go as given and the others stay."""
+    count = len(next(iter(gauges.values())))
+    return [dict.fromkeys(ALLOWED, 1000) | {name: values[i] for name, values in gauges.items()} for i in range(count)]
+
+
+def test_what_grows_is_told_from_noise_and_from_the_warm_up() -> None:
+    steady = sampled(threads=[1, 2, 9, *([20, 40, 21, 19] * 5)])
+    assert not any(trend.grows for trend in trends(steady))
+    leaking = sampled(descriptors=[20 + i for i in range(30)])
+    assert [trend.gauge for trend in trends(leaking) if trend.grows] == ["descriptors"]
+    assert trends(leaking[:8]) == ()

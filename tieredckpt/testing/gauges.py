@@ -1,0 +1,110 @@
+"""What a process and the folders of its store take, sampled over a long run, and whether any of it grows.
+
+A leak is told from noise by two medians: that of the first third of the samples after a warm-up, and that of the
+last third. One sample that was taken at a bad moment moves neither.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["ALLOWED", "Trend", "sample", "trends"]
+
+Sample = Mapping[str, int]
+"""A value of every gauge."""
+
+ALLOWED: Mapping[str, tuple[float, int]] = {
+    "resident memory (bytes)": (0.05, 8 << 20),
+    "shared memory (bytes)": (0.25, 64 << 10),
+    "bytes of files": (0.25, 256 << 10),
+    "files": (0.25, 8),
+    "descriptors": (0.0, 4),
+    "threads": (0.0, 4),
+    "tasks": (0.0, 3),
+}
+"""By how much each may be more at the end: a share of what it was, and so much besides. What is retained varies
+with what was promoted last, and a pool starts its threads one by one as they are first needed.
+"""
+
+_WARM_UP = 0.2
+"""Of the samples, the share that is not judged: caches, pools and scratch memory fill."""
+
+_FEWEST = 9
+
+
+def sample(tasks: int, memory: Path, folders: Iterable[Path]) -> dict[str, int]:
+    """What this process takes now.
+
+    Args:
+        tasks: how many tasks its event loops have.
+        memory: the folder of its store in shared memory.
+        folders: of the slower tiers; files that go while they are counted count or do not.
+    """
+    gc.collect()
+    process = psutil.Process()
+    sizes = [size for folder in folders for size in _sizes(folder)]
+    values = (
+        process.memory_info().rss,
+        sum(_sizes(memory)),
+        sum(sizes),
+        len(sizes),
+        process.num_fds(),
+        process.num_threads(),
+        tasks,
+    )
+    return dict(zip(ALLOWED, values, strict=True))
+
+
+def _sizes(folder: Path) -> list[int]:
+    """The bytes that each file below a folder takes where it lies."""
+    found = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found.append(os.stat(os.path.join(place, name)).st_blocks * 512)
+            except FileNotFoundError:
+                continue
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """One gauge over a run."""
+
+    gauge: str
+    early: float
+    late: float
+    most: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether it was more at the end than a run that leaks nothing explains."""
+        share, constant = ALLOWED[self.gauge]
+        return self.late - self.early > share * self.early + constant
+
+    def __str__(self) -> str:
+        return f"{self.gauge} went from {self.early:,.0f} to {self.late:,.0f}, at most {self.most:,}"
+
+
+def trends(samples: Sequence[Sample]) -> tuple[Trend, ...]:
+    """Every gauge's course; none where there are too few samples to tell."""
+    judged = samples[round(len(samples) * _WARM_UP) :]
+    if len(judged) < _FEWEST:
+        return ()
+    third = len(judged) // 3
+    return tuple(
+        Trend(
+            gauge,
+            statistics.median(each[gauge] for each in judged[:third]),
+            statistics.median(each[gauge] for each in judged[-third:]),
+            max(each[gauge] for each in judged),
+        )
+        for gauge in ALLOWED
+    )
