@@ -28,14 +28,11 @@ from tieredckpt.engine.team import Team
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, StepAgreed
 from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.merging import show_ranks
 
 __all__ = ["Agreement", "Missed"]
 
 _log = logging.getLogger("tieredckpt")
-
-_LONGER = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
-
 
 Steps = tuple[tuple[int, int], ...]
 """Serials and step numbers."""
@@ -126,7 +123,7 @@ class Agreement:
         if self._team.leads:
             await self._decide(attempt, step, save)
             return
-        deadline = asyncio.get_running_loop().time() + self._team.deadline + _LONGER
+        deadline = asyncio.get_running_loop().time() + self._team.patience
         try:
             await gather(self._team.coordinator, f"saved/{attempt}", messages.encode(save), timeout=self._team.deadline)
         except RanksUnavailable as error:
@@ -281,5 +278,4 @@ def _not_committed(step: StepId, reason: str) -> RanksUnavailable:
 
 def _named(ranks: Sequence[int] | Mapping[int, object]) -> str:
     """``ranks 1, 2 have``, ``rank 3 has``."""
-    shown = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    return f"{show_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -33,6 +33,7 @@ from tieredckpt.events import CommitFailed, StepPromoted
 from tieredckpt.format import layout
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.merging import show_ranks
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Commits"]
@@ -163,8 +164,8 @@ class Commits:
                 tier.orphans[key] = time.time()  # until the commit refers to it
         if missing:
             raise RanksUnavailable(
-                f"{step} is not on tier {tier.name!r}: ranks {', '.join(map(str, missing[:8]))} have not written their "
-                f"parts within {patience:.0f} s",
+                f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write what they have of it within "
+                f"{patience:.0f} s",
                 missing,
             )
         for rank, each in sorted(done.items()):

@@ -57,9 +57,6 @@ from tieredckpt.tree.replicated import split
 
 __all__ = ["Ranked"]
 
-_VERDICT = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
-
 
 class Ranked:
     """One rank's share of a store of several. Lives on the engine's loop.
@@ -186,7 +183,7 @@ class Ranked:
             nbytes = record.nbytes
         else:
             nbytes = state.streamed[step][1].record.nbytes * self.team.size if step in state.streamed else 0
-        patience = self.team.deadline + _VERDICT + nbytes / tier.config.min_bandwidth
+        patience = self.team.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:
             raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])

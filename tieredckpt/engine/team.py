@@ -16,7 +16,7 @@ from typing import Any
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.engine import messages
 from tieredckpt.engine.messages import Closing, Failure, Logged
-from tieredckpt.engine.ranks import LEADER, Coordinator, exchange, gather
+from tieredckpt.engine.ranks import LEADER, LONGER, Coordinator, exchange, gather
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
 
 __all__ = ["Team", "consult"]
@@ -27,8 +27,6 @@ _LISTEN_AGAIN = 60.0
 """Seconds after which a rank that hears nothing asks its coordinator anew."""
 _POST_AGAIN = 1.0
 """Seconds until the leader tries again to tell what could not be told."""
-_VERDICT = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
 _LAST_WORDS = 5.0
 """Seconds that the leader gives the others to take what it said last."""
 
@@ -50,6 +48,11 @@ class Team:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._posting: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for what the leader decides."""
+        return self.deadline + LONGER
 
     @property
     def others(self) -> range:
@@ -195,7 +198,7 @@ async def consult(
     if not team.leads:
         try:
             await team.coordinator.post([LEADER], topic, answer)
-            told = await team.coordinator.take(LEADER, topic, timeout=team.deadline + _VERDICT)
+            told = await team.coordinator.take(LEADER, topic, timeout=team.patience)
         except RanksUnavailable:
             if failure is not None:
                 raise failure from None
