@@ -49,7 +49,8 @@ async def left_behind_after(seconds: float, tier: str, what: str, function: Call
 
     threading.Thread(target=work, name=f"tieredckpt {what}", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(outcome), seconds)
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(outcome)
     except TimeoutError:
         raise TierUnavailable(
             f"tier {tier!r}: {what} had not ended after {seconds:.1f} s; is its file system mounted and answering? "

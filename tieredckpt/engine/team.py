@@ -105,7 +105,8 @@ class Team:
             await gather(self.coordinator, "close", b"", timeout=self.deadline)
         finally:
             self.tell(Closing())
-            await asyncio.wait_for(self._outbox.join(), _LAST_WORDS)
+            async with asyncio.timeout(_LAST_WORDS):
+                await self._outbox.join()
         await gather(self.coordinator, "closed", b"", timeout=_LAST_WORDS)
 
     async def _ask_to_go(self) -> None:
@@ -133,7 +134,8 @@ class Team:
         """Return when what was told so far is on its way: the trainer may keep this process from running next."""
         if self.leads:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._outbox.join(), self.deadline)
+                async with asyncio.timeout(self.deadline):
+                    await self._outbox.join()
 
     async def _post(self) -> None:
         while True:

@@ -218,7 +218,8 @@ class InProcess:
             end = _End(asyncio.get_running_loop())
             met = self._world.come(self.rank, end)
             try:
-                self._session = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(met)), timeout)
+                async with asyncio.timeout(timeout):
+                    self._session = await asyncio.shield(asyncio.wrap_future(met))
             except TimeoutError:
                 missing = self._world.leave(self.rank, met)
                 if self.rank == LEADER:
@@ -254,7 +255,8 @@ class InProcess:
             parcel = _Parcel(bytes(memory), lambda: mine.soon(taken.set))
             theirs.soon(lambda: theirs.queue(self.rank, tag).put_nowait(parcel))
             try:
-                await asyncio.wait_for(taken.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await taken.wait()
             except TimeoutError:
                 what = f"rank {to} has not received {len(memory)} bytes within {timeout:.1f} s"
                 raise RanksUnavailable(what, [to]) from None
@@ -264,7 +266,8 @@ class InProcess:
         async with self._call("receive", str(tag)):
             queue = self._ends[self.rank].queue(source, tag)
             try:
-                parcel = await asyncio.wait_for(queue.get(), timeout)
+                async with asyncio.timeout(timeout):
+                    parcel = await queue.get()
             except TimeoutError:
                 what = f"rank {source} has not sent {len(memory)} bytes within {timeout:.1f} s"
                 raise RanksUnavailable(what, [source]) from None

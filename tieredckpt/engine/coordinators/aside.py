@@ -57,7 +57,8 @@ class Aside:
                 outcome.set_result(result)
 
         self._calls.put(run)
-        return await asyncio.wait_for(asyncio.wrap_future(outcome), timeout)
+        async with asyncio.timeout(timeout):
+            return await asyncio.wrap_future(outcome)
 
     def close(self) -> None:
         """End the thread after the calls that were made. Does not wait for it. Idempotent."""

@@ -195,7 +195,8 @@ class GlooBulk:
         running = asyncio.ensure_future(work())
         self._running.add(running)
         try:
-            await asyncio.wait_for(running, timeout)
+            async with asyncio.timeout(timeout):
+                await running
         except BaseException as error:
             self._broken.add(peer)
             await whole(self._part_with(peer))

@@ -356,7 +356,8 @@ class Mailbox:
 
     async def _carried(self, call: Coroutine[Any, Any, T]) -> T:
         try:
-            return await asyncio.wait_for(call, _CARRIER_TIMEOUT)
+            async with asyncio.timeout(_CARRIER_TIMEOUT):
+                return await call
         except TimeoutError:
             what = f"what carries messages between the ranks has not answered within {_CARRIER_TIMEOUT:.0f} s"
             raise RanksUnavailable(what) from None

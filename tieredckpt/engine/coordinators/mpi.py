@@ -176,7 +176,8 @@ class MpiRanks:
                 since = time.monotonic()
             with suppress(TimeoutError):
                 pause = _PATIENCE * (time.monotonic() - since)
-                await asyncio.wait_for(self._stir.wait(), min(max(_FASTEST, pause), _SLOWEST))
+                async with asyncio.timeout(min(max(_FASTEST, pause), _SLOWEST)):
+                    await self._stir.wait()
                 self._stir.clear()
                 since = time.monotonic()
 

@@ -53,7 +53,8 @@ class SharedStore(Mailbox):
         """Meet all other ranks, and remove what jobs that died long ago have left."""
         begin = time.monotonic()
         try:
-            await asyncio.wait_for(self._objects.open(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._objects.open()
         except TimeoutError:
             what = f"the store that carries messages between the ranks could not be opened within {timeout:.1f} s"
             raise RanksUnavailable(what) from None
