@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -292,9 +291,7 @@ class CheckpointStore:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
         resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
-            self._engine.restoring(
-                partial(restore, self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
-            )
+            restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
         )
 
     # -- what there is ------------------------------------------------------------------------------------

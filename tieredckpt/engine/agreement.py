@@ -6,8 +6,8 @@ its part, which names all chunks by their digests. Once all have, and their part
 continue with one serial, so that the next save works.
 
 Ranks may skip a save, or make it long after the others. So that what they say of different saves is never
-mixed up, an *attempt* is named by the step, by how often that step was saved, and by how often all ranks have
-restored one together.
+mixed up, an *attempt* is named by the step, by how often that step was saved, and by the number of the last
+restore that all ranks began together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tieredckpt.events import CommitFailed, StepAgreed
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["Agreement", "Missed"]
+__all__ = ["Agreement", "Missed", "Steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -68,6 +68,7 @@ class Agreement:
         self.parts: dict[StepId, dict[int, bytes]] = {}
         """At the leader: the encoded parts of the steps that RAM holds, by rank."""
         self._restores = 0
+        """Number of the last restore."""
         self._saves: Counter[int] = Counter()
         """How often each step was saved since the last restore."""
         self._saving: set[str] = set()
@@ -92,9 +93,9 @@ class Agreement:
             self._open.add(attempt)
         return attempt
 
-    def restored(self) -> None:
-        """All ranks have restored a step together: saves are counted anew."""
-        self._restores += 1
+    def restore_begins(self, number: int) -> None:
+        """All ranks begin the restore of that number together: saves are counted anew."""
+        self._restores = number
         self._saves.clear()
         self._missed.clear()
 

@@ -16,18 +16,24 @@ from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.messages import (
     Agreed,
+    Asks,
     Evicted,
     Failed,
     Failure,
     HeldStep,
+    Here,
     Logged,
+    Met,
     Promote,
     Promoted,
     Replicate,
     Replicated,
+    Reported,
+    RollCall,
     SaveAt,
     Stuck,
     TierNews,
+    Withdraws,
     brief,
 )
 from tieredckpt.engine.opening import Opening, adopt_catalog, catalog_of, discard_unused
@@ -78,7 +84,9 @@ class Ranked:
         self.agreement = Agreement(state, collector, team, self._commit_streamed, self.take_gone, self._forget)
         self.commits = Commits(state, collector, team, self.agreement)
         self.opening = Opening(state, collector, team, self.agreement, self.commits, open_tiers)
-        self.restores = Restores(state, team, self.agreement, self.opening, look_up, self.take_gone, self._forget)
+        self.restores = Restores(
+            state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
+        )
         first = state.config.tiers[0]
         self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
         self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
@@ -96,7 +104,7 @@ class Ranked:
             await self.replicas.open()
         self._unsubscribe = self._state.events.subscribe(self._tell if self.team.leads else self._note)
         self._loop = asyncio.get_running_loop()
-        self.team.begin(self._apply)
+        self.team.begin(self._apply, self._hear)
         if self.replicas is not None and self.team.leads:
             self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
 
@@ -213,6 +221,9 @@ class Ranked:
         gone, self._gone = tuple(self._gone), []
         return gone
 
+    def _still_gone(self, gone: tuple[tuple[int, int], ...]) -> None:
+        self._gone += gone
+
     async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
         """At the leader: steps of which another rank has let its part go are in RAM no more."""
         first = self._state.tiers[0]
@@ -278,11 +289,19 @@ class Ranked:
                 self._save_at(message)
             case TierNews():
                 self._tier_news(message)
+            case RollCall() | Met():
+                self.restores.meeting.apply(message)
             case Replicate() if self.replicas is not None:
                 self.replicas.apply_order(message)
             case Replicated() if self.replicas is not None:
                 await self.replicas.apply_news(message)
         state.changed.beat()
+
+    async def _hear(self, rank: int, message: Reported) -> None:
+        """At the leader: what another rank reports."""
+        match message:
+            case Asks() | Here() | Withdraws():
+                self.restores.meeting.heard(rank, message)
 
     async def _not_promoted(self, failed: Failed) -> None:
         assert failed.tier is not None
