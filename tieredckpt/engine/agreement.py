@@ -25,6 +25,7 @@ from tieredckpt.engine.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
+from tieredckpt.engine.wholes import Whole, Wholes, without_places
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, StepAgreed
 from tieredckpt.format.manifest import StepId, StepIndex
@@ -67,6 +68,8 @@ class Agreement:
         self._forget = forget
         self.parts: dict[StepId, dict[int, bytes]] = {}
         """At the leader: the encoded parts of the steps that RAM holds, by rank."""
+        self.wholes = Wholes()
+        """At the leader: what the parts make together."""
         self._restores = 0
         """Number of the last restore."""
         self._saves: Counter[int] = Counter()
@@ -147,7 +150,7 @@ class Agreement:
         try:
             await self._gather(attempt, saves)
             parts = {rank: save.part for rank, save in saves.items()}
-            merged = await in_thread(merge_parts, parts, pool=self._state.pool)
+            whole = await in_thread(_merged, parts, pool=self._state.pool)
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
@@ -165,10 +168,11 @@ class Agreement:
             await self.apply_failed(failed)
             return
         self._open.discard(attempt)
+        self.wholes.keep(whole)
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        agreed = Agreed(attempt, messages.brief(merged.record), tier is None, tuple(self._open))
+        agreed = Agreed(attempt, messages.brief(whole.record), tier is None, tuple(self._open))
         self._team.tell(agreed)
         await self.apply_agreed(agreed)
         if tier is not None:
@@ -271,6 +275,10 @@ class Agreement:
         for attempt, before in tuple(self._announced.items()):
             if before.serial and before < step and attempt not in opened and not self._team.leads:
                 await self._give_up(attempt, (LEADER,), f"rank {LEADER} has not saved it")
+
+
+def _merged(parts: Mapping[int, bytes]) -> Whole:
+    return without_places(merge_parts(parts))
 
 
 def _not_committed(step: StepId, reason: str) -> RanksUnavailable:

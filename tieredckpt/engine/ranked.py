@@ -254,6 +254,7 @@ class Ranked:
             step = StepId(event.serial, event.step)
             if event.tier == state.tiers[0].name and state.tiers[0].config.kind == "ram":
                 self.agreement.parts.pop(step, None)
+                self.agreement.wholes.forget(step)
                 self._give_back()
             self.team.tell(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
