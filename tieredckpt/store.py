@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -189,10 +190,12 @@ class CheckpointStore:
         return self._engine.state.observe()
 
     def signal(self, name: str, *, on: bool = True) -> None:
-        """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; also from a signal handler."""
+        """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; from any thread or handler."""
         loop = self.engine_loop
         self._engine.state.signal(name, on=on)
         loop.soon(self._engine.state.changed.beat)
+        if (ranked := self._engine.ranked) is not None:
+            loop.soon(partial(ranked.reports.signalled, name, on=on))
 
     async def save(
         self,
@@ -351,7 +354,7 @@ class CheckpointStore:
         """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
         `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.promote(step, tier))
+        return await self.engine_loop.call(self._engine.by_hand.promote(step, tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""

@@ -30,6 +30,7 @@ __all__ = [
     "Catalog",
     "Chosen",
     "Closing",
+    "Damaged",
     "Done",
     "Evicted",
     "Failed",
@@ -47,8 +48,10 @@ __all__ = [
     "RollCall",
     "Save",
     "SaveAt",
+    "Signalled",
     "Stuck",
     "TierNews",
+    "Wanted",
     "Withdraws",
     "brief",
     "decode",
@@ -307,7 +310,32 @@ class Withdraws(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-Reported = Asks | Here | Withdraws
+class Damaged(msgspec.Struct, frozen=True, tag=True):
+    """A rank could not read some of a step on a shared tier."""
+
+    step: int
+    serial: int
+    tier: str
+    digests: tuple[bytes, ...]
+    """Of the chunks; none: the index."""
+
+
+class Signalled(msgspec.Struct, frozen=True, tag=True):
+    """The trainer of a rank has raised a signal, or withdrawn it."""
+
+    name: str
+    on: bool
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """A rank wants a step on a shared tier at once, for its machine is taken away."""
+
+    step: int
+    serial: int
+    tier: str
+
+
+Reported = Asks | Here | Withdraws | Damaged | Signalled | Wanted
 """What the logs of the other ranks consist of, which the leader hears."""
 
 

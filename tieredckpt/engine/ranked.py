@@ -17,6 +17,7 @@ from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.messages import (
     Agreed,
     Asks,
+    Damaged,
     Evicted,
     Failed,
     Failure,
@@ -31,8 +32,10 @@ from tieredckpt.engine.messages import (
     Reported,
     RollCall,
     SaveAt,
+    Signalled,
     Stuck,
     TierNews,
+    Wanted,
     Withdraws,
     brief,
 )
@@ -40,6 +43,7 @@ from tieredckpt.engine.opening import Opening, adopt_catalog, catalog_of, discar
 from tieredckpt.engine.planning import Plan
 from tieredckpt.engine.ranks import LEADER
 from tieredckpt.engine.replicating import Replicas, replicates
+from tieredckpt.engine.reports import Reports
 from tieredckpt.engine.restores import Restores
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
@@ -67,7 +71,7 @@ __all__ = ["Ranked"]
 class Ranked:
     """One rank's share of a store of several. Lives on the engine's loop.
 
-    ``open_tiers`` and ``look_up`` are what a store of one rank does.
+    ``open_tiers``, ``look_up`` and ``promote_at_once`` are what a store of one rank does.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Ranked:
         team: Team,
         open_tiers: Callable[[], Awaitable[None]],
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
+        promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
         self._state = state
         self._collector = collector
@@ -87,6 +92,7 @@ class Ranked:
         self.restores = Restores(
             state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
         )
+        self.reports = Reports(state, collector, team, promote_at_once)
         first = state.config.tiers[0]
         self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
         self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
@@ -303,6 +309,8 @@ class Ranked:
         match message:
             case Asks() | Here() | Withdraws():
                 self.restores.meeting.heard(rank, message)
+            case Damaged() | Signalled() | Wanted():
+                self.reports.heard(rank, message)
 
     async def _not_promoted(self, failed: Failed) -> None:
         assert failed.tier is not None
