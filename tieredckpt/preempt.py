@@ -163,16 +163,21 @@ class Preemption:
         """Promote the newest step, and keep trying; None where nothing was saved."""
         await self._store.captures.settled()
         while (step := self._state.newest()) is not None and step not in self._tier.held:
-            if (promoter := self._store.engine.promoters.get(self._tier.name)) is not None:
-                promoter.give_way(step)
             try:
-                await self._store.engine.promote(step.step, self._tier.name)
+                await self._promote(step)
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)
                 await self._state.changed.wait(_TRY_AGAIN)
         if (ranked := self._store.engine.ranked) is not None:
             await ranked.team.all_told()  # the other ranks wait for that as well, and this process ends
         return step
+
+    async def _promote(self, step: StepId) -> None:
+        engine = self._store.engine
+        if engine.ranked is not None and not self._state.manages(self._tier):
+            await engine.ranked.reports.promote(step, self._tier)
+        else:
+            await engine.promote_at_once(step, self._tier)
 
     def _passed(self) -> float:
         return time.monotonic() - self._warned_at

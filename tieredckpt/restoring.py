@@ -15,6 +15,7 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.state import numbers
 from tieredckpt.engine.targets import empty_targets
+from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import writable_part
@@ -37,6 +38,26 @@ async def restore(
     resume: bool,
 ) -> Restored | None:
     """See `CheckpointStore.restore`; runs on ``loop``, the engine's."""
+    found = await engine.restoring(partial(_restore, engine, loop, step, keys, like, into, copy=copy))
+    if found is None:
+        return None
+    restored, chosen, record = found
+    if resume and not engine.state.read_only:  # now that of several ranks all have restored it
+        await engine.resume_from(chosen, record)
+    return restored
+
+
+async def _restore(
+    engine: Engine,
+    loop: EngineLoop,
+    step: int | None,
+    keys: Sequence[str] | None,
+    like: Any,
+    into: Any,
+    *,
+    copy: bool,
+) -> tuple[Restored, StepId, StepRecord] | None:
+    """This rank's share of a restore, with the step that was restored."""
     found = await engine.look_up(step)
     if found is None:
         return None
@@ -53,9 +74,8 @@ async def restore(
             None,
         )
     tree = await in_thread(_build, wanted, fitted, read)
-    if resume and not engine.state.read_only:
-        await engine.resume_from(chosen, read.record)
-    return Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
+    restored = Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
+    return restored, chosen, read.record
 
 
 async def _check_views(loop: EngineLoop, check: Callable[[], Coroutine[Any, Any, None]]) -> None:

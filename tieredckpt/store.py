@@ -190,10 +190,12 @@ class CheckpointStore:
         return self._engine.state.observe()
 
     def signal(self, name: str, *, on: bool = True) -> None:
-        """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; also from a signal handler."""
+        """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; from any thread or handler."""
         loop = self.engine_loop
         self._engine.state.signal(name, on=on)
         loop.soon(self._engine.state.changed.beat)
+        if (ranked := self._engine.ranked) is not None:
+            loop.soon(partial(ranked.reports.signalled, name, on=on))
 
     async def save(
         self,
@@ -289,9 +291,7 @@ class CheckpointStore:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
         resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
-            self._engine.restoring(
-                partial(restore, self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
-            )
+            restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
         )
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class CheckpointStore:
         """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
         `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.promote(step, tier))
+        return await self.engine_loop.call(self._engine.by_hand.promote(step, tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""

@@ -17,6 +17,7 @@ from scenes import SOON, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig, SyncStore
 from tieredckpt.engine import copier, engine
+from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
@@ -234,14 +235,14 @@ def test_a_step_that_is_still_being_captured_is_the_newest(
 
 
 def test_what_a_tiers_code_raises_is_tried_again(settings: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    promote, failures = engine.Engine.promote, iter([OSError("no library of ours"), TimeoutError("neither")])
+    promote, failures = ByHand.promote, iter([OSError("no library of ours"), TimeoutError("neither")])
 
-    async def fails_at_first(self: engine.Engine, step: int, tier: str) -> object:
+    async def fails_at_first(self: ByHand, step: int, tier: str) -> object:
         for failure in failures:
             raise failure
         return await promote(self, step, tier)
 
-    monkeypatch.setattr(engine.Engine, "promote", fails_at_first)
+    monkeypatch.setattr(ByHand, "promote", fails_at_first)
     with CheckpointStore.open(settings).sync() as store:
         store.save(1, tree(1))
         with pytest.raises(SystemExit) as ended, preemption(store, seconds=60):

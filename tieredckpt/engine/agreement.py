@@ -6,8 +6,8 @@ its part, which names all chunks by their digests. Once all have, and their part
 continue with one serial, so that the next save works.
 
 Ranks may skip a save, or make it long after the others. So that what they say of different saves is never
-mixed up, an *attempt* is named by the step, by how often that step was saved, and by how often all ranks have
-restored one together.
+mixed up, an *attempt* is named by the step, by how often that step was saved, and by the number of the last
+restore that all ranks began together.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from tieredckpt.engine.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
+from tieredckpt.engine.wholes import Whole, Wholes, without_places
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, StepAgreed
 from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.merging import show_ranks
 
-__all__ = ["Agreement", "Missed"]
+__all__ = ["Agreement", "Missed", "Steps"]
 
 _log = logging.getLogger("tieredckpt")
-
-_LONGER = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
-
 
 Steps = tuple[tuple[int, int], ...]
 """Serials and step numbers."""
@@ -70,7 +68,10 @@ class Agreement:
         self._forget = forget
         self.parts: dict[StepId, dict[int, bytes]] = {}
         """At the leader: the encoded parts of the steps that RAM holds, by rank."""
+        self.wholes = Wholes()
+        """At the leader: what the parts make together."""
         self._restores = 0
+        """Number of the last restore."""
         self._saves: Counter[int] = Counter()
         """How often each step was saved since the last restore."""
         self._saving: set[str] = set()
@@ -95,9 +96,9 @@ class Agreement:
             self._open.add(attempt)
         return attempt
 
-    def restored(self) -> None:
-        """All ranks have restored a step together: saves are counted anew."""
-        self._restores += 1
+    def restore_begins(self, number: int) -> None:
+        """All ranks begin the restore of that number together: saves are counted anew."""
+        self._restores = number
         self._saves.clear()
         self._missed.clear()
 
@@ -126,7 +127,7 @@ class Agreement:
         if self._team.leads:
             await self._decide(attempt, step, save)
             return
-        deadline = asyncio.get_running_loop().time() + self._team.deadline + _LONGER
+        deadline = asyncio.get_running_loop().time() + self._team.patience
         try:
             await gather(self._team.coordinator, f"saved/{attempt}", messages.encode(save), timeout=self._team.deadline)
         except RanksUnavailable as error:
@@ -149,7 +150,7 @@ class Agreement:
         try:
             await self._gather(attempt, saves)
             parts = {rank: save.part for rank, save in saves.items()}
-            merged = await in_thread(merge_parts, parts, pool=self._state.pool)
+            whole = await in_thread(_merged, parts, pool=self._state.pool)
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
@@ -167,10 +168,11 @@ class Agreement:
             await self.apply_failed(failed)
             return
         self._open.discard(attempt)
+        self.wholes.keep(whole)
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        agreed = Agreed(attempt, messages.brief(merged.record), tier is None, tuple(self._open))
+        agreed = Agreed(attempt, messages.brief(whole.record), tier is None, tuple(self._open))
         self._team.tell(agreed)
         await self.apply_agreed(agreed)
         if tier is not None:
@@ -275,11 +277,14 @@ class Agreement:
                 await self._give_up(attempt, (LEADER,), f"rank {LEADER} has not saved it")
 
 
+def _merged(parts: Mapping[int, bytes]) -> Whole:
+    return without_places(merge_parts(parts))
+
+
 def _not_committed(step: StepId, reason: str) -> RanksUnavailable:
     return RanksUnavailable(f"{step} was not committed: {reason}; the next save is made as if this one had not been")
 
 
 def _named(ranks: Sequence[int] | Mapping[int, object]) -> str:
     """``ranks 1, 2 have``, ``rank 3 has``."""
-    shown = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    return f"{show_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -22,18 +22,20 @@ from tieredckpt.engine.copier import batches, copy_step, make_room
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
-from tieredckpt.engine.parts import check_found, encode_own, encode_written, holders, merge_written, share_out
+from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
 from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.spares import refer_to_intact, undoubted
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.wholes import placed, without_places
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed, StepPromoted
 from tieredckpt.format import layout
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.merging import show_ranks
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Commits"]
@@ -119,7 +121,7 @@ class Commits:
             lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
-            index = await self._merged(step, tier, done, tuple(parts))
+            index = await self._merged(step, tier, done, parts)
             await tier.commit(index.record, index.arrays)
             for array in index.arrays.values():
                 for chunk in array.chunks:
@@ -166,8 +168,8 @@ class Commits:
                 tier.orphans[key] = time.time()  # until the commit refers to it
         if missing:
             raise RanksUnavailable(
-                f"{step} is not on tier {tier.name!r}: ranks {', '.join(map(str, missing[:8]))} have not written their "
-                f"parts within {patience:.0f} s",
+                f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write what they have of it within "
+                f"{patience:.0f} s",
                 missing,
             )
         for rank, each in sorted(done.items()):
@@ -176,9 +178,10 @@ class Commits:
                 raise Failure(each.failure.kind, text, each.failure.ranks or (rank,)).error()
         return [done[rank] for rank in sorted(done)]
 
-    async def _merged(self, step: StepId, tier: Tier, done: Sequence[Done], ranks: Sequence[int]) -> StepIndex:
+    async def _merged(self, step: StepId, tier: Tier, done: Sequence[Done], parts: Mapping[int, bytes]) -> StepIndex:
+        """The step with all chunks where they lie on the tier, once each rank's part is there as it was written."""
         expected = {part: found for each in done for part, found in each.parts.items()}
-        parts: dict[int, bytes] = {}
+        written: dict[int, bytes] = {}
         reading = asyncio.Semaphore(_PARALLEL_READS)
 
         async def read(rank: int) -> None:
@@ -187,14 +190,21 @@ class Commits:
                 # What is wrong here is the tier's and not the step's, for the rank still has its part.
                 anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
                 try:
-                    parts[rank] = await tier.store.get(key, limit=_PART_MAX)
+                    written[rank] = await tier.store.get(key, limit=_PART_MAX)
                 except NotFound as error:
                     raise TierUnavailable(anew) from error
-            if digest(parts[rank]) != expected[rank]:
+            if digest(written[rank]) != expected[rank]:
                 raise TierUnavailable(anew)
 
-        await together([read(rank) for rank in ranks])
-        index = await in_thread(merge_written, parts, tier.chunks, pool=self._state.pool)
+        await together([read(rank) for rank in parts])
+
+        kept = self._agreement.wholes.get(step)
+
+        def merged() -> StepIndex:
+            whole = without_places(merge_parts(parts)) if kept is None else kept
+            return placed(whole, extents_of(written), tier.chunks)
+
+        index = await in_thread(merged, pool=self._state.pool)
         check_found(index, tier.packs)
         return index
 

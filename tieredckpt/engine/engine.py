@@ -126,7 +126,9 @@ class Engine:
         self._promote: Promote = partial(copy_step, self.state, self.collector)
         if team is not None:
             self.state.rank, self.state.ranks = team.rank, team.size
-            self.ranked = Ranked(self.state, self.collector, team, self._open_tiers, self._look_up)
+            self.ranked = Ranked(
+                self.state, self.collector, team, self._open_tiers, self._look_up, self.promote_at_once
+            )
             self._promote = self.ranked.commits.promote
         self.by_hand = ByHand(self.state, self.collector, self._promote)
         self._writer = Writer(self.state, self.collector)
@@ -175,9 +177,11 @@ class Engine:
         if ram is not None and ram.slab.writable:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
 
-    async def promote(self, step: int, tier: str) -> int:
-        """See `ByHand.promote`."""
-        return await self.by_hand.promote(step, tier)
+    async def promote_at_once(self, step: StepId, tier: Tier) -> None:
+        """Copy a step to a tier before older ones that are on their way. Raises as `ByHand.promote`."""
+        if (promoter := self.promoters.get(tier.name)) is not None:
+            promoter.give_way(step)
+        await self.by_hand.promote(step.step, tier.name)
 
     async def collect(self) -> list[Collected]:
         """See `ByHand.collect`."""
@@ -326,6 +330,8 @@ class Engine:
             targets = await asyncio.to_thread(targets_for, source.index)
             sources = await fill(state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
+        if self.ranked is not None:
+            self.ranked.reports.damaged(step, damage, unreadable)
         damage = [found for found in damage if found.tier in state.tiers and state.manages(found.tier)]
         unreadable = [(tier, error) for tier, error in unreadable if state.manages(tier)]
         if (damage or unreadable) and not self._read_only:

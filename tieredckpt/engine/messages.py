@@ -1,7 +1,7 @@
 """What the ranks of a store tell each other, as bytes.
 
-Most is in the leader's log: numbered messages to all other ranks, which they apply in their order. Answers have
-topics of their own.
+Most is in logs: numbered messages, those of the leader to all other ranks, and those of each other rank to the
+leader, which apply them in their order. Answers have topics of their own.
 """
 
 from __future__ import annotations
@@ -26,24 +26,33 @@ from tieredckpt.format.structure import NoneNode
 
 __all__ = [
     "Agreed",
+    "Asks",
     "Catalog",
     "Chosen",
     "Closing",
+    "Damaged",
     "Done",
     "Evicted",
     "Failed",
     "Failure",
     "HeldStep",
+    "Here",
     "Logged",
+    "Met",
     "Opened",
     "Promote",
     "Promoted",
     "Replicate",
     "Replicated",
+    "Reported",
+    "RollCall",
     "Save",
     "SaveAt",
+    "Signalled",
     "Stuck",
     "TierNews",
+    "Wanted",
+    "Withdraws",
     "brief",
     "decode",
     "decode_said",
@@ -243,12 +252,91 @@ class SaveAt(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class RollCall(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have asked for a restore: those that still wait say so."""
+
+    asks: dict[int, int]
+    """The ranks that are called, and how often each had asked."""
+
+
+class Met(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are there for a restore, which begins; or some are not, and it does not."""
+
+    number: int
+    """Of the restore."""
+    asks: dict[int, int]
+    """The ranks that are answered, and how often each had asked."""
+    missing: tuple[int, ...] = ()
+
+
 class Closing(msgspec.Struct, frozen=True, tag=True):
     """The leader has nothing more to say."""
 
 
-Logged = Agreed | Failed | Promote | Promoted | Evicted | Stuck | TierNews | Replicate | Replicated | SaveAt | Closing
+Logged = (
+    Agreed
+    | Failed
+    | Promote
+    | Promoted
+    | Evicted
+    | Stuck
+    | TierNews
+    | Replicate
+    | Replicated
+    | SaveAt
+    | RollCall
+    | Met
+    | Closing
+)
 """What the leader's log consists of."""
+
+
+class Asks(msgspec.Struct, frozen=True, tag=True):
+    """A rank waits for the others, to restore."""
+
+    number: int
+    """How often it has asked."""
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """A rank that asked for a restore still waits."""
+
+    number: int
+
+
+class Withdraws(msgspec.Struct, frozen=True, tag=True):
+    """A rank that asked for a restore waits no more."""
+
+    number: int
+
+
+class Damaged(msgspec.Struct, frozen=True, tag=True):
+    """A rank could not read some of a step on a shared tier."""
+
+    step: int
+    serial: int
+    tier: str
+    digests: tuple[bytes, ...]
+    """Of the chunks; none: the index."""
+
+
+class Signalled(msgspec.Struct, frozen=True, tag=True):
+    """The trainer of a rank has raised a signal, or withdrawn it."""
+
+    name: str
+    on: bool
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """A rank wants a step on a shared tier at once, for its machine is taken away."""
+
+    step: int
+    serial: int
+    tier: str
+
+
+Reported = Asks | Here | Withdraws | Damaged | Signalled | Wanted
+"""What the logs of the other ranks consist of, which the leader hears."""
 
 
 class Done(msgspec.Struct, frozen=True):

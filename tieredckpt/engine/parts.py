@@ -10,9 +10,9 @@ from tieredckpt.errors import Conflict
 from tieredckpt.format.manifest import StepIndex, StepRecord
 from tieredckpt.format.merging import merge
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
+from tieredckpt.format.part import Part, PartArray, decode_extents, decode_part, encode_part
 
-__all__ = ["check_found", "encode_own", "encode_written", "holders", "merge_parts", "merge_written", "share_out"]
+__all__ = ["check_found", "encode_own", "encode_written", "extents_of", "holders", "merge_parts", "share_out"]
 
 Extents = Mapping[bytes, Extent]
 
@@ -53,34 +53,27 @@ def merge_parts(parts: Mapping[int, bytes]) -> StepIndex:
     return merge(decode_part(data, f"the part of rank {rank}") for rank, data in parts.items())
 
 
-def merge_written(parts: Mapping[int, bytes], there: Extents) -> StepIndex:
-    """As `merge_parts` of what the ranks have written to a tier; ``there`` are all chunks that the tier has now.
-
-    Raises `Conflict` besides for a chunk that is nowhere on the tier.
-    """
-    decoded = (decode_part(data, f"the part of rank {rank}") for rank, data in parts.items())
-    return merge(Part(part.record, {key: _found(a, there) for key, a in part.arrays.items()}) for part in decoded)
-
-
-def _found(array: PartArray, there: Extents) -> PartArray:
-    chunks = [
-        (digest, where if isinstance(where, bytes) else there.get(digest, where)) for digest, where in array.chunks
-    ]
-    return PartArray(array.grid, array.dtype, chunks)
+def extents_of(parts: Mapping[int, bytes]) -> dict[bytes, Extent]:
+    """Where the chunks are that the ranks have written, by digest. Raises `Corrupt`."""
+    found: dict[bytes, Extent] = {}
+    for rank, data in parts.items():
+        found.update(decode_extents(data, f"the part of rank {rank}"))
+    return found
 
 
 def holders(parts: Mapping[int, bytes], there: Collection[bytes]) -> tuple[dict[bytes, list[int]], dict[bytes, int]]:
-    """The ranks that have each chunk, and its bytes, by digest; without those of ``there``, and small ones."""
+    """The ranks that have each chunk, and its bytes as it lies there, by digest; without those of ``there``, and
+    small ones.
+    """
     ranks: dict[bytes, list[int]] = {}
     sizes: dict[bytes, int] = {}
     for rank, data in parts.items():
-        for array in decode_part(data, f"the part of rank {rank}").arrays.values():
-            for digest, where in array.chunks:
-                if isinstance(where, Extent) and digest not in there:
-                    having = ranks.setdefault(digest, [])
-                    if not having or having[-1] != rank:
-                        having.append(rank)
-                    sizes[digest] = array.grid.cell_nbytes
+        for digest, extent in decode_extents(data, f"the part of rank {rank}"):
+            if digest not in there:
+                having = ranks.setdefault(digest, [])
+                if not having or having[-1] != rank:
+                    having.append(rank)
+                sizes[digest] = extent.length
     return ranks, sizes
 
 

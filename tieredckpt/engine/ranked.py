@@ -16,24 +16,34 @@ from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.messages import (
     Agreed,
+    Asks,
+    Damaged,
     Evicted,
     Failed,
     Failure,
     HeldStep,
+    Here,
     Logged,
+    Met,
     Promote,
     Promoted,
     Replicate,
     Replicated,
+    Reported,
+    RollCall,
     SaveAt,
+    Signalled,
     Stuck,
     TierNews,
+    Wanted,
+    Withdraws,
     brief,
 )
 from tieredckpt.engine.opening import Opening, adopt_catalog, catalog_of, discard_unused
 from tieredckpt.engine.planning import Plan
 from tieredckpt.engine.ranks import LEADER
 from tieredckpt.engine.replicating import Replicas, replicates
+from tieredckpt.engine.reports import Reports
 from tieredckpt.engine.restores import Restores
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
@@ -57,14 +67,11 @@ from tieredckpt.tree.replicated import split
 
 __all__ = ["Ranked"]
 
-_VERDICT = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
-
 
 class Ranked:
     """One rank's share of a store of several. Lives on the engine's loop.
 
-    ``open_tiers`` and ``look_up`` are what a store of one rank does.
+    ``open_tiers``, ``look_up`` and ``promote_at_once`` are what a store of one rank does.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Ranked:
         team: Team,
         open_tiers: Callable[[], Awaitable[None]],
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
+        promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
         self._state = state
         self._collector = collector
@@ -81,7 +89,10 @@ class Ranked:
         self.agreement = Agreement(state, collector, team, self._commit_streamed, self.take_gone, self._forget)
         self.commits = Commits(state, collector, team, self.agreement)
         self.opening = Opening(state, collector, team, self.agreement, self.commits, open_tiers)
-        self.restores = Restores(state, team, self.agreement, self.opening, look_up, self.take_gone, self._forget)
+        self.restores = Restores(
+            state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
+        )
+        self.reports = Reports(state, collector, team, promote_at_once)
         first = state.config.tiers[0]
         self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
         self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
@@ -99,7 +110,7 @@ class Ranked:
             await self.replicas.open()
         self._unsubscribe = self._state.events.subscribe(self._tell if self.team.leads else self._note)
         self._loop = asyncio.get_running_loop()
-        self.team.begin(self._apply)
+        self.team.begin(self._apply, self._hear)
         if self.replicas is not None and self.team.leads:
             self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
 
@@ -186,7 +197,7 @@ class Ranked:
             nbytes = record.nbytes
         else:
             nbytes = state.streamed[step][1].record.nbytes * self.team.size if step in state.streamed else 0
-        patience = self.team.deadline + _VERDICT + nbytes / tier.config.min_bandwidth
+        patience = self.team.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:
             raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
@@ -215,6 +226,9 @@ class Ranked:
     def take_gone(self) -> tuple[tuple[int, int], ...]:
         gone, self._gone = tuple(self._gone), []
         return gone
+
+    def _still_gone(self, gone: tuple[tuple[int, int], ...]) -> None:
+        self._gone += gone
 
     async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
         """At the leader: steps of which another rank has let its part go are in RAM no more."""
@@ -246,6 +260,7 @@ class Ranked:
             step = StepId(event.serial, event.step)
             if event.tier == state.tiers[0].name and state.tiers[0].config.kind == "ram":
                 self.agreement.parts.pop(step, None)
+                self.agreement.wholes.forget(step)
                 self._give_back()
             self.team.tell(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
@@ -281,11 +296,21 @@ class Ranked:
                 self._save_at(message)
             case TierNews():
                 self._tier_news(message)
+            case RollCall() | Met():
+                self.restores.meeting.apply(message)
             case Replicate() if self.replicas is not None:
                 self.replicas.apply_order(message)
             case Replicated() if self.replicas is not None:
                 await self.replicas.apply_news(message)
         state.changed.beat()
+
+    async def _hear(self, rank: int, message: Reported) -> None:
+        """At the leader: what another rank reports."""
+        match message:
+            case Asks() | Here() | Withdraws():
+                self.restores.meeting.heard(rank, message)
+            case Damaged() | Signalled() | Wanted():
+                self.reports.heard(rank, message)
 
     async def _not_promoted(self, failed: Failed) -> None:
         assert failed.tier is not None

@@ -18,9 +18,11 @@ import msgspec
 
 from tieredckpt.engine.inbox import Inbox
 from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
+from tieredckpt.format.merging import show_ranks
 
 __all__ = [
     "LEADER",
+    "LONGER",
     "Coordinator",
     "RanksMissing",
     "Solo",
@@ -34,8 +36,8 @@ __all__ = [
 LEADER = 0
 """The rank that decides where one must."""
 
-_VERDICT = 2.0
-"""Seconds beyond its own deadline for which a rank waits to be told by the leader who was missing."""
+LONGER = 2.0
+"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
 
 
 class RanksMissing(RanksUnavailable):
@@ -186,10 +188,9 @@ async def _answer(coordinator: Coordinator, source: int, topic: str, timeout: fl
 
 
 def _missing(ranks: Sequence[int], topic: str, timeout: float) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return (
-        f"{len(ranks)} of the ranks ({shown}) have not sent {topic!r} within {timeout:.1f} s; they died, hang or are "
-        "slow: see their logs, and raise `rank_deadline` if they are only slow"
+        f"{len(ranks)} of the ranks have not sent {topic!r} within {timeout:.1f} s: {show_ranks(ranks)}; they died, "
+        "hang or are slow: see their logs, and raise `rank_deadline` if they are only slow"
     )
 
 
@@ -227,7 +228,7 @@ async def exchange(coordinator: Coordinator, topic: str, data: bytes, *, timeout
         await coordinator.post(range(1, coordinator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
         return said
     await coordinator.post([LEADER], topic, data)
-    answer = await coordinator.take(LEADER, topic, timeout=timeout + _VERDICT)
+    answer = await coordinator.take(LEADER, topic, timeout=timeout + LONGER)
     try:
         told_by_leader = msgspec.msgpack.decode(answer, type=_Told)
     except msgspec.DecodeError as error:

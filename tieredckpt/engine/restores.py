@@ -1,13 +1,15 @@
 """Restores of several ranks: all take one step, which the leader chooses, and all succeed or none does.
 
-The leader tells with its choice the index of the whole step, so that nobody else reads it. Each rank then reads
-the chunks that it needs, from RAM of its machine where they are there, and says how that ended.
+Once all have called for it (`tieredckpt.engine.meeting`), the leader tells with its choice the index of the whole
+step, so that nobody else reads it. Each rank then reads the chunks that it needs, from RAM of its machine where they
+are there, and says how that ended. A rank that is cancelled on the way says so, and the others fail at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +17,8 @@ import msgspec
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
-from tieredckpt.engine.agreement import Agreement
+from tieredckpt.engine.agreement import Agreement, Steps
+from tieredckpt.engine.meeting import Meeting
 from tieredckpt.engine.messages import Chosen
 from tieredckpt.engine.neighbours import near
 from tieredckpt.engine.opening import Opening
@@ -24,7 +27,7 @@ from tieredckpt.engine.ranks import LEADER
 from tieredckpt.engine.sharing import Sharing
 from tieredckpt.engine.source import ChosenStep
 from tieredckpt.engine.state import State
-from tieredckpt.engine.team import Team, consult
+from tieredckpt.engine.team import Team, bow_out, consult
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -46,14 +49,15 @@ class _Wanted(msgspec.Struct, frozen=True):
     """What a rank wants to restore, and what its RAM has no more."""
 
     step: int | None
-    gone: tuple[tuple[int, int], ...]
+    gone: Steps
 
 
 class Restores:
     """Chooses with the other ranks what to restore. Lives on the engine's loop.
 
     ``look_up`` finds a step as a store of one rank does; ``gone`` gives what has left this rank's RAM since it was
-    asked before, and ``forget`` counts such steps of other ranks as not held there.
+    asked before, ``still_gone`` takes back what the leader may not have heard, and ``forget`` counts such steps of
+    other ranks as not held there.
     """
 
     def __init__(
@@ -63,8 +67,9 @@ class Restores:
         agreement: Agreement,
         opening: Opening,
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
-        gone: Callable[[], tuple[tuple[int, int], ...]],
-        forget: Callable[[tuple[tuple[int, int], ...]], Awaitable[None]],
+        gone: Callable[[], Steps],
+        still_gone: Callable[[Steps], None],
+        forget: Callable[[Steps], Awaitable[None]],
     ) -> None:
         self._state = state
         self._team = team
@@ -72,18 +77,28 @@ class Restores:
         self._opening = opening
         self._look_up = look_up
         self._gone = gone
+        self._still_gone = still_gone
         self._forget = forget
+        self.meeting = Meeting(team, agreement.restore_begins, self._stay_away)
         self._sharing = Sharing(state, team)
-        self._asked = 0
-        self._done = 0
+        self._guards_restore = asyncio.Lock()
+        self._number = 0
+        """Of the restore under way, the same on all ranks."""
         self._begun = False
+        """Whether this rank has said that it can read, or cannot."""
+        self._reading = False
+        """Whether all ranks read."""
         self._index: Index = (b"", b"", "")
 
     async def look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
-        """The step that all ranks restore, and its record; a call of all ranks. Raises as the leader's search."""
-        self._asked += 1
-        topic = f"restore/{self._asked}"
-        verdict = await consult(self._team, topic, self._want(step), self._choose)
+        """The step that all ranks restore, and its record; once in a restore. Raises as the leader's search."""
+        topic = f"restore/{self._number}"
+        gone = self._gone()
+        try:
+            verdict = await consult(self._team, topic, _said(_Wanted(step, gone)), self._choose)
+        except BaseException:
+            self._still_gone(gone)
+            raise
         chosen: Chosen = messages.decode(verdict, Chosen)
         if chosen.step is None:
             self._state.chosen = None
@@ -91,33 +106,40 @@ class Restores:
         manifest, btree = await self._pass_index(topic, chosen)
         index = await in_thread(decode_step, manifest, btree, chosen.btree_key, pool=self._state.pool)
         found = StepId(chosen.serial, chosen.step)
-        self._agreement.restored()
-        self._sharing.begin(self._asked)
+        self._sharing.begin(self._number)
         known = (self._state.tiers[0], *self._opening.leftovers)
         here = partial(near, self._state, found, known)
         self._state.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._sharing.take)
         return found, index.record
 
     async def together(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do this rank's work of a restore; raises when it fails on any rank, for then none has restored."""
+        """Do this rank's work of a restore; raises when it fails on any rank, for then none has restored.
+
+        Raises `RanksUnavailable` when not all ranks call this.
+        """
         result: list[T] = []
-        self._done += 1
-        self._begun = False
 
         async def mine() -> bytes:
             try:
                 result.append(await work())
+            except asyncio.CancelledError:
+                self._leave_behind()
+                raise
             except Exception as error:
                 if self._state.chosen is not None and not self._begun:
                     await self.begin(error)
-                await self._sharing.leave()
+                if self._reading:
+                    await self._sharing.decline(self._sharing.leave())
                 raise
             return b""
 
-        try:
-            await consult(self._team, f"restored/{self._done}", mine(), _agree)
-        finally:
-            self._state.chosen = None
+        async with self._guards_restore:
+            self._number = await self.meeting.meet()
+            self._begun = self._reading = False
+            try:
+                await consult(self._team, f"restored/{self._number}", mine(), _agree)
+            finally:
+                self._state.chosen = None
         return result[0]
 
     async def begin(self, failure: Exception | None = None) -> None:
@@ -129,22 +151,39 @@ class Restores:
                 raise failure
             return b""
 
-        await consult(self._team, f"reading/{self._done}", ready(), _agree)
+        await consult(self._team, f"reading/{self._number}", ready(), _agree)
+        self._reading = True
+
+    # -- who gives up -------------------------------------------------------------------------------------
+
+    def _leave_behind(self) -> None:
+        """Let the others not wait for this rank in the restore that was cancelled here."""
+        topics = [] if self._begun else [f"reading/{self._number}"]
+        exchanges = self._sharing.leave(within=True) if self._begun else []
+        self._team.start(self._bow_out(topics, exchanges), f"leaving of restore {self._number}")
+
+    def _stay_away(self, number: int) -> None:
+        """Let the others not wait for this rank in a restore for which it had asked, and does no more."""
+        topics = [f"{phase}/{number}" for phase in ("restore", "reading", "restored")]
+        self._team.start(self._bow_out(topics, ()), f"leaving of restore {number}")
+
+    async def _bow_out(self, topics: Sequence[str], exchanges: Sequence[int]) -> None:
+        for topic in topics:
+            await bow_out(self._team, topic)
+        await self._sharing.decline(exchanges)
 
     # -- which --------------------------------------------------------------------------------------------
 
-    async def _want(self, step: int | None) -> bytes:
-        return messages.encode(_Wanted(step, self._gone()))
-
     async def _choose(self, said: dict[int, bytes]) -> bytes:
         wanted: dict[int, _Wanted] = {rank: messages.decode(data, _Wanted) for rank, data in said.items()}
+        for each in wanted.values():
+            await self._forget(each.gone)
         for rank, each in wanted.items():
             if each.step != wanted[LEADER].step:
                 raise Conflict(
                     f"rank {rank} wants to restore {_shown(each.step)}, rank {LEADER} {_shown(wanted[LEADER].step)}; "
                     f"all ranks restore one step"
                 )
-            await self._forget(each.gone)
         found = await self._look_up(wanted[LEADER].step)
         if found is None:
             return messages.encode(Chosen(None))
@@ -192,6 +231,10 @@ class Restores:
             ]
             data = b"".join(pieces)
         return data[: chosen.sizes[0]], data[chosen.sizes[0] :]
+
+
+async def _said(wanted: _Wanted) -> bytes:
+    return messages.encode(wanted)
 
 
 async def _agree(_: dict[int, bytes]) -> bytes:

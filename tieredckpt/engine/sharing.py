@@ -42,12 +42,20 @@ class Sharing:
         """Be ready for the exchanges of a restore, whose number is the same on all ranks."""
         self._restore, self._round = restore, 0
 
-    async def leave(self) -> None:
-        """Let the others not wait for this rank in what is left of a restore that has failed here."""
-        if self._round:
-            while self._round < _ROUNDS:
-                self._round += 1
-                await decline(self._team.coordinator, self._number)
+    def leave(self, *, within: bool = False) -> list[int]:
+        """Take no part in what is left of a restore that has failed here; the exchanges to `decline`.
+
+        With ``within``, the one that is under way is among them at the leader: no other rank can go on without it.
+        """
+        under_way = within and self._team.leads and self._round > 0
+        first = self._number + (0 if under_way else 1)
+        self._round = _ROUNDS
+        return list(range(first, self._number + 1))
+
+    async def decline(self, exchanges: Sequence[int]) -> None:
+        """Let the others not wait for this rank in exchanges that it takes no part in."""
+        for number in exchanges:
+            await decline(self._team.coordinator, number)
 
     @property
     def _number(self) -> int:

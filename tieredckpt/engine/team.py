@@ -1,8 +1,9 @@
-"""The ranks of a store: who they are, and the leader's log, which tells all of them what was decided.
+"""The ranks of a store: who they are, and their logs, by which all hear what was decided, and the leader what is new.
 
 Rank 0 leads. What it decides it tells in numbered messages, which every other rank applies in their order; what
-takes long is done beside that, so that the log is never held up. Where a rank must answer, it does so under a
-topic that both sides know, and the leader waits for it no longer than the store's ``rank_deadline``.
+takes long is done beside that, so that the log is never held up. What another rank wants the leader to know it
+reports in the same way. Where a rank must answer, it does so under a topic that both sides know, and the leader
+waits for it no longer than the store's ``rank_deadline``.
 """
 
 from __future__ import annotations
@@ -11,24 +12,25 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.engine import messages
-from tieredckpt.engine.messages import Closing, Failure, Logged
-from tieredckpt.engine.ranks import LEADER, Coordinator, exchange, gather
+from tieredckpt.engine.messages import Closing, Failure, Logged, Reported
+from tieredckpt.engine.ranks import LEADER, LONGER, Coordinator, exchange, gather
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
 
-__all__ = ["Team", "consult"]
+__all__ = ["Team", "bow_out", "consult"]
 
 _log = logging.getLogger("tieredckpt")
+
+M = TypeVar("M")
 
 _LISTEN_AGAIN = 60.0
 """Seconds after which a rank that hears nothing asks its coordinator anew."""
 _POST_AGAIN = 1.0
-"""Seconds until the leader tries again to tell what could not be told."""
-_VERDICT = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
+"""Seconds until a rank tries again to tell what could not be told."""
 _LAST_WORDS = 5.0
 """Seconds that the leader gives the others to take what it said last."""
 
@@ -52,6 +54,11 @@ class Team:
         self._listening: asyncio.Task[None] | None = None
 
     @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for what the leader decides."""
+        return self.deadline + LONGER
+
+    @property
     def others(self) -> range:
         """All ranks but the leader."""
         return range(1, self.size)
@@ -69,12 +76,21 @@ class Team:
         nodes = await exchange(self.coordinator, "nodes", self.coordinator.node.encode(), timeout=self.deadline)
         self.nodes = tuple(node.decode() for node in nodes)
 
-    def begin(self, apply: Callable[[Logged], Awaitable[None]]) -> None:
-        """Send what is told from now on; at other ranks, ``apply`` every message of the leader, one after another."""
+    def begin(
+        self, apply: Callable[[Logged], Awaitable[None]], hear: Callable[[int, Reported], Awaitable[None]]
+    ) -> None:
+        """Send what is told from now on, and ``apply`` every message of the leader, one after another.
+
+        At the leader, ``hear`` every message of each other rank, one after another.
+        """
+        self._posting = asyncio.create_task(self._post(), name="tieredckpt log of the ranks")
         if self.leads:
-            self._posting = asyncio.create_task(self._post(), name="tieredckpt log of the ranks")
+            for rank in self.others:
+                self.start(self._listen(rank, Reported, partial(hear, rank)), f"log of rank {rank}")
         else:
-            self._listening = asyncio.create_task(self._listen(apply), name="tieredckpt log of the ranks")
+            self._listening = asyncio.create_task(
+                self._listen(LEADER, Logged, apply), name=f"tieredckpt log of rank {LEADER}"
+            )
 
     async def part(self) -> None:
         """Wait until all others close too, for what was ordered may need this rank still.
@@ -124,6 +140,13 @@ class Team:
 
     def tell(self, message: Logged) -> None:
         """Let every other rank know, in the order of the calls. Of the leader alone; waits for nobody."""
+        self._put(message)
+
+    def report(self, message: Reported) -> None:
+        """Let the leader know, in the order of the calls. Of the other ranks; waits for nobody."""
+        self._put(message)
+
+    def _put(self, message: Logged | Reported) -> None:
         self._told += 1
         self._outbox.put_nowait((f"log/{self._told}", messages.encode(message)))
 
@@ -144,30 +167,31 @@ class Team:
 
     async def _posted(self, topic: str, data: bytes) -> bool:
         try:
-            await self.coordinator.post(self.others, topic, data)
+            await self.coordinator.post(self.others if self.leads else [LEADER], topic, data)
         except RanksUnavailable as error:
-            _log.error("the other ranks cannot be told (%s), which is tried again: %s", topic, error)
+            _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
             return False
         return True
 
-    async def _listen(self, apply: Callable[[Logged], Awaitable[None]]) -> None:
+    async def _listen(self, source: int, kind: M, apply: Callable[[Any], Awaitable[None]]) -> None:
+        """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
         heard = 0
         while True:
             try:
-                data = await self.coordinator.take(LEADER, f"log/{heard + 1}", timeout=_LISTEN_AGAIN)
+                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=_LISTEN_AGAIN)
             except RanksUnavailable:
-                continue  # there was nothing to tell, or the leader has died: that is noticed by who waits for it
+                continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
             except Closed:
                 return
             heard += 1
-            message: Logged | None = None
+            message: object = None
             try:
-                message = messages.decode(data, Logged)
+                message = messages.decode(data, kind)
                 if isinstance(message, Closing):
                     return
                 await apply(message)
             except Exception:
-                _log.exception("rank %d: what the leader told (%s) was not carried out", self.rank, message)
+                _log.exception("rank %d: what rank %d told (%s) was not carried out", self.rank, source, message)
 
 
 async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
@@ -185,31 +209,55 @@ async def consult(
     """Do something on every rank, let the leader decide on what all have to say of it, and return its verdict.
 
     ``decide`` runs at the leader alone. Where the work fails on a rank, or the leader cannot decide, all raise that
-    error, with the rank's number in front. Raises `RanksUnavailable` when ranks are silent past the deadline.
+    error, with the rank's number in front. Raises `RanksUnavailable` when ranks are silent past the deadline. Where
+    this is cancelled, the others hear so at once.
     """
-    failure: Exception | None = None
-    said = b""
     try:
-        said = await work
-    except Exception as error:
-        failure = error
-    answer = messages.encode((said, None if failure is None else Failure.of(failure)))
-    if not team.leads:
-        try:
-            await team.coordinator.post([LEADER], topic, answer)
-            told = await team.coordinator.take(LEADER, topic, timeout=team.deadline + _VERDICT)
-        except RanksUnavailable:
-            if failure is not None:
-                raise failure from None
-            raise
+        said, failure = await _outcome(work)
+        answer = messages.encode((said, None if failure is None else Failure.of(failure)))
+        if team.leads:
+            return await _lead(team, topic, answer, failure, decide)
+    except asyncio.CancelledError:
+        team.start(bow_out(team, topic), f"leaving of {topic}")
+        raise
+    try:
+        await team.coordinator.post([LEADER], topic, answer)
+        told = await team.coordinator.take(LEADER, topic, timeout=team.patience)
+    except RanksUnavailable:
         if failure is not None:
-            raise failure
-        verdict, problem = messages.decode_said(told)
-        if problem is not None:
-            raise problem.error()
-        return verdict
+            raise failure from None
+        raise
+    if failure is not None:
+        raise failure
+    verdict, problem = messages.decode_said(told)
+    if problem is not None:
+        raise problem.error()
+    return verdict
+
+
+async def bow_out(team: Team, topic: str) -> None:
+    """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
+    failure = Failure.of(RanksUnavailable(f"rank {team.rank} has given up {topic!r}", [team.rank]))
+    await team.coordinator.post(team.others if team.leads else [LEADER], topic, messages.encode((b"", failure)))
+
+
+async def _outcome(work: Awaitable[bytes]) -> tuple[bytes, Exception | None]:
+    try:
+        return await work, None
+    except Exception as error:
+        return b"", error
+
+
+async def _lead(
+    team: Team,
+    topic: str,
+    answer: bytes,
+    failure: Exception | None,
+    decide: Callable[[dict[int, bytes]], Awaitable[bytes]],
+) -> bytes:
+    """The leader's end of a consultation, whose own work had that ``failure`` or none."""
     verdict, problem = b"", None
-    cause: Exception | None = failure
+    cause = failure
     try:
         verdict = await decide(_heard(await gather(team.coordinator, topic, answer, timeout=team.deadline)))
     except Exception as error:

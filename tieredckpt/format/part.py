@@ -35,7 +35,17 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.structure import ArrayNode, Node, NoneNode, array_nodes, decode_structure, encode_structure
 from tieredckpt.format.zarr import dtype_from_name
 
-__all__ = ["ELSEWHERE", "EXTENT", "INLINE", "Part", "PartArray", "PartChunk", "decode_part", "encode_part"]
+__all__ = [
+    "ELSEWHERE",
+    "EXTENT",
+    "INLINE",
+    "Part",
+    "PartArray",
+    "PartChunk",
+    "decode_extents",
+    "decode_part",
+    "encode_part",
+]
 
 EXTENT: Final = 0
 """Kind of a chunk that this rank wrote, or that the tier had: its extent is known."""
@@ -163,6 +173,20 @@ def decode_part(data: bytes, where: str) -> Part:
     return Part(msgspec.structs.replace(record, structure=structure), arrays)
 
 
+def decode_extents(data: bytes, where: str) -> list[tuple[bytes, Extent]]:
+    """Digest and extent of every chunk of a part that has one, without its arrays; see `decode_part`.
+
+    Raises:
+        Corrupt: as `decode_part` for all that is looked at.
+    """
+    body = _open(data, where)
+    far = np.frombuffer(body.kinds, np.uint8) == EXTENT
+    if len(body.digests) != digests.SIZE * far.size:
+        raise Corrupt(f"{where}: {len(body.digests)} bytes of digests for {far.size} chunks")
+    found: list[bytes] = np.frombuffer(body.digests, f"V{digests.SIZE}")[far].tolist()
+    return list(zip(found, _extents(body, len(found), where)[1], strict=True))
+
+
 def _kind(where: Extent | bytes | None) -> int:
     return EXTENT if isinstance(where, Extent) else ELSEWHERE if where is None else INLINE
 
@@ -230,28 +254,35 @@ def _locations(
     if kinds.size and kinds.max() > ELSEWHERE:
         raise Corrupt(f"{where}: a chunk of unknown kind {kinds.max()}")
     count = int(far.sum())
-    if (len(body.files), len(body.offsets), len(body.lengths)) != (4 * count, 8 * count, 8 * count):
-        raise Corrupt(f"{where}: its columns do not hold {count} extents")
-    files = np.frombuffer(body.files, "<u4")
-    offsets, lengths = np.frombuffer(body.offsets, "<u8"), np.frombuffer(body.lengths, "<u8")
+    lengths, extents = _extents(body, count, where)
     sizes = cells[far].astype(np.uint64)
-    wrong = (lengths != sizes) & (lengths != sizes + np.uint64(CHECKSUM_SIZE))
-    # Compared as a difference: a sum could wrap around.
-    wrong |= (offsets % layout.ALIGNMENT != 0) | (offsets > np.uint64((1 << 63) - 1) - lengths)
-    if wrong.any() or (count and int(files.max()) >= len(body.packs)):
+    if ((lengths != sizes) & (lengths != sizes + np.uint64(CHECKSUM_SIZE))).any():
         raise Corrupt(f"{where}: an extent is no place of a chunk in a pack")
-    if not all(layout.parse_pack_key(path) is not None for path in body.packs):
-        raise Corrupt(f"{where}: a chunk lies in a file that is no pack")
     if sum(cells[inside].tolist()) != len(body.inline):
         raise Corrupt(f"{where}: {len(body.inline)} bytes are not those of its {int(inside.sum())} inline chunks")
-    paths = map(body.packs.__getitem__, files.tolist())
-    # Most chunks of a step have one length: that is one int and not a million.
-    known = {length: length for length in np.unique(lengths).tolist()}
-    extents = map(Extent, paths, offsets.tolist(), map(known.__getitem__, lengths.tolist()))
     if count == kinds.size:
         return extents
     pieces = (body.inline[a:b] for a, b in pairwise(accumulate(cells[inside].tolist(), initial=0)))
     return (next(extents) if kind == EXTENT else next(pieces) if kind == INLINE else None for kind in kinds.tolist())
+
+
+def _extents(body: _Body, count: int, where: str) -> tuple[NDArray[np.uint64], Iterator[Extent]]:
+    """The ``count`` extents of a part, and their lengths; everything is checked before the first is given."""
+    if (len(body.files), len(body.offsets), len(body.lengths)) != (4 * count, 8 * count, 8 * count):
+        raise Corrupt(f"{where}: its columns do not hold {count} extents")
+    files = np.frombuffer(body.files, "<u4")
+    offsets, lengths = np.frombuffer(body.offsets, "<u8"), np.frombuffer(body.lengths, "<u8")
+    # Compared as a difference: a sum could wrap around.
+    wrong = (offsets % layout.ALIGNMENT != 0) | (offsets > np.uint64((1 << 63) - 1) - lengths)
+    wrong |= lengths > np.uint64((1 << 63) - 1)
+    if wrong.any() or (count and int(files.max()) >= len(body.packs)):
+        raise Corrupt(f"{where}: an extent is no place of a chunk in a pack")
+    if not all(layout.parse_pack_key(path) is not None for path in body.packs):
+        raise Corrupt(f"{where}: a chunk lies in a file that is no pack")
+    paths = map(body.packs.__getitem__, files.tolist())
+    # Most chunks of a step have one length: that is one int and not a million.
+    known = {length: length for length in np.unique(lengths).tolist()}
+    return lengths, map(Extent, paths, offsets.tolist(), map(known.__getitem__, lengths.tolist()))
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(_Body)

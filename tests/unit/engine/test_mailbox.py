@@ -207,6 +207,28 @@ async def test_the_leader_names_who_was_welcomed_and_did_not_answer(office: Offi
     assert isinstance(outcomes[1], RanksUnavailable)
 
 
+async def test_a_cancellation_that_comes_with_the_carriers_answer_is_not_lost(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def put(box: str, name: str, letter: bytes) -> None:
+        asked.set()
+        await answer
+
+    monkeypatch.setattr(office, "put", put)
+    rank = boxes(office)[1]
+    opening = asyncio.create_task(rank.open(timeout=ENOUGH))
+    await asked.wait()
+    answer.set_result(None)
+    opening.cancel()
+    ended, _ = await asyncio.wait([opening], timeout=1)  # a rank that heard nothing of it goes on looking
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert ended
+    await rank.close()
+
+
 async def test_what_fails_for_a_while_only_delays(office: Office) -> None:
     ranks = boxes(office)
     await meet(ranks)

@@ -16,7 +16,7 @@ from cohort import DEADLINE, Cohort, assert_whole, cohort, common, part, whole
 from scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine import promoter, ranked
+from tieredckpt.engine import promoter, team
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed, StepEvicted, StepPromoted, TierFailed, TierRecovered
 
@@ -206,7 +206,7 @@ async def test_a_step_of_which_a_part_has_left_ram_goes_on_from_the_next_tier(pl
 
 
 async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranked, "_VERDICT", 0.1)
+    monkeypatch.setattr(team, "LONGER", 0.1)
     async with place.open(2, rank_deadline=DEADLINE, crashing=True) as ranks:
         ranks.world.kill(0, "post", topic="todo/*")
         checkpoints = await ranks.save(1)

@@ -9,7 +9,7 @@ import pytest
 from cohort import assert_whole, cohort
 from scenes import SOON
 
-from tieredckpt.engine import agreement, ranked, team
+from tieredckpt.engine import team
 from tieredckpt.errors import TieredCkptError
 
 SIZE = 3
@@ -21,8 +21,7 @@ async def test_a_death_at_any_call_locks_nobody_up_and_loses_no_step(
     victim: int, nth: int, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "_LAST_WORDS", 0.2)
-    monkeypatch.setattr(agreement, "_LONGER", 0.2)
-    monkeypatch.setattr(ranked, "_VERDICT", 0.2)
+    monkeypatch.setattr(team, "LONGER", 0.2)
     disk = tmp_path / "disk"
     async with cohort(SIZE, shared_memory, disk, rank_deadline=0.5, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")

@@ -14,7 +14,7 @@ from cohort import DEADLINE, Cohort, assert_whole, cohort, part
 from scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine import ranked
+from tieredckpt.engine import team
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
 from tieredckpt.events import StepAgreed
 
@@ -111,7 +111,7 @@ async def test_a_rank_that_hangs_after_it_streamed_does_not_stall_the_saves_of_o
 async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobody_waiting(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranked, "_VERDICT", 0.1)
+    monkeypatch.setattr(team, "LONGER", 0.1)
     async with place.open(rank_deadline=DEADLINE, crashing=True) as ranks:
         ranks.world.kill(0, "post", topic="todo/*")
         checkpoints = await ranks.save(1)

@@ -18,7 +18,7 @@ from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import StepRecord
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.part import Part, PartArray, PartChunk, decode_part, encode_part
+from tieredckpt.format.part import Part, PartArray, PartChunk, decode_extents, decode_part, encode_part
 from tieredckpt.format.structure import ArrayNode, DictNode
 
 PACK = layout.pack_key("ab" * 16)
@@ -99,6 +99,25 @@ def test_a_part_with_any_byte_changed_or_cut_is_corrupt(data: st.DataObject) -> 
     for damaged in (bytes(changed), whole[:position], whole + b"\0"):
         with pytest.raises(Corrupt, match="parts/1"):
             decode_part(damaged, "parts/1")
+        with pytest.raises(Corrupt, match="parts/1"):
+            decode_extents(damaged, "parts/1")
+
+
+@given(kinds=st.tuples(*[st.integers(0, 2)] * 3))
+def test_the_extents_of_a_part_are_those_of_its_arrays(kinds: tuple[int, int, int]) -> None:
+    arrays = part(kinds).arrays.values()
+    chunks = [chunk for array in arrays for chunk in array.chunks if isinstance(chunk[1], Extent)]
+    assert decode_extents(encode_part(part(kinds)), "parts/1") == chunks
+
+
+@pytest.mark.parametrize("field", ["digests", "files", "offsets", "lengths"])
+def test_extents_that_are_too_few_or_out_of_range_are_corrupt(field: str) -> None:
+    for value in (b"", b"\xff" * 40):
+        with pytest.raises(Corrupt, match="parts/1"):
+            decode_extents(rewritten(**{field: value}), "parts/1")
+    for where in ({"packs": ["packs/../secret"]}, {"packs": []}, {"lengths": b"\xff" * 8}, {"offsets": b"\x64" * 8}):
+        with pytest.raises(Corrupt, match="parts/1"):
+            decode_extents(rewritten(**where), "parts/1")
 
 
 def rewritten(**changes: Any) -> bytes:

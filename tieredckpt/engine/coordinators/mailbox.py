@@ -33,6 +33,7 @@ from tieredckpt.blobs.settle import together
 from tieredckpt.engine.inbox import Inbox
 from tieredckpt.engine.ranks import LEADER, RanksMissing, node_of_this_process
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable, TieredCkptError
+from tieredckpt.format.merging import show_ranks
 
 __all__ = ["Carrier", "Mailbox"]
 
@@ -167,8 +168,8 @@ class Mailbox:
                 ) from self._inbox.trouble
             missing = sorted(set(range(self.size)) - heard)
             raise RanksMissing(
-                f"{len(missing)} of {self.size} ranks ({', '.join(map(str, missing[:8]))}) have not come within "
-                f"{timeout:.1f} s{trouble}; do all ranks open the store, and was every one started?",
+                f"{len(missing)} of {self.size} ranks have not come within {timeout:.1f} s: {show_ranks(missing)}"
+                f"{trouble}; do all ranks open the store, and was every one started?",
                 missing,
             ) from self._inbox.trouble
         for letter in early:

@@ -1,0 +1,175 @@
+"""Whatever ranks call `restore`, wait in vain, or are cancelled: one that all call brings all of them the same step.
+
+The ranks are in one process. Where some are to be missed they wait for each other a moment, else as long as it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from cohort import Cohort, assert_whole, cohort
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from scenes import SOON
+
+from tieredckpt.checkpoint import Restored
+from tieredckpt.engine import team
+from tieredckpt.errors import RanksUnavailable
+
+T = TypeVar("T")
+
+RANKS = range(3)
+A_MOMENT = 0.3
+"""Seconds that ranks wait for those that do not come."""
+
+PLACES = [
+    (verb, topic)
+    for topic in ("log/*", "restore/*", "reading/*", "exchange/*", "restored/*")
+    for verb in ("post", "take")
+]
+"""Calls of a coordinator at which a rank may be cancelled; each rank makes some of them."""
+
+Outcome = Restored | BaseException | None
+
+
+class RestoresMachine(RuleBasedStateMachine):
+    """Three ranks on two nodes, over RAM and a shared directory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self.runner = asyncio.Runner()
+        self.stack = AsyncExitStack()
+        self.line: list[int] = []
+        """Steps of the live line."""
+        self.saved = 0
+
+    @initialize()
+    def open(self) -> None:
+        opening = cohort(3, self.place / "shm", self.place / "disk", nodes=["a", "b", "b"], rank_deadline=SOON)
+        self.ranks: Cohort = self.run(self.stack.enter_async_context(opening))
+        self.save()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        async def soon() -> T:
+            async with asyncio.timeout(SOON):
+                return await work
+
+        return self.runner.run(soon())
+
+    @contextmanager
+    def soon_given_up(self) -> Iterator[None]:
+        """Ranks wait a moment for each other."""
+        teams = [store.engine.ranked.team for store in self.ranks.stores if store.engine.ranked is not None]
+        try:
+            for each in teams:
+                each.deadline = A_MOMENT
+            yield
+        finally:
+            for each in teams:
+                each.deadline = SOON
+
+    async def outcomes(self, ranks: Sequence[int], step: int | None = None) -> list[Outcome]:
+        restoring = (self.ranks[rank].restore(step) for rank in ranks)
+        return list(await asyncio.gather(*restoring, return_exceptions=True))
+
+    def assert_restored(self, outcomes: Sequence[Outcome], step: int) -> None:
+        for outcome in outcomes:
+            assert isinstance(outcome, Restored), outcome
+            assert outcome.step == step
+            assert_whole(outcome, step)
+
+    # -- what all do --------------------------------------------------------------------------------------
+
+    @rule()
+    def save(self) -> None:
+        self.saved += 1
+
+        async def save() -> None:
+            await self.ranks.reached(await self.ranks.save(self.saved), "disk")
+
+        self.run(save())
+        self.line.append(self.saved)
+
+    @rule()
+    def restore(self) -> None:
+        self.assert_restored(self.run(self.outcomes(RANKS)), self.line[-1])
+
+    @precondition(lambda self: len(self.line) > 1)
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(self.line))
+        self.assert_restored(self.run(self.outcomes(RANKS, step)), step)
+        del self.line[self.line.index(step) + 1 :]
+
+    # -- what only some do --------------------------------------------------------------------------------
+
+    @rule(ranks=st.sets(st.sampled_from(RANKS), min_size=1, max_size=2), oldest=st.booleans())
+    def restore_without_the_others(self, ranks: set[int], oldest: bool) -> None:
+        with self.soon_given_up():
+            outcomes = self.run(self.outcomes(sorted(ranks), self.line[0] if oldest else None))
+        for outcome in outcomes:
+            assert isinstance(outcome, RanksUnavailable)
+            assert set(outcome.ranks) - ranks, "it names who did not come"
+
+    @rule(first=st.sets(st.sampled_from(RANKS), min_size=1, max_size=2))
+    def join_late(self, first: set[int]) -> None:
+        async def join() -> list[Outcome]:
+            early = asyncio.create_task(self.outcomes(sorted(first)))
+            if 0 not in first:
+                calls = len(self.ranks.world.calls)
+                while not any(topic.startswith("log/") for _, _, topic in self.ranks.world.calls[calls:]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            late = await self.outcomes([rank for rank in RANKS if rank not in first])
+            return [*await early, *late]
+
+        self.assert_restored(self.run(join()), self.line[-1])
+
+    @rule(victim=st.sampled_from(RANKS), at=st.sampled_from(PLACES))
+    def cancel_one(self, victim: int, at: tuple[str, str]) -> None:
+        async def cancel() -> list[Outcome]:
+            held = self.ranks.world.hold(victim, at[0], topic=at[1])
+            restoring = [asyncio.create_task(store.restore()) for store in self.ranks.stores]
+            reached = asyncio.create_task(held.reached())
+            await asyncio.wait([reached, restoring[victim]], return_when=asyncio.FIRST_COMPLETED)
+            reached.cancel()
+            restoring[victim].cancel()
+            held.release()
+            await asyncio.gather(reached, return_exceptions=True)
+            return list(await asyncio.gather(*restoring, return_exceptions=True))
+
+        with self.soon_given_up():
+            outcomes = self.run(cancel())
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, Restored):
+                self.assert_restored([outcome], self.line[-1])
+            else:
+                assert isinstance(outcome, asyncio.CancelledError if rank == victim else RanksUnavailable)
+        self.restore()  # the others may have restored it and go on from there, and the victim not
+
+    def teardown(self) -> None:
+        try:
+            if self.line:
+                self.restore()
+                self.save()
+                self.restore()
+        finally:
+            self.runner.run(self.stack.aclose())
+            self.runner.close()
+            shutil.rmtree(self.place)
+
+
+def test_a_restore_that_all_ranks_call_is_the_same_for_all_whatever_was_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(team, "LONGER", 0.1)
+    run_state_machine_as_test(RestoresMachine, settings=settings(max_examples=12, stateful_step_count=8))

@@ -1,0 +1,108 @@
+"""What is kept of a step of many ranks from its agreement to its commits: the tree and all digests, and no places.
+
+A step is merged from the parts of its ranks once, when they agree on it. Each tier that gets it adds where its chunks
+lie there, which is far less work than to merge the parts once more. A chunk takes its digest, 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tieredckpt.errors import Conflict, Corrupt
+from tieredckpt.format.digest import SIZE
+from tieredckpt.format.grid import Grid
+from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex, Chunk, StepId, StepIndex, StepRecord
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Whole", "Wholes", "placed", "without_places"]
+
+_KEPT = 2
+"""Steps that are kept: the one that tiers are given, and the one that was saved meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    grid: Grid
+    dtype: np.dtype[Any]
+    digests: bytes
+    """Of all chunks, in row-major order of the grid."""
+    inline: Mapping[int, bytes]
+    """The bytes of those that go into the index itself, by their place in that order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A step of all its ranks, wherever its chunks may lie."""
+
+    record: StepRecord
+    arrays: Mapping[str, _Array]
+
+
+def without_places(index: StepIndex) -> Whole:
+    """What of a merged step is the same on every tier."""
+    return Whole(
+        index.record,
+        {
+            key: _Array(
+                array.grid,
+                array.dtype,
+                b"".join([chunk.digest for chunk in array.chunks]),
+                {at: chunk.where for at, chunk in enumerate(array.chunks) if isinstance(chunk.where, bytes)},
+            )
+            for key, array in index.arrays.items()
+        },
+    )
+
+
+def placed(whole: Whole, written: Mapping[bytes, Extent], there: Mapping[bytes, Extent]) -> StepIndex:
+    """The step on a tier, where the ranks have ``written`` chunks of it, and others were ``there`` before.
+
+    Raises:
+        Conflict: a chunk is nowhere on the tier.
+        Corrupt: a chunk lies in an extent that is too short or too long for it.
+    """
+    arrays: dict[str, ArrayIndex] = {}
+    for key, array in whole.arrays.items():
+        digests: list[bytes] = np.frombuffer(array.digests, f"V{SIZE}").tolist()
+        chunks: list[Chunk] = []
+        lengths = (array.grid.cell_nbytes, array.grid.cell_nbytes + CHECKSUM_SIZE)
+        for at, digest in enumerate(digests):
+            extent = there.get(digest) or written.get(digest)
+            if array.inline and at in array.inline:
+                chunks.append(Chunk(digest, array.inline[at]))
+            elif extent is None:
+                raise Conflict(f"{whole.record.id}: chunk {at} of {key!r} is nowhere on the tier; save again")
+            elif extent.length not in lengths:
+                raise Corrupt(f"{whole.record.id}: chunk {at} of {key!r} is said to have {extent.length} bytes")
+            else:
+                chunks.append(Chunk(digest, extent))
+        arrays[key] = ArrayIndex(array.grid, array.dtype, chunks)
+    return StepIndex(whole.record, arrays)
+
+
+class Wholes:
+    """The last steps that the ranks have agreed on, each until it has left RAM or newer ones have come.
+
+    Lives on the engine's loop.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[StepId, Whole] = {}
+
+    def keep(self, whole: Whole) -> None:
+        """Keep a step, in place of the oldest."""
+        self._kept[whole.record.id] = whole
+        while len(self._kept) > _KEPT:
+            del self._kept[min(self._kept)]
+
+    def forget(self, step: StepId) -> None:
+        """Let a step go."""
+        self._kept.pop(step, None)
+
+    def get(self, step: StepId) -> Whole | None:
+        """A step that is kept."""
+        return self._kept.get(step)
