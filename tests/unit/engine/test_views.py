@@ -144,6 +144,16 @@ async def test_chunks_that_end_with_padding_are_seen_without_it(two_tiers: Store
         await restored.verified()
 
 
+async def test_rows_that_do_not_fill_pages_are_seen_where_whole_chunks_of_them_do(two_tiers: StoreConfig) -> None:
+    tree = {"narrow": np.random.default_rng(3).standard_normal((4090, 12))}
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree)
+        restored = await view(store)
+        assert lies_in_ram(restored.tree["narrow"])
+        assert_same(restored.tree, tree)
+        await restored.verified()
+
+
 async def test_a_step_that_is_not_in_ram_is_copied(two_tiers: StoreConfig) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         await store.save(1, state(1))
