@@ -24,6 +24,9 @@ XXH3_SHORTEST: int
 def xxh3(data: Bytes) -> bytes:
     """XXH3-128 of a C-contiguous buffer, canonical; without the GIL from 64 KiB on."""
 
+def xxh3_crc32c(data: Bytes) -> tuple[bytes, int]:
+    """Both of a C-contiguous buffer, which is read from memory once; without the GIL from 64 KiB on."""
+
 def xxh3_copy(source: NDArray[Any], target: NDArray[Any]) -> bytes:
     """Copy what fits of `source` to `target`, fill that up with zeros, and return the digest of the longer one.
 

@@ -71,6 +71,16 @@ NB_MODULE(_native, module) {
       },
       nb::arg("data"));
   module.def(
+      "xxh3_crc32c",
+      [](nb::handle data) {
+        const LentBytes bytes(data, PyBUF_SIMPLE);
+        check_long(bytes.size());
+        const auto sealed =
+            without_gil(bytes.size(), [&] { return tieredckpt::xxh3_crc32c(bytes.data(), bytes.size()); });
+        return nb::make_tuple(as_bytes(sealed.digest), sealed.crc);
+      },
+      nb::arg("data"));
+  module.def(
       "xxh3_copy",
       [](nb::handle source, nb::handle target) { return copy_and_hash(tieredckpt::xxh3_copy, source, target); },
       nb::arg("source"), nb::arg("target"));

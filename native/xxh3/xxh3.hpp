@@ -20,6 +20,14 @@ bool xxh3_accelerated() noexcept;
 // The digest of `size` bytes.
 Xxh3Digest xxh3(const void* data, std::size_t size) noexcept;
 
+struct Sealed {
+  Xxh3Digest digest;
+  std::uint32_t crc;
+};
+
+// The digest and the CRC-32C of `size` bytes, each of which is fetched from memory once.
+Sealed xxh3_crc32c(const void* data, std::size_t size) noexcept;
+
 // Copies the first min(source_size, target_size) bytes; a longer target is filled up with zeros. Returns the digest
 // of the longer one of the two, of which the copied part is taken as it arrived in `target`. They do not overlap.
 Xxh3Digest xxh3_copy(const void* source, std::size_t source_size, void* target, std::size_t target_size) noexcept;

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, turn, workloads
 from tieredckpt.bench.compare import compare
+from tieredckpt.bench.files import Listing, forget, largest_first
 from tieredckpt.bench.html import render
 from tieredckpt.bench.isolate import Failed, places, run_isolated
 from tieredckpt.bench.peers import base, ours, torch_save
@@ -285,3 +286,21 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         load_report(tmp_path / "old.json")
     with pytest.raises(NotFound):
         load_report(tmp_path / "none.json")
+
+
+def test_a_file_that_goes_while_the_bench_looks_at_it_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_bytes(b"kept")
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: ((where, [], [*names, "gone"]) for where, _, names in walk(top)))
+    assert Listing.of(tmp_path).since(Listing({})) == (1, 4)
+    assert largest_first(tmp_path) == [tmp_path / "kept"]
+    opened = os.open
+
+    def vanishing(path: Path, flags: int) -> int:
+        path.unlink()
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", vanishing)
+    forget(tmp_path)

@@ -16,7 +16,7 @@ from scenes import CHUNK, SOON, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import copier, reader
+from tieredckpt.engine import copier, packs, reader
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.errors import Closed, NotFound
 from tieredckpt.testing.tiers import FaultyTiers
@@ -87,7 +87,7 @@ class Touched:
         self.gate = threading.Event()
         self.gate.set()
         self._guards_count = threading.Lock()
-        for owner, name in ((snapshot, "copy_and_digest"), (reader, "deliver"), (copier, "seal")):
+        for owner, name in ((snapshot, "copy_and_digest"), (reader, "deliver"), (copier, "seal"), (packs, "seal")):
             patch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:

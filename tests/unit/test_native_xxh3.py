@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tieredckpt.format import crc
 from tieredckpt.format import digest as digests
 
 native = pytest.importorskip(
@@ -24,6 +25,9 @@ COPIES: tuple[Copy, ...] = (native.xxh3_copy, native.xxh3_copy_portable)
 
 STREAMED = 256 << 10
 """From so many bytes on, copies bypass the caches."""
+
+SEALED = 24 << 10
+"""So many bytes are taken into the digest, and then into the checksum, before the next."""
 
 sizes = st.one_of(
     st.integers(native.XXH3_SHORTEST, 1200),
@@ -51,6 +55,17 @@ def blank(size: int, offset: int) -> NDArray[np.uint8]:
 def test_the_native_digest_is_xxhashs(size: int, offset: int) -> None:
     data = random_bytes(size, offset)
     assert native.xxh3(data) == xxhash.xxh3_128_digest(data.tobytes())
+
+
+@given(
+    size=st.one_of(sizes, st.builds(lambda times, more: SEALED * times + more, st.integers(1, 4), st.integers(-65, 65)))
+)
+@example(size=SEALED)
+@example(size=SEALED + 1)
+def test_the_native_digest_and_checksum_are_those_of_two_passes(size: int) -> None:
+    data = random_bytes(size)
+    assert native.xxh3_crc32c(data) == digests._digest_and_checksum_in_blocks(data)
+    assert native.xxh3_crc32c(data) == (xxhash.xxh3_128_digest(data.tobytes()), crc.crc32c(data))
 
 
 @pytest.mark.parametrize("copy", COPIES)
@@ -111,8 +126,13 @@ def test_what_is_too_short_for_the_long_form_is_refused_and_goes_another_way(siz
     for copy in COPIES:
         with pytest.raises(ValueError, match="long form"):
             copy(data, blank(size, 0))
+    with pytest.raises(ValueError, match="long form"):
+        native.xxh3_crc32c(data)
+    expected = xxhash.xxh3_128_digest(data.tobytes())
     for copied in (digests.copy_and_digest, digests.copy_start_and_digest):
-        assert copied(data, blank(size, 0)) == xxhash.xxh3_128_digest(data.tobytes())
+        assert copied(data, blank(size, 0)) == expected
+    assert digests.digest(data) == digests.digest_array(data) == expected
+    assert digests.digest_and_checksum(data) == (expected, crc.crc32c(data))
 
 
 def test_memory_that_may_not_be_written_is_refused() -> None:
@@ -123,9 +143,12 @@ def test_memory_that_may_not_be_written_is_refused() -> None:
             copy(random_bytes(1024), target)
 
 
-def test_the_native_copy_is_used_where_the_processor_is_fit_for_it() -> None:
-    assert digests.NATIVE == native.XXH3_ACCELERATED
-    assert digests._native_copy is (native.xxh3_copy if native.XXH3_ACCELERATED else None)
+def test_native_code_is_used_where_the_processor_is_fit_for_it() -> None:
+    fit = native.XXH3_ACCELERATED
+    assert fit == digests.NATIVE
+    assert digests._native_copy is (native.xxh3_copy if fit else None)
+    assert digests._native_digest is (native.xxh3 if fit else None)
+    assert digests._native_seal is (native.xxh3_crc32c if fit else None)
 
 
 @pytest.mark.parametrize("native_built", [True, False])

@@ -18,7 +18,7 @@ from blockbuster import blockbuster as detector
 from scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, checkpoint, store
-from tieredckpt.engine import copier, loop, reader, source, tier
+from tieredckpt.engine import copier, loop, packs, reader, source, tier
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.events import StepPromoted, TierFailed
 from tieredckpt.testing.tiers import FaultyTiers
@@ -39,6 +39,7 @@ SYSTEM_CALLS = (
 
 HEAVY = (
     (copier, "seal"),
+    (packs, "seal"),
     (reader, "deliver"),
     (snapshot, "copy_and_digest"),
     (source, "digest_array"),

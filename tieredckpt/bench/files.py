@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,9 @@ class Listing:
 
     @classmethod
     def of(cls, folder: Path) -> Listing:
-        """Look at every file; one that is deleted meanwhile is left out."""
+        """Look at every file."""
         sizes: dict[tuple[int, int], int] = {}
-        for path in _files(folder):
-            try:
-                found = path.stat()
-            except FileNotFoundError:
-                continue
+        for _, found in _files(folder):
             sizes[found.st_ino, found.st_mtime_ns] = found.st_size
         return cls(sizes)
 
@@ -33,13 +30,19 @@ class Listing:
         return len(new), sum(new)
 
 
-def _files(folder: Path) -> list[Path]:
-    return [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Every file; one that is deleted meanwhile, as that of a lease that is renewed, is left out."""
+    found = []
+    for where, _, names in os.walk(folder):
+        for path in (Path(where, name) for name in names):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+    return found
 
 
 def largest_first(folder: Path) -> list[Path]:
     """The files below ``folder``, the largest first."""
-    return sorted(_files(folder), key=lambda path: -path.stat().st_size)
+    return [path for path, _ in sorted(_files(folder), key=lambda file: -file[1].st_size)]
 
 
 def forget(folder: Path) -> None:
@@ -47,8 +50,11 @@ def forget(folder: Path) -> None:
 
     posix_fadvise(2) drops clean pages alone, so each file is synced first.
     """
-    for path in _files(folder):
-        fd = os.open(path, os.O_RDONLY)
+    for path, _ in _files(folder):
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # a temporary file, by now
         try:
             os.fsync(fd)
             if hasattr(os, "posix_fadvise"):

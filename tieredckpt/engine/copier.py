@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
+from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, seal_all, stored_size, write_packs
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -27,6 +27,9 @@ __all__ = ["batches", "copy_step", "make_room"]
 
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
+
+_FIRST_PACK = 32 << 20
+"""Bytes of the first pack on a device that takes the slab's own memory: it idles until that pack is sealed."""
 
 Need = tuple[str, int]
 """One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
@@ -172,39 +175,70 @@ async def batches(
     from_slab = source.tier.ram is not None and source.tier.ram.slab.writable  # for the checksums are written there
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
-    batch = Batch()
-    try:
-        for digest, (key, ordinal) in _in_storage_order(source, needs):
-            if batch.payloads and (not traits.ranged_get or batch.size + stored_size(sizes[digest]) > limit):
-                full, batch = batch, Batch()
-                yield full
-            payload = None
+    first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
+    for some in _packs(_in_storage_order(source, needs), sizes, first, limit if traits.ranged_get else 0):
+        batch = Batch()
+        try:
             if from_slab:
-                payload = await _from_slab(state, source, key, ordinal, sizes[digest])
-            if payload is None:
-                memory = await batch.lent.enter_async_context(state.scratch.lend(stored_size(sizes[digest])))
-                await source.read(key, ordinal, memory, bad=source.tier if from_slab else None)
-                payload = Payload(digest, sizes[digest], memory)
-                await in_thread(seal, payload, pool=state.pool)
-            batch.add(payload)
-        if batch.payloads:
-            full, batch = batch, Batch()
-            yield full
-    finally:
-        await batch.lent.aclose()
+                await _add_from_slab(state, source, batch, some, sizes)
+            else:
+                for digest, need in some:
+                    await _add_read(state, source, batch, need, sizes[digest], digest)
+        except BaseException:
+            await batch.lent.aclose()
+            raise
+        yield batch
 
 
-async def _from_slab(state: State, source: StepSource, key: str, ordinal: int, nbytes: int) -> Payload | None:
-    """A chunk where it lies in RAM, sealed there; None if it was damaged."""
-    chunk = source.index.arrays[key].chunks[ordinal]
+def _packs(
+    needs: Iterable[tuple[bytes, Need]], sizes: Mapping[bytes, int], first: int, limit: int
+) -> Iterator[list[tuple[bytes, Need]]]:
+    """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``."""
+    pack: list[tuple[bytes, Need]] = []
+    room = min(first, limit)
+    for digest, need in needs:
+        size = stored_size(sizes[digest])
+        if pack and size > room:
+            yield pack
+            pack, room = [], limit
+        pack.append((digest, need))
+        room -= size
+    if pack:
+        yield pack
+
+
+async def _add_from_slab(
+    state: State, source: StepSource, batch: Batch, some: Sequence[tuple[bytes, Need]], sizes: Mapping[bytes, int]
+) -> None:
+    """Add chunks where they lie in RAM, sealed there; what was damaged there comes from elsewhere."""
     assert source.tier.ram is not None
-    assert isinstance(chunk.where, Extent)
-    offset = chunk.where.offset
-    payload = Payload(chunk.digest, nbytes, source.tier.ram.slab.array[offset : offset + stored_size(nbytes)])
-    if await in_thread(seal, payload, pool=state.pool):
-        return payload
-    source.note(source.tier, key, chunk, Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM"))
-    return None
+    slab = source.tier.ram.slab
+    payloads: list[Payload] = []
+    for digest, (key, ordinal) in some:
+        where = source.index.arrays[key].chunks[ordinal].where
+        assert isinstance(where, Extent)
+        memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
+        payloads.append(Payload(digest, sizes[digest], memory))
+    changed = {payload.digest for payload in await seal_all(payloads, state.pool, state.config.copy_threads)}
+    for payload, (digest, need) in zip(payloads, some, strict=True):
+        if digest not in changed:
+            batch.add(payload)
+            continue
+        key, ordinal = need
+        why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
+        source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
+        await _add_read(state, source, batch, need, sizes[digest], digest, bad=source.tier)
+
+
+async def _add_read(
+    state: State, source: StepSource, batch: Batch, need: Need, nbytes: int, digest: bytes, bad: Tier | None = None
+) -> None:
+    """Add a chunk that is read into scratch memory, from any tier but ``bad``, and sealed there."""
+    memory = await batch.lent.enter_async_context(state.scratch.lend(stored_size(nbytes)))
+    await source.read(*need, memory, bad=bad)
+    payload = Payload(digest, nbytes, memory)
+    await in_thread(seal, payload, pool=state.pool)
+    batch.add(payload)
 
 
 def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -12,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.settle import settle
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format import layout
-from tieredckpt.format.crc import crc32c
-from tieredckpt.format.digest import BLOCK, Digester
+from tieredckpt.format.digest import digest_and_checksum
 from tieredckpt.format.manifest import CHECKSUM_SIZE
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "stored_size", "write_pack", "write_packs"]
+__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "stored_size", "write_pack", "write_packs"]
 
 PACK_SIZE = 256 << 20
 """Bytes of a pack that is written from the slab."""
@@ -46,14 +48,30 @@ def stored_size(nbytes: int) -> int:
 
 def seal(payload: Payload) -> bool:
     """Write the chunk's checksum behind it, in the pass that verifies its digest; False on a mismatch."""
-    digester, crc = Digester(), 0
-    for start in range(0, payload.nbytes, BLOCK):
-        block = payload.memory[start : min(start + BLOCK, payload.nbytes)]
-        digester.update(block)
-        crc = crc32c(block, crc)
+    digest, crc = digest_and_checksum(payload.memory[: payload.nbytes])
     end = payload.nbytes + CHECKSUM_SIZE
     payload.memory[payload.nbytes : end] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
-    return digester.digest() == payload.digest
+    return digest == payload.digest
+
+
+async def seal_all(payloads: Sequence[Payload], pool: Executor, threads: int) -> list[Payload]:
+    """`seal` every chunk on ``threads`` threads of ``pool``; those that are not what their digest says."""
+    waiting = deque(payloads)
+    changed: list[Payload] = []
+
+    def work() -> None:
+        while True:
+            try:
+                payload = waiting.popleft()
+            except IndexError:
+                return
+            if not seal(payload):
+                changed.append(payload)
+
+    loop = asyncio.get_running_loop()
+    everyone = asyncio.gather(*(loop.run_in_executor(pool, work) for _ in range(min(threads, len(payloads)))))
+    await settle(everyone, waiting.clear)
+    return changed
 
 
 @dataclass(slots=True)

@@ -27,8 +27,13 @@ __all__ = ["check", "fill"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_DEVICE_READS = 2
-"""Direct reads in flight; with 3, 4 and 6 of 16 MiB the reference device gave a tenth to a quarter less."""
+_DEVICE_READS = 4
+"""Direct reads in flight, so that the device has work while the end of another is being noticed."""
+_DEVICE_READ_SIZE = 8 << 20
+"""Bytes of a direct read at most; one of a larger run is two reads or more."""
+_DEVICE_RUNS = 3
+"""Runs in memory at a time, the one included that is being verified. Memory that is soon used again stays in the
+processor's cache: through 64 MiB of it the reference machine read 1 GiB in 0.38 to 0.43 s, through 32 MiB in 0.30."""
 _REMOTE_READS = 8
 """Reads in flight where latency, and not the device, is what one waits for."""
 _RUN_SIZE = 16 << 20
@@ -202,8 +207,10 @@ async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list
     failed: list[Piece] = []
     if not pieces:
         return failed
-    at_once = _DEVICE_READS if tier.store.traits.direct_io else _REMOTE_READS
-    reading = asyncio.Semaphore(at_once)
+    direct = tier.store.traits.direct_io
+    # Besides what is being read from afar, as much is being verified.
+    runs_at_once = _DEVICE_RUNS if direct else 2 * _REMOTE_READS
+    reading = asyncio.Semaphore(_DEVICE_READS if direct else _REMOTE_READS)
 
     def unpack(run: Run, memory: Bytes) -> list[Piece]:
         bad = []
@@ -214,12 +221,18 @@ async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list
                 bad.append(piece)
         return bad
 
+    async def fetch(run: Run, start: int, memory: Bytes) -> None:
+        async with reading:
+            await tier.store.get_into(run.path, run.offset + start, memoryview(memory))
+
     async def read(run: Run) -> None:
         size = run.end - run.offset
+        step = _part(size) if direct else size
         async with state.scratch.lend(size) as memory:
             try:
-                async with reading:
-                    await tier.store.get_into(run.path, run.offset, memoryview(memory[:size]))
+                await together(
+                    [fetch(run, start, memory[start : min(start + step, size)]) for start in range(0, size, step)]
+                )
             except (Corrupt, NotFound, TierUnavailable) as error:
                 if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
                     waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
@@ -240,9 +253,13 @@ async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list
         while waiting:
             await read(waiting.popleft())
 
-    # Besides what is being read, as much is being verified.
-    await together([reader() for _ in range(min(2 * at_once, len(waiting)))])
+    await together([reader() for _ in range(min(runs_at_once, len(waiting)))])
     return failed
+
+
+def _part(size: int) -> int:
+    """Bytes of each direct read of a run of ``size`` bytes: as many as there are in the others, whole pages."""
+    return aligned(-(-size // -(-size // _DEVICE_READ_SIZE)))
 
 
 async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:

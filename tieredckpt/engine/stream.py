@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from tieredckpt.blobs.settle import in_thread, together
 from tieredckpt.blobs.slab import Slab
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
-from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
+from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -175,9 +174,6 @@ async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Sl
 
 
 async def _sealed(state: State, batch: Batch) -> Batch:
-    async def close(payload: Payload) -> None:
-        if not await in_thread(seal, payload, pool=state.pool):
-            raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
-
-    await together([close(payload) for payload in batch.payloads])
+    if await seal_all(batch.payloads, state.pool, state.config.copy_threads):
+        raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
     return batch

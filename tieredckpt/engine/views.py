@@ -54,12 +54,14 @@ async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tu
 
 
 def _in_one_piece(index: StepIndex, name: str, form: Form) -> bool:
-    """Whether the step has an array as it is wanted whose chunks lie end to end: they fill pages, or it is one."""
+    """Whether the step has an array as it is wanted, each of whose chunks begins with a page of the array."""
     array = index.arrays.get(name)
     if array is None or array.grid.shape != form.shape or not array.grid.contiguous:
         return False
-    in_pages = array.grid.cell_nbytes % ALIGNMENT == 0
-    return array.grid.size <= 1 or (in_pages and all(isinstance(chunk.where, Extent) for chunk in array.chunks))
+    if array.grid.size <= 1:
+        return True
+    in_pages = all(cell.start % ALIGNMENT == 0 for cell in cells(array.grid))
+    return in_pages and all(isinstance(chunk.where, Extent) for chunk in array.chunks)
 
 
 def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> Views:
@@ -68,13 +70,13 @@ def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> View
     size = 0
     for key, array in arrays.items():
         starts[key] = size
-        for chunk in array.chunks:
+        for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
             if isinstance(chunk.where, Extent):
-                length = aligned(array.grid.cell_nbytes)
+                length = aligned(cell.nbytes)  # without the padding, where the next chunk may begin
                 if chunk.where.path != ram.slab_key or chunk.where.offset + length > ram.slab.array.size:
                     raise Corrupt(f"a chunk of {layout.array_key(key)!r} of {step} lies outside the slab")
-                placed.append(Placed(size, chunk.where.offset, length))
-                size += length
+                placed.append(Placed(starts[key] + cell.start, chunk.where.offset, length))
+                size = starts[key] + cell.start + length
     fd = ram.share(layout.manifest_key(step.step, step.serial))
     memory = window(ram.slab.fileno(), size, placed, lambda: let_go(fd))
     return {key: _seen(array, memory[starts[key] :]) for key, array in arrays.items()}

@@ -32,6 +32,12 @@ _MAX_BYTES = (1 << 63) - 1
 _MOST_TRIED = 1 << 20
 """Divisors beyond it are found only with those below it, for numbers beyond its square."""
 
+_LEAST_OF_PADDING = 64
+"""Cells that fill pages are taken if all their padding is at most this part of the array."""
+_MOST_CELLS = 3
+"""And if they are at most so many times as many as cells that do not."""
+_COUNTS_TRIED = 16
+
 _SMALLEST_SHARE = 16
 """A block is stored by itself if its cells, to join with others, would be less than this part of the target."""
 
@@ -87,11 +93,13 @@ class Cell(NamedTuple):
 
 
 def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
-    """The grid for an array: the largest cells of at most ``target`` bytes, of equal height.
+    """The grid for an array: large cells of at most ``target`` bytes, of equal height.
 
     The cut axis is the outermost one whose rows fit into ``target``. Its rows are spread evenly, so the last
-    cell is short by less than one row per cell along that axis. A single item larger than ``target`` is a
-    cell of its own. An empty array gets cells of one item, of which there are none.
+    cell is short by less than one row per cell along that axis. Where cells that fill pages take at most a 64th
+    more than the array, and are at most three times as many, they do: then the cells of a step in RAM can be
+    mapped to read as one array. A single item larger than ``target`` is a cell of its own. An empty array gets
+    cells of one item, of which there are none.
 
     Args:
         shape: of the array, axes of at least 0.
@@ -118,7 +126,20 @@ def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
     rows = shape[axis]
     count = -(-rows // max(1, target // row))
     height = -(-rows // count)
+    if count > 1 and (prod(shape[:axis]) == 1 or rows * row % ALIGNMENT == 0):  # else cells begin within pages
+        height = _in_pages(rows, row, count, target) or height
     return Grid(shape, (1,) * axis + (height,) + shape[axis + 1 :], itemsize)
+
+
+def _in_pages(rows: int, row: int, fewest: int, target: int) -> int:
+    """Rows of each of ``fewest`` cells, or of some more, that fill pages and waste little; 0 if there are none."""
+    unit = ALIGNMENT // gcd(row, ALIGNMENT)
+    for count in range(fewest, min(_MOST_CELLS * fewest, fewest + _COUNTS_TRIED) + 1):
+        height = -(-rows // (count * unit)) * unit
+        padding = -rows % height
+        if height * row <= target and padding * _LEAST_OF_PADDING <= rows:
+            return height
+    return 0
 
 
 def plan_block(

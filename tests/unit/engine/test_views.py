@@ -120,15 +120,37 @@ async def test_views_cannot_fill_arrays(two_tiers: StoreConfig) -> None:
 async def test_an_array_whose_chunks_end_within_pages_is_copied_and_the_others_are_seen(
     two_tiers: StoreConfig,
 ) -> None:
-    odd = np.random.default_rng(3).standard_normal((21, 999))
+    rng = np.random.default_rng(3)
+    odd = {"odd": rng.standard_normal((21, 999)), "planes": rng.standard_normal((3, 11, 256))}
     async with CheckpointStore.open(two_tiers) as store:
-        await store.save(1, state(1) | {"odd": odd})
+        await store.save(1, state(1) | odd)
         restored = await view(store)
-        assert_same(restored.tree, state(1) | {"odd": odd})
+        assert_same(restored.tree, state(1) | odd)
         assert lies_in_ram(restored.tree["many"])
-        assert not lies_in_ram(restored.tree["odd"])
+        assert not any(lies_in_ram(restored.tree[key]) for key in odd)
         assert not restored.tree["odd"].flags.writeable, "all of a tree is alike"
         assert restored.sources == {"ram": sum(array.nbytes for array in arrays_in(restored.tree))}
+        await restored.verified()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 512), (2, 3, 5, 512), (5, 512)])
+async def test_chunks_that_end_with_padding_are_seen_without_it(two_tiers: StoreConfig, shape: tuple[int, ...]) -> None:
+    padded = {"padded": np.random.default_rng(3).standard_normal(shape)}
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, padded)
+        restored = await view(store)
+        assert lies_in_ram(restored.tree["padded"])
+        assert_same(restored.tree, padded)
+        await restored.verified()
+
+
+async def test_rows_that_do_not_fill_pages_are_seen_where_whole_chunks_of_them_do(two_tiers: StoreConfig) -> None:
+    tree = {"narrow": np.random.default_rng(3).standard_normal((4090, 12))}
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree)
+        restored = await view(store)
+        assert lies_in_ram(restored.tree["narrow"])
+        assert_same(restored.tree, tree)
         await restored.verified()
 
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format import digest as digests
-from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest, digest_array
+from tieredckpt.format.crc import crc32c
+from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest, digest_and_checksum, digest_array
 
 sizes = st.one_of(
     st.integers(0, 100),
@@ -45,6 +46,7 @@ def test_every_way_to_hash_gives_the_same_digest(size: int) -> None:
     digester.update(memoryview(data)[size // 3 :])
     for found in (digest(data), digest(bytearray(data)), digest(array), digest_array(array)):
         assert found == whole
+    assert digest_and_checksum(array) == (whole, crc32c(data))
     assert digester.digest() == whole
 
 
@@ -71,6 +73,8 @@ def test_a_source_larger_than_the_cell_is_refused() -> None:
 def test_only_flat_contiguous_bytes_are_hashed_in_place(array: NDArray[np.uint8]) -> None:
     with pytest.raises(Invalid, match="one-dimensional"):
         digest_array(array)
+    with pytest.raises(Invalid, match="one-dimensional"):
+        digest_and_checksum(array)
     with pytest.raises(Invalid, match="src"):
         copy_and_digest(array, np.zeros(64, np.uint8))
     with pytest.raises(Invalid, match="dst"):

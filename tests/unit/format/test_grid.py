@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.grid import MAX_RANK, Cell, Grid, cell_box, cell_key, cells, check, overlapping, plan, plan_block
+from tieredckpt.format.layout import ALIGNMENT
 
 shapes = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
@@ -75,6 +76,36 @@ def test_cells_are_as_large_as_the_target_allows(shape: tuple[int, ...], itemsiz
         assert 2 * shape[axis] * row > target
 
 
+@given(
+    outer=st.integers(1, 3),
+    rows=st.integers(1, 5000),
+    row=st.integers(1, 300),
+    pages=st.integers(1, 30),
+    itemsize=itemsizes,
+)
+def test_cells_fill_pages_where_that_takes_little_padding_and_not_many_more_of_them(
+    outer: int, rows: int, row: int, pages: int, itemsize: int
+) -> None:
+    target, nbytes = pages * ALIGNMENT + itemsize, row * itemsize
+    grid = plan((outer, rows, row), itemsize, target)
+    assert grid.cell_nbytes <= max(target, itemsize)
+    if grid.cell[0] != 1 or grid.cell[2] != row:
+        return  # cut along another axis
+    fewest = -(-rows // (target // nbytes))
+    even = -(-rows // fewest)
+    assert grid.cell[1] == even or grid.cell_nbytes % ALIGNMENT == 0
+    count = -(-rows // grid.cell[1])
+    if grid.cell[1] != even:
+        assert all(cell.start % ALIGNMENT == 0 for cell in cells(grid))
+        assert fewest <= count <= 3 * fewest
+        assert (count * grid.cell[1] - rows) * 64 <= rows
+    elif fewest > 1 and even * nbytes % ALIGNMENT and (outer == 1 or rows * nbytes % ALIGNMENT == 0):
+        for height in range(even, even // 3, -1):  # none would have done, by a count of its own
+            wasted = -rows % height
+            in_pages = height * nbytes % ALIGNMENT == 0 and height * nbytes <= target
+            assert not in_pages or wasted * 64 > rows or -(-rows // height) > min(3 * fewest, fewest + 16)
+
+
 def test_known_grids() -> None:
     assert plan((), 4, 1) == Grid((), (), 4)
     assert plan((10,), 4, 1 << 24) == Grid((10,), (10,), 4)
@@ -82,7 +113,9 @@ def test_known_grids() -> None:
     assert plan((2, 5, 100), 1, 60) == Grid((2, 5, 100), (1, 1, 50), 1)
     assert plan((5,), 16, 8).cell == (1,)
     assert plan((3, 0), 4, 100).size == 0
-    assert plan((50257, 1600), 4, 16 << 20).cell == (2513, 1600)
+    assert plan((50257, 1600), 4, 16 << 20).cell == (2528, 1600)  # evenly, 2513 rows each would end within pages
+    assert plan((1784, 5352), 4, 16 << 20).cell == (256, 5352)  # of 3 to 6 cells, padding would be 7 percent and more
+    assert plan((999, 1001, 3), 4, 1 << 20).cell == (84, 1001, 3)  # no number of rows does
 
 
 def test_the_largest_arrays_have_a_grid() -> None:
@@ -233,7 +266,7 @@ def test_a_block_of_any_cut_is_covered_by_its_own_grid(
         (Box((0,), (9,)), (13,), None, (9,)),
         (Box((9,), (4,)), (13,), None, (9,)),
         # A prime length in one axis cannot join above the smallest share.
-        (Box((0,), (16777259,)), (3 * 16777259,), None, (8388630,)),
+        (Box((0,), (16777259,)), (3 * 16777259,), None, (8392704,)),
     ],
 )
 def test_known_blocks(box: Box, shape: tuple[int, ...], cut: tuple[int, ...] | None, cell: tuple[int, ...]) -> None:
