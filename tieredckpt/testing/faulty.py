@@ -123,6 +123,8 @@ class _Fault:
 class Faulty(Forward):
     """A store with a script of faults; without one it is the inner store."""
 
+    _listed_at_once = 1
+
     def __init__(self, inner: BlobStore) -> None:
         super().__init__(inner)
         self._guards_script = threading.Lock()
