@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from forging import (
     BTREE,
@@ -34,9 +35,11 @@ from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.config import load, to_toml
 from tieredckpt.engine import lease
 from tieredckpt.engine.history import history_of
+from tieredckpt.engine.known_chunks import KnownChunks
 from tieredckpt.engine.state import numbers
 from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
+from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
@@ -61,6 +64,22 @@ NOTE = {"slab": layout.pack_key("ab" * 16), "capacity": 1 << 20, "boot_id": ramn
 HOLDER = msgspec.to_builtins(lease._this_process(1.7e9))
 CONFIG = load({"tiers": {"ram": {"kind": "ram"}, "disk": {"kind": "posix", "path": "/checkpoints"}}})
 FOOTER = pack.encode_footer([pack.PackEntry(bytes([i]) * 16, 8192 * i, 5000) for i in range(5)], 65536)
+
+
+CATALOG = encode_catalog(
+    Catalog(
+        STORE,
+        [layout.pack_key("ab" * 16), layout.pack_key("cd" * 16)],
+        np.array([8192, 12288], np.uint64),
+        np.array([1, 2], np.uint32),
+        np.array([(bytes([i]) * 16, 4096 * (i // 2), 100) for i in range(3)], pack.RECORD),
+        [
+            CatalogStep(
+                5, 7, 300, 1.0, "btree", 4000, 1.0, ((1, 3), (5, 7)), 3, 1.0, 99, {"loss": 0.5, "worst": "nan"}, 1
+            )
+        ],
+    )
+)
 
 
 def use_record(record: StepRecord) -> None:
@@ -138,6 +157,30 @@ def use_part(data: bytes) -> None:
         use_step(merge([part]))
 
 
+def tampered_catalogs() -> st.SearchStrategy[bytes]:
+    """Catalogs: any byte changed, or an element, under a checksum that fits."""
+    elements = msgspec.msgpack.decode(CATALOG[16:-4])
+    bodies = st.integers(0, len(elements) - 1).flatmap(
+        lambda i: (tampered_bytes if isinstance(elements[i], bytes) else tampered_json)(elements[i]).map(
+            lambda value: packed([*elements[:i], value, *elements[i + 1 :]])
+        )
+    )
+    return tampered_bytes(CATALOG) | bodies.map(lambda body: with_right_crc(CATALOG[:16] + body + bytes(4)))
+
+
+def use_catalog(data: bytes) -> None:
+    """What opening a store does with a catalog that the listing confirms."""
+    catalog = decode_catalog(data, "here")
+    chunks = KnownChunks()
+    spares = chunks.fill(catalog.packs, catalog.counts, catalog.chunks)
+    assert len(chunks) + sum(map(len, spares.values())) <= len(catalog.chunks)
+    sizes = dict(zip(catalog.packs, catalog.sizes.tolist(), strict=True))
+    if len(sizes) == len(catalog.packs):
+        assert all(extent.offset + extent.length <= sizes[extent.path] for extent in chunks.values())
+    for step in catalog.steps:
+        use_record(step.record(catalog.store))
+
+
 def decode_note(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "slab.json").write_bytes(data)
@@ -212,6 +255,7 @@ DECODERS: dict[str, tuple[Callable[[Any], object], st.SearchStrategy[Any]]] = {
         .map(lambda data: data.decode("latin-1")),
     ),
     "a pack's footer": (decode_pack, tampered_bytes(FOOTER) | tampered_bytes(FOOTER).map(with_right_crc)),
+    "a catalog": (use_catalog, tampered_catalogs()),
     "a rank's part": (use_part, tampered_parts()),
     "the marker": (
         lambda data: decode_marker(data, "here"),
@@ -264,6 +308,7 @@ def test_whatever_a_decoder_is_given_for_a_long_time_it_decodes_or_refuses(name:
 def test_what_is_tampered_with_would_be_decoded_as_it_was() -> None:
     decode_both(FILES)
     use_part(PART)
+    use_catalog(CATALOG)
     decode_pack(FOOTER)
     decode_holder(as_json(HOLDER))
     decode_note(as_json(NOTE))

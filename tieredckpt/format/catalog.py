@@ -15,6 +15,7 @@ Whether any of it is still so, the file does not know: see `tieredckpt.engine.ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -62,7 +63,7 @@ class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
     saved_at: float
     nbytes: _Number
     metrics: dict[str, float | str]
-    ranks: int
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
 
     @property
     def id(self) -> StepId:
@@ -153,6 +154,6 @@ def decode_catalog(data: bytes, where: str) -> Catalog:
     names = body.packs.hex()
     packs = [layout.pack_key(names[at : at + 2 * _ID_SIZE]) for at in range(0, len(names), 2 * _ID_SIZE)]
     for step in body.steps:
-        if not is_line(step.line, step.serial):
-            raise Corrupt(f"{where}: the line of {step.id} does not ascend to its serial")
+        if not is_line(step.line, step.serial) or not math.isfinite(step.saved_at):
+            raise Corrupt(f"{where}: {step.id} has a line that does not end with it, or was saved at no time")
     return Catalog(body.store, packs, sizes, counts, chunks, body.steps)
