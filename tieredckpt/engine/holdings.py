@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.manifest import StepId, StepRecord
 
-if TYPE_CHECKING:
-    from tieredckpt.engine.tier import Held
-
-__all__ = ["HeldSteps", "Sizes"]
+__all__ = ["Held", "HeldSteps", "Sizes"]
 
 K = TypeVar("K")
 
@@ -46,7 +44,18 @@ class Sizes(MutableMapping[K, int]):
         self.total = 0
 
 
-class HeldSteps(dict[StepId, "Held"]):
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A step as one tier holds it."""
+
+    record: StepRecord
+    btree_key: str
+    """Empty in the RAM of a rank that has no part of a step which other ranks hold."""
+    whole: bool = True
+    """Whether the record was read from the step, and not from a catalog, which has no structure, say."""
+
+
+class HeldSteps(dict[StepId, Held]):
     """The steps that a tier holds, and which of them came or went since somebody asked.
 
     Changed on the engine's loop; `news` may be taken by another thread, of which there is one at a time.

@@ -311,7 +311,7 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
         except (Corrupt, NotFound) as error:
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
             tier.condemn(step, error)
-            state.changed.beat()
+            state.changed.beat()  # its tier is to get it anew
         except TierUnavailable as error:
             _report_silent(state, tier, error)
             silent = error

@@ -16,7 +16,7 @@ from tieredckpt.blobs.settle import outlast, whole
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.catalog import Catalogued
-from tieredckpt.engine.holdings import HeldSteps, Sizes
+from tieredckpt.engine.holdings import Held, HeldSteps, Sizes
 from tieredckpt.engine.indexes import RecentIndexes, unique_extents
 from tieredckpt.engine.known_chunks import KnownChunks
 from tieredckpt.engine.lease import Lease
@@ -49,17 +49,6 @@ _BTREE_MAX = 1 << 30
 _PARALLEL_READS = 16
 _FIRST_RETRY = 0.5
 _LAST_RETRY = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A step as one tier holds it."""
-
-    record: StepRecord
-    btree_key: str
-    """Empty in the RAM of a rank that has no part of a step which other ranks hold."""
-    whole: bool = True
-    """Whether the record was read from the step, and not from a catalog, which has no structure, say."""
 
 
 @dataclass
@@ -259,10 +248,14 @@ class Tier:
             raise NotFound(f"tier {self.name!r} does not hold {step}")
         found = self.indexes.get(step)
         if found is None:
-            manifest, btree, btree_key = await self.read_index(step)
-            found = await asyncio.to_thread(decode_step, manifest, btree, btree_key)
-            if found.record.id != step:
-                raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
+            try:
+                found = await asyncio.to_thread(decode_step, *await self.read_index(step))
+                if found.record.id != step:
+                    raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
+            except Corrupt as error:
+                if step in self.held and not self.held[step].whole:
+                    self.condemn(step, error)  # as if it had been read at opening
+                raise
         self.indexes.remember(step, found)
         return found
 

@@ -24,7 +24,7 @@ from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import cataloguing
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, NoSpace, NotFound
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.testing.life import slow_stores
@@ -214,6 +214,17 @@ async def test_a_commit_that_rotted_unseen_is_found_out_when_it_is_read(place: P
         with pytest.raises(NotFound, match="step 2"):
             await store.restore(2)
         await assert_all_there(store, 1, 3)
+
+
+async def test_a_commit_that_rotted_unseen_holds_up_one_collection_and_no_other(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    rot(place.manifest(2))
+    async with place.opened() as store:
+        with pytest.raises(Corrupt):
+            await store.collect()
+        await store.evict(1, "disk")
+        await store.collect()
+        await assert_all_there(store, 3)
 
 
 async def test_a_scrub_reads_the_commits_that_a_catalog_has(place: Place) -> None:
