@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
-__all__ = ["Observed", "StepView", "StoreView", "TierView"]
+__all__ = ["Observed", "StepView", "StepViews", "StoreView", "TierView"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,79 @@ class StepView:
     """False for a step of a line that was abandoned by restoring an earlier step and saving on from it."""
     replicas: int = 1
     """On how many nodes the nearest tier has it: RAM with ``replicas`` outlives the loss of all but one of them."""
+
+
+class StepViews(Sequence[StepView]):
+    """The steps of a store as they are at one time, each made when somebody looks at it.
+
+    A policy that looks at the newest of ten thousand steps does not pay for all of them.
+
+    Args:
+        steps: ascending by serial; their ages do not count, nor their replicas where ``replicas`` tells.
+        now: when they are looked at, in seconds since the epoch.
+        replicas: by serial, of the steps that more than one node has.
+    """
+
+    __slots__ = ("_made", "_now", "_replicas", "_steps")
+
+    def __init__(self, steps: tuple[StepView, ...], now: float, replicas: Mapping[int, int]) -> None:
+        self._steps, self._now, self._replicas = steps, now, replicas
+        self._made: dict[int, StepView] = {}
+
+    def _at(self, place: int) -> StepView:
+        found = self._made.get(place)
+        if found is None:
+            step = self._steps[place]
+            found = self._made[place] = StepView(
+                step.step,
+                step.serial,
+                step.saved_at,
+                max(0.0, self._now - step.saved_at),
+                step.nbytes,
+                step.metrics,
+                step.tiers,
+                step.on_line,
+                self._replicas.get(step.serial, 1),
+            )
+        return found
+
+    @overload
+    def __getitem__(self, place: int) -> StepView: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[StepView, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> StepView | tuple[StepView, ...]:
+        places = range(len(self._steps))
+        if isinstance(place, slice):
+            return tuple(map(self._at, places[place]))
+        return self._at(places[place])
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepView]:
+        return map(self._at, range(len(self._steps)))
+
+    def __reversed__(self) -> Iterator[StepView]:
+        return map(self._at, reversed(range(len(self._steps))))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (StepViews, tuple)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def serials_on(self, tier: str) -> frozenset[int]:
+        """The serials of the steps that a tier holds."""
+        return frozenset([step.serial for step in self._steps if tier in step.tiers])
+
+    def on(self, tier: str, *, line: bool = False) -> tuple[StepView, ...]:
+        """The steps that a tier holds; with ``line`` only those that are not abandoned."""
+        steps = enumerate(self._steps)
+        return tuple([self._at(i) for i, step in steps if tier in step.tiers and (step.on_line or not line)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +130,7 @@ class StoreView:
 
     now: float
     """Seconds since the epoch."""
-    steps: tuple[StepView, ...]
+    steps: Sequence[StepView]
     """Every step that some tier holds, ascending by serial."""
     tiers: tuple[TierView, ...]
     """Nearest first."""
@@ -66,11 +139,21 @@ class StoreView:
 
     def on(self, tier: str) -> tuple[StepView, ...]:
         """The steps that the tier of this name holds, abandoned ones included, ascending by serial."""
+        if isinstance(self.steps, StepViews):
+            return self.steps.on(tier)
         return tuple(step for step in self.steps if tier in step.tiers)
 
     def line_on(self, tier: str) -> tuple[StepView, ...]:
         """The steps that the tier holds and that are not abandoned, ascending by serial."""
+        if isinstance(self.steps, StepViews):
+            return self.steps.on(tier, line=True)
         return tuple(step for step in self.steps if step.on_line and tier in step.tiers)
+
+    def serials_on(self, tier: str) -> frozenset[int]:
+        """The serials of what `on` gives, for less."""
+        if isinstance(self.steps, StepViews):
+            return self.steps.serials_on(tier)
+        return frozenset(step.serial for step in self.steps if tier in step.tiers)
 
     @property
     def newest(self) -> StepView | None:

@@ -25,7 +25,7 @@ class All(Retention):
     kind: Literal["all"] = "all"
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
-        return frozenset(step.serial for step in store.on(tier.name))
+        return store.serials_on(tier.name)
 
 
 class LastN(Retention):

@@ -10,10 +10,12 @@ from typing import get_args
 import pytest
 
 from tieredckpt.blobs.folders import Folders
+from tieredckpt.engine import cataloguing
 from tieredckpt.engine.tier import Tier
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.testing.journal import Failure, files_after
-from tieredckpt.testing.life import KINDS, Life, live
+from tieredckpt.testing.life import KINDS, SLOW, Life, live
 from tieredckpt.testing.replay import Lost, replay
 
 EVERY = {"posix": 10, "chfs": 24, "object": 10}
@@ -47,6 +49,17 @@ async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
     assert found.states > 9
     assert found.crashes > len(life.entries)
     assert found.steps > found.states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_crash_at_any_change_around_a_catalog_costs_nothing_that_was_promised(
+    kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cataloguing, "_ENOUGH", 1)
+    life = await lived(kind, shared_memory)
+    assert any(path.startswith(layout.CATALOGS) for path in life.left[SLOW])
+    found = await replay(life, "node", shared_memory / "again", every=2 * EVERY[kind])
+    assert found.states > 4
 
 
 @pytest.mark.slow

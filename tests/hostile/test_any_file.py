@@ -20,6 +20,7 @@ from scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine import cataloguing
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.testing.forging import tampered_bytes
 
@@ -41,6 +42,13 @@ def over(place: Path) -> StoreConfig:
     tiers = {"ram": ram(place, on_close="keep", retain="all", capacity="1 MiB")}
     tiers |= {name: folder(place / "of-test" / name, retain="all") for name in TIERS[1:]}
     return config(tiers, name="of-test")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_steps_are_enough_for_a_catalog() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cataloguing, "_ENOUGH", 1)
+        yield
 
 
 def new_place() -> Path:

@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import stat
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +36,8 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 _KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _TRIES = 32
+_SCAN_SECONDS = 0.05
+"""A thread lists folders for so long, then whoever waits for it has a look: to hand over each alone takes longer."""
 
 
 def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
@@ -124,6 +128,17 @@ def _takes_link(path: Path, other: Path) -> bool:
         return False
     os.unlink(other)
     return True
+
+
+def _described(key: str, path: Path, found: os.stat_result) -> BlobInfo:
+    """What is told of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
+    if stat.S_ISREG(found.st_mode):
+        return BlobInfo(key, found.st_size, found.st_mtime)
+    if stat.S_ISDIR(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    raise Corrupt(f"{path} is no regular file; remove it")
 
 
 @dataclass(slots=True)
@@ -288,38 +303,35 @@ class Folders:
 
     def _info(self, path: Path) -> BlobInfo:
         found = os.stat(path, follow_symlinks=self.follow_symlinks)
-        if stat.S_ISDIR(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        if stat.S_ISLNK(found.st_mode):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise Corrupt(f"{path} is no regular file; remove it")
-        return BlobInfo(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
+        return _described(path.relative_to(self.root).as_posix(), path, found)
 
-    def scan(self, folder: Path) -> tuple[list[BlobInfo], list[Path]]:
-        """Objects and folders directly in ``folder``; names that are no keys are passed over.
+    def scan(self, pending: list[str], stopped: Callable[[], bool]) -> list[BlobInfo]:
+        """Objects in some of the folders ``pending`` (``"a/b/"``), which leave it; what folders they hold comes to it.
 
-        Raises `OSError`, `Corrupt`, `TierUnavailable`.
+        Names that are no keys are passed over. Raises `OSError`, `Corrupt`, `TierUnavailable`.
         """
-        self.check_way(folder / "any")
         infos: list[BlobInfo] = []
-        folders: list[Path] = []
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if not _KEY_PART.fullmatch(entry.name):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(folder / entry.name)
-                    elif entry.is_file(follow_symlinks=self.follow_symlinks):
-                        with contextlib.suppress(FileNotFoundError):
-                            infos.append(self._info(folder / entry.name))
-        except OSError as error:
-            if error.errno not in _NOT_THERE:
-                raise
+        self.check_way(self.root / pending[-1] / "any")
+        until = time.monotonic() + _SCAN_SECONDS
+        while pending and time.monotonic() < until and not stopped():
+            prefix = pending.pop()
+            try:
+                with os.scandir(f"{self.root}/{prefix}") as entries:
+                    for entry in entries:
+                        if not _KEY_PART.fullmatch(entry.name):
+                            continue
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(f"{prefix}{entry.name}/")
+                        elif entry.is_file(follow_symlinks=self.follow_symlinks):
+                            with contextlib.suppress(FileNotFoundError):
+                                found = entry.stat(follow_symlinks=self.follow_symlinks)
+                                infos.append(_described(prefix + entry.name, Path(entry.path), found))
+            except OSError as error:
+                if error.errno not in _NOT_THERE:
+                    raise
         # After the scan: what was read from an unmounted file system's folder would be silently short.
         self.check_root()
-        return infos, folders
+        return infos
 
     def sweep(self, age: float) -> int:
         """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.

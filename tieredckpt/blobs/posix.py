@@ -131,16 +131,15 @@ class PosixStore:
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         check_prefix(prefix)
 
-        def scan(folder: Path, _: transfer.Stop) -> tuple[Sequence[BlobInfo], Sequence[Path]]:
-            with self._errors(folder, "listed"):
-                return self._folders.scan(folder)
+        pending = [prefix]
 
-        pending = [self._root / prefix]
+        def scan(stop: transfer.Stop) -> Sequence[BlobInfo]:
+            with self._errors(self._root / prefix, "listed"):
+                return self._folders.scan(pending, stop.is_set)
+
         while pending:
             self._check_open()
-            infos, folders = await self._on_thread(partial(scan, pending.pop()))
-            pending.extend(folders)
-            for info in infos:
+            for info in await self._on_thread(scan):
                 yield info
 
     async def delete(self, key: str) -> None:

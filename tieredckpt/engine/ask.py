@@ -6,8 +6,10 @@ What is no answer to the question counts as a failure: an endless iterator is no
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import takewhile
 
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -35,14 +37,16 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     if not mended and not any(step in nearer.held for nearer in state.tiers[: tier.index]):
         return False
     view = view or state.view(at_rest=True)
-    mine = next((seen for seen in view.steps if seen.serial == step.serial), None)
-    if mine is None:
+    place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
+    if place == len(view.steps) or view.steps[place].serial != step.serial:
         return False
+    mine = view.steps[place]
     tier_view = view.tiers[tier.index]
     try:
         if not tier.config.promote.promotes(mine, tier_view, view):
             return False
-        if any(held > step and state.on_line(held.serial) for held in tier.held):
+        newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
+        if any(seen.on_line and tier.name in seen.tiers for seen in newer):
             return step.serial in _retained(tier, tier_view, state.view(and_on=(step, tier)))
     except _FAILURES:
         _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
@@ -62,6 +66,8 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
     tier_view = state.tier_view(tier)
     try:
         retained = _retained(tier, tier_view, view)
+        if not view.serials_on(tier.name) - retained:
+            return []
         found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
         proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
         if not isinstance(proposed, (list, tuple)):

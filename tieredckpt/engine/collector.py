@@ -237,6 +237,7 @@ class Collector:
         async for info in tier.store.list(layout.PACKS):
             if info.key not in tier.packs and layout.parse_pack_key(info.key) is not None:
                 tier.packs[info.key] = info.size
+                tier.unlisted.add(info.key)
                 tier.orphans[info.key] = info.modified or time.time()
 
     async def _live_packs(self, tier: Tier) -> set[str]:
@@ -259,12 +260,13 @@ class Collector:
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
-        for digest in [digest for digest, extent in tier.chunks.items() if extent.path in dead]:
+        for digest in tier.chunks.in_packs(dead):
             tier.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
         freed = 0
         for key in dead:
             await tier.store.delete(key)
             tier.orphans.pop(key, None)
+            tier.unlisted.discard(key)
             freed += tier.packs.pop(key)
         return freed
 
@@ -317,7 +319,7 @@ class Collector:
     async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
         """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
         async with tier.guards_packs:
-            for digest in [digest for digest, extent in tier.chunks.items() if extent.path in packs]:
+            for digest in tier.chunks.in_packs(packs):
                 tier.forget(digest)
             for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
                 with suppress(NotFound):  # evicted meanwhile

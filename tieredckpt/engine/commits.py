@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 
 from tieredckpt.blobs.settle import in_thread, outlast, together
 from tieredckpt.engine import messages
@@ -113,11 +114,11 @@ class Commits:
         return written
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int]:
-        ranks, sizes = await in_thread(holders, parts, undoubted(tier), pool=self._state.pool)
+        ranks, sizes = await in_thread(holders, parts, partial(undoubted, tier), pool=self._state.pool)
         need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
         await make_room(self._state, self._collector, step, tier, need)
         async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
-            await refer_to_intact(self._state, tier, sizes)
+            await refer_to_intact(self._state, tier, step, sizes)
             lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)

@@ -147,10 +147,11 @@ async def connect(state: State, tier: Tier) -> None:
     if (marker is None or damaged) and state.marker is not None and not state.read_only:
         await tier.mark(state.marker)
     async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
-        await survey(tier)
+        known = marker or state.marker
+        await survey(tier, known.store if known is not None else None)
         if state.ranks > 1 and tier.ram is not None:
             tier.set_apart()
-        tier.marker = marker or state.marker
+        tier.marker = known
 
 
 async def _refuse_to_lose(state: State, tier: Tier, marker: StoreMarker) -> None:

@@ -95,7 +95,7 @@ async def _copy(
                 return None
             if again:
                 await _keep_own_extents(step, tier, leaving)
-            await refer_to_intact(state, tier, _sizes(source))
+            await refer_to_intact(state, tier, step, _sizes(source))
             needs, sizes = _missing(source, tier, lost)
             written = 0
             if needs:

@@ -35,12 +35,12 @@ from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.reader import fill
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.source import StepSource, whole_record
 from tieredckpt.engine.state import State
 from tieredckpt.engine.targets import empty_targets
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.upkeep import keep_tidy, renew_lease
+from tieredckpt.engine.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
@@ -152,6 +152,7 @@ class Engine:
             self._tasks.append(
                 asyncio.create_task(renew_lease(self.state, tier), name=f"tieredckpt lease of {tier.name}")
             )
+            self._tasks.append(asyncio.create_task(keep_catalogued(tier), name=f"tieredckpt catalog of {tier.name}"))
         self._tasks.append(asyncio.create_task(keep_tidy(self._config.grace, self.collect), name="tieredckpt collect"))
         self._prefault()
 
@@ -218,6 +219,7 @@ class Engine:
             if tier.blobs is None:
                 continue
             if tier.lease is not None:
+                await catalogue(tier)
                 with suppress(TieredCkptError):
                     await tier.lease.release()
             spare = not keep_ram and not state.undecided and not any(why_not(state, step, tier) for step in tier.held)
@@ -311,9 +313,10 @@ class Engine:
                     + " damaged; to start afresh all the same, move what is there out of the tier"
                 )
             return None
-        found = state.newest() if step is None else None
-        found = found or state.find(step)
-        return found, records[found]
+        found = (state.newest() if step is None else None) or state.find(step)
+        record = await whole_record(state, found)
+        # What turned out unreadable is found no more.
+        return await self._look_up(step) if record is None else (found, record)
 
     async def read(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""

@@ -52,7 +52,7 @@ async def store_of_steps(tier: Tier) -> str | None:
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
         parsed = layout.parse_step_folder(folder + "/")
-        if parsed is not None and name == "manifest.ocdbt":
+        if parsed is not None and name == layout.MANIFEST:
             found.append(StepId(serial=parsed[1], step=parsed[0]))
     stores: set[str] = set()
     for step in sorted(found, reverse=True)[:_STEPS_ASKED]:

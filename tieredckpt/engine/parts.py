@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -61,15 +61,17 @@ def extents_of(parts: Mapping[int, bytes]) -> dict[bytes, Extent]:
     return found
 
 
-def holders(parts: Mapping[int, bytes], there: Collection[bytes]) -> tuple[dict[bytes, list[int]], dict[bytes, int]]:
-    """The ranks that have each chunk, and its bytes as it lies there, by digest; without those of ``there``, and
-    small ones.
+def holders(
+    parts: Mapping[int, bytes], there: Callable[[bytes], bool]
+) -> tuple[dict[bytes, list[int]], dict[bytes, int]]:
+    """The ranks that have each chunk, and its bytes as it lies there, by digest; without those ``there``, and small
+    ones.
     """
     ranks: dict[bytes, list[int]] = {}
     sizes: dict[bytes, int] = {}
     for rank, data in parts.items():
         for digest, extent in decode_extents(data, f"the part of rank {rank}"):
-            if digest not in there:
+            if not there(digest):
                 having = ranks.setdefault(digest, [])
                 if not having or having[-1] != rank:
                     having.append(rank)

@@ -72,8 +72,9 @@ class Promoter:
         if self.tier.index == 0:
             return None
         view = state.view(at_rest=at_rest)
-        waiting = (step for step in state.records() if step not in self.stuck and is_due(state, step, self.tier, view))
-        return max(waiting, default=None)
+        waiting = {step for nearer in state.tiers[: self.tier.index] for step in nearer.held} | self.tier.damaged.keys()
+        waiting -= self.tier.held.keys() | self.stuck.keys()
+        return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
 
     async def rest(self) -> None:
         """Return when it has looked anew and found nothing due, or when its tier fails."""

@@ -23,7 +23,7 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
     for other in state.tiers:
         if other.survives < tier.survives or not (other.answers or other is tier):
             continue
-        for held in other.held:
+        for held in reversed(other.held):  # as a rule the newest is the last, and settles it
             better = state.on_line(held.serial) and (abandoned or held.serial > step.serial)
             if (better or (held == step and other is not tier)) and held not in other.leaving:
                 return ""

@@ -10,7 +10,7 @@ from tieredckpt.engine.identity import marker_is
 from tieredckpt.engine.repack import rewrite
 from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.state import State
-from tieredckpt.engine.survey import pack_entries
+from tieredckpt.engine.survey import pack_table
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.verifier import Verified, verify_on
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
@@ -83,7 +83,7 @@ async def _check_footers(state: State, collector: Collector, tier: Tier, *, repa
     try:
         for key, size in tuple(tier.packs.items()):
             try:
-                await pack_entries(tier, key, size)
+                await pack_table(tier, key, size)
             except (Corrupt, NotFound):
                 if key in tier.packs:  # and was not collected meanwhile
                     damaged.add(key)

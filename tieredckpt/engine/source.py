@@ -17,14 +17,14 @@ from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.pieces import Piece
 from tieredckpt.engine.state import State
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.digest import digest_array
-from tieredckpt.format.manifest import Chunk, StepId, StepIndex
+from tieredckpt.format.manifest import Chunk, StepId, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned"]
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "whole_record"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -300,6 +300,33 @@ class StepSource:
             if tier.slab_index is not None and isinstance(chunk.where, Extent):
                 tier.slab_index.distrust(chunk.digest, chunk.where.offset)
             self.damage.append(Damage(tier, chunk.digest, key, error))
+
+
+async def whole_record(state: State, step: StepId) -> StepRecord | None:
+    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
+
+    Raises `TierUnavailable` when a tier that may have it does not answer.
+    """
+    silent: TierUnavailable | None = None
+    for tier in state.holders(step):
+        held = tier.held.get(step)
+        if held is None or held.whole:
+            return None if held is None else held.record
+        try:
+            record = (await tier.load_index(step)).record
+        except (Corrupt, NotFound) as error:
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+            tier.condemn(step, error)
+            state.changed.beat()  # its tier is to get it anew
+        except TierUnavailable as error:
+            _report_silent(state, tier, error)
+            silent = error
+        else:
+            tier.held[step] = Held(record, held.btree_key)
+            return record
+    if silent is not None:
+        raise silent
+    return None
 
 
 def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
@@ -11,29 +12,45 @@ from tieredckpt.engine.source import read_chunk
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
-from tieredckpt.format.manifest import StepIndex
+from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["refer_to_intact", "undoubted"]
 
+_STEPS_ASKED = 4
 
-async def refer_to_intact(state: State, tier: Tier, sizes: Mapping[bytes, int]) -> None:
+
+async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int]) -> None:
     """Let new commits refer to an intact copy of each chunk that the tier may have, or to none.
 
     A footer vouches for nothing. Where puts are not atomic it may be there without the chunks before it; and a
     repair leaves the damaged copy in its pack while other chunks there are in use, beside the good copy or,
     once that was collected, alone. So what an earlier process wrote is read before it is referred to, unless a
-    committed step refers to that very copy. The caller holds ``tier.guards_packs``.
+    committed step refers to that very copy. The step itself and the newest ones are asked whether they do, which
+    has nearly all of what a training has again; to ask all would take longer than to read. The caller holds
+    ``tier.guards_packs``.
 
     Args:
         state: of the engine.
         tier: a durable one.
+        step: that is to be committed; None where it has no identity yet.
         sizes: bytes of each chunk that is to be referred to, by digest.
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
-    if tier.unproven is None:
-        tier.unproven = await _unproven(state, tier)
-    for digest in (tier.unproven | tier.spares.keys()) & sizes.keys():
+    unproven = await in_thread(_unproven, tier, sizes, pool=state.pool)
+    asked = [step] if step is not None and step in tier.held else []
+    asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.held if held != step))
+    for committed in asked:
+        if not unproven:
+            break
+        try:
+            index = await tier.load_index(committed)
+        except (Corrupt, NotFound):
+            continue  # it vouches for nothing
+        proven = await in_thread(_proven, tier, index, unproven, pool=state.pool)
+        unproven -= proven
+        tier.proven |= proven
+    for digest in unproven | (tier.spares.keys() & sizes.keys()):
         known = tier.chunks.get(digest)
         copies = [*([known] if known is not None else []), *tier.spares.get(digest, ())]
         tier.forget(digest)
@@ -44,33 +61,23 @@ async def refer_to_intact(state: State, tier: Tier, sizes: Mapping[bytes, int]) 
                 except (Corrupt, NotFound):
                     continue
             tier.chunks[digest] = extent
+            tier.proven.add(digest)
             break
         tier.spares.pop(digest, None)
-        tier.unproven.discard(digest)
 
 
-def undoubted(tier: Tier) -> AbstractSet[bytes]:
-    """The chunks of a tier that may be referred to as they are."""
-    if tier.unproven is None:
-        return frozenset()
-    doubted = tier.unproven | tier.spares.keys()
-    return tier.chunks.keys() - doubted if doubted else tier.chunks.keys()
+def undoubted(tier: Tier, digest: bytes) -> bool:
+    """Whether a chunk may be referred to as it lies on the tier."""
+    known = digest in tier.chunks and digest not in tier.spares
+    return known and (digest in tier.proven or not tier.chunks.was_found(digest))
 
 
-async def _unproven(state: State, tier: Tier) -> set[bytes]:
-    """The chunks in the packs of a tier to which no committed step refers where they were found."""
-    unproven = set(tier.chunks)
+def _unproven(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
+    """Those of the chunks that an earlier process wrote, as far as their footers tell."""
+    return {digest for digest in sizes if digest not in tier.proven and tier.chunks.was_found(digest)}
 
-    def prove(index: StepIndex) -> None:
-        found = unique_extents(index.arrays).items()
-        unproven.difference_update(digest for digest, extent in found if tier.chunks.get(digest) == extent)
 
-    for step in sorted(tier.held, reverse=True):
-        if not unproven:
-            break
-        try:
-            index = await tier.load_index(step)
-        except (Corrupt, NotFound):
-            continue  # it vouches for nothing
-        await in_thread(prove, index, pool=state.pool)
-    return unproven
+def _proven(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
+    """Those of the chunks to which a committed step refers where they were found."""
+    extents = unique_extents(index.arrays)
+    return {digest for digest in digests & extents.keys() if tier.chunks.get(digest) == extents[digest]}

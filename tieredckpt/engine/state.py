@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.pulse import Pulse
+from tieredckpt.engine.roll import Roll
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
+from tieredckpt.policyviews import StepViews
 
 if TYPE_CHECKING:
     from tieredckpt.engine.source import ChosenStep
@@ -78,16 +80,16 @@ class State:
     """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
     saving: dict[int, float] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
+    _roll: Roll = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._roll = Roll(self.tiers, _described)
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def records(self) -> dict[StepId, StepRecord]:
-        """Every step that some tier holds, by age."""
-        found: dict[StepId, StepRecord] = {}
-        for tier in self.tiers:
-            for step, held in tuple(tier.held.items()):  # at once: `due` asks from the trainer's thread
-                found.setdefault(step, held.record)
-        return dict(sorted(found.items()))
+        """Every step that some tier holds, by age; not to be changed. From any thread."""
+        return self._roll.call(self.line).records
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step, nearest first, those that fail at present last."""
@@ -100,8 +102,7 @@ class State:
 
     def newest(self) -> StepId | None:
         """What a restore takes: the newest step of the live line."""
-        held = (step for tier in self.tiers for step in tuple(tier.held))  # at once: asked from other threads too
-        return max((step for step in held if self.on_line(step.serial)), default=None)
+        return next((step for step in reversed(self.records()) if self.on_line(step.serial)), None)
 
     def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:
         """The step of that number (the newest without one); on the live line if there, else the newest such.
@@ -237,26 +238,16 @@ class State:
         With ``at_rest``, as it would be if no promotion were under way.
         """
         now = self.now()
-        steps = []
-        for step, record in self.records().items():
-            names = tuple(
-                tier.name for tier in self.tiers if step in tier.held or (and_on is not None and and_on == (step, tier))
-            )
-            steps.append(
-                StepView(
-                    step=step.step,
-                    serial=step.serial,
-                    saved_at=record.saved_at,
-                    age=max(0.0, now - record.saved_at),
-                    nbytes=record.nbytes,
-                    metrics=numbers(record.metrics),
-                    tiers=names,
-                    replicas=self.replicated.get(step, 1) if step in self.tiers[0].held else 1,
-                    on_line=self.on_line(step.serial),
-                )
-            )
+        steps = self._roll.call(self.line).views
+        if and_on is not None:
+            steps = tuple(self._as_if(view, *and_on) if view.serial == and_on[0].serial else view for view in steps)
+        replicas = {step.serial: nodes for step, nodes in tuple(self.replicated.items()) if step in self.tiers[0].held}
         tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
-        return StoreView(now=now, steps=tuple(steps), tiers=tiers, signals=frozenset(self.signals))
+        return StoreView(now, StepViews(steps, now, replicas), tiers, frozenset(self.signals))
+
+    def _as_if(self, view: StepView, step: StepId, tier: Tier) -> StepView:
+        names = tuple(each.name for each in self.tiers if step in each.held or each is tier)
+        return dataclasses.replace(view, tiers=names)
 
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
         return TierView(
@@ -305,6 +296,11 @@ class State:
             stalled_seconds=self.history.stalled_seconds + observed.stalled_seconds,
             lost_seconds=self.history.lost_seconds,
         )
+
+
+def _described(step: StepId, record: StepRecord, tiers: tuple[str, ...], on_line: bool) -> StepView:
+    metrics = numbers(record.metrics)
+    return StepView(step.step, step.serial, record.saved_at, 0.0, record.nbytes, metrics, tiers, on_line)
 
 
 def blend(mean: float | None, value: float) -> float:

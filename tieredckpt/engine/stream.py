@@ -151,7 +151,7 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
 
 async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> int:
     """Write the chunks that the tier lacks as packs; the bytes of these chunks."""
-    await refer_to_intact(state, tier, {done.digest: done.cell.nbytes for done in copied})
+    await refer_to_intact(state, tier, None, {done.digest: done.cell.nbytes for done in copied})
     new = {done.digest: done for done in copied if not tier.has(done.digest, done.cell.nbytes)}
     waiting = sorted(new.values(), key=lambda done: done.offset)
     async with aclosing(_batches(state, tier, waiting, slab)) as batches:

@@ -1,15 +1,20 @@
-"""Finds out what a tier holds: steps by their manifests, chunks by the footers of the packs."""
+"""Finds out what a tier holds: steps by their manifests, chunks by the footers of packs, or both by catalogs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
-from tieredckpt.blobs.base import ALIGNMENT
+import numpy as np
+from numpy.typing import NDArray
+
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.blobs.settle import together
+from tieredckpt.engine.catalog import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound
@@ -17,41 +22,76 @@ from tieredckpt.format import layout, pack
 from tieredckpt.format.manifest import StepId, StepIndex, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["pack_entries", "survey"]
+__all__ = ["pack_table", "survey"]
 
 _log = logging.getLogger("tieredckpt")
 
 _PARALLEL_READS = 16
 _LARGE_INDEX = 32 << 20
 """Bytes of an index of which not many are read at a time: they pass through memory whole."""
-_SPARES = 8
-"""Copies of one chunk that are remembered; a pack may list any number."""
 
 
-async def survey(tier: Tier) -> None:
-    """Fill in what ``tier`` knows of its content, from nothing. Raises as its blob store does."""
+async def survey(tier: Tier, store: str | None = None) -> None:
+    """Fill in what ``tier`` knows of its content, from nothing. Raises as its blob store does.
+
+    What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
+    takes the one before it if it turns out that it cannot be read. ``store`` is whose catalogs are believed.
+    """
     tier.clear()
-    manifests: set[StepId] = set()
-    sizes: dict[StepId, int] = {}
-    async for info in tier.store.list(layout.STEPS):
-        folder, _, name = info.key.rpartition("/")
-        parsed = layout.parse_step_folder(folder + "/")
-        if parsed is None:
-            continue
-        step = StepId(serial=parsed[1], step=parsed[0])
-        sizes[step] = sizes.get(step, 0) + info.size
-        if name == "manifest.ocdbt":
-            manifests.add(step)
-    tier.index_bytes.update((step, sizes[step]) for step in manifests)
-    await _all(partial(_find_step, tier, step) for step in sorted(manifests) if sizes[step] <= _LARGE_INDEX)
-    for step in sorted(manifests):
-        if sizes[step] > _LARGE_INDEX:
-            await _find_step(tier, step)
+    folders = await _list_steps(tier)
+    if tier.ram is None:
+        await _list_packs(tier)
+    catalogs = await read_catalogs(tier, store) if tier.ram is None and store is not None else []
+    footers, records = believed(tier, catalogs, folders)
+    unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
+    read = partial(_find_step, tier, folders)
+    await _all(partial(read, step) for step in unread if tier.index_bytes[step] <= _LARGE_INDEX)
+    for step in unread:
+        if tier.index_bytes[step] > _LARGE_INDEX:
+            await read(step)
+    believed_steps = sorted(records)
+    while believed_steps and believed_steps[-1] > max(tier.held, default=believed_steps[0]):
+        await read(believed_steps.pop())
+    for step in believed_steps:
+        record, btree_key = records[step]
+        tier.held[step] = Held(record, btree_key, whole=False)
     if tier.slab_index is not None:
         await _claim_extents(tier)
         await _remove_strays(tier)
     elif tier.ram is None:
-        await _find_packs(tier)
+        unlisted = tier.packs.keys() - tier.catalogued.packs
+        await _all(partial(_find_chunks, tier, key, tier.packs[key], footers) for key in sorted(unlisted))
+        tier.spares.update(await asyncio.to_thread(_fill, tier, footers))
+
+
+async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
+    """By step, the files of its folder by name."""
+    found: dict[str, dict[str, BlobInfo]] = {}
+    async for info in tier.store.list(layout.STEPS):
+        folder, _, name = info.key.rpartition("/")
+        found.setdefault(folder, {})[name] = info
+    steps: dict[StepId, dict[str, BlobInfo]] = {}
+    for folder, files in found.items():
+        parsed = layout.parse_step_folder(folder + "/")
+        if parsed is not None:
+            step = StepId(serial=parsed[1], step=parsed[0])
+            steps[step] = files
+            if layout.MANIFEST in files:
+                tier.index_bytes[step] = sum(info.size for info in files.values())
+    return steps
+
+
+async def _list_packs(tier: Tier) -> None:
+    now = time.time()
+    async for info in tier.store.list(layout.PACKS):
+        if layout.parse_pack_key(info.key) is not None:
+            tier.packs[info.key] = info.size
+            tier.orphans[info.key] = info.modified or now
+
+
+def _fill(tier: Tier, footers: Footers) -> dict[bytes, list[Extent]]:
+    counts, tables = [np.empty(0, np.int64), *footers.counts], [np.empty(0, pack.RECORD), *footers.tables]
+    return tier.chunks.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
 
 
 async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
@@ -65,7 +105,7 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
     await together([limited(work) for work in works])
 
 
-async def _find_step(tier: Tier, step: StepId) -> None:
+async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
     try:
         manifest, btree, btree_key = await tier.read_index(step)
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
@@ -75,9 +115,15 @@ async def _find_step(tier: Tier, step: StepId) -> None:
         if isinstance(error, NotFound) and await _left(tier, step):
             return
         tier.damaged[step] = error
+        tier.catalogued.forget(step)
         _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
     else:
         tier.held[step] = Held(record, btree_key)
+        stamp = stamp_of(btree_key.rpartition("/")[2], folders[step])
+        if stamp is None:
+            tier.catalogued.timeless = True
+        elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
+            tier.catalogued.forget(step)
 
 
 async def _left(tier: Tier, step: StepId) -> bool:
@@ -132,34 +178,22 @@ def _adopt(tier: Tier, index: StepIndex) -> bool:
     return True
 
 
-async def _find_packs(tier: Tier) -> None:
-    found = [info async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key) is not None]
-    for info in found:
-        tier.packs[info.key] = info.size
-        tier.orphans[info.key] = info.modified or time.time()
-    await _all(partial(_find_chunks, tier, info.key, info.size) for info in found)
-
-
-async def pack_entries(tier: Tier, key: str, size: int) -> list[pack.PackEntry]:
-    """What the footer of a pack lists. Raises `Corrupt`, `NotFound`, `TierUnavailable`."""
+async def pack_table(tier: Tier, key: str, size: int) -> NDArray[Any]:
+    """What the footer of a pack lists, of dtype `RECORD`. Raises `Corrupt`, `NotFound`, `TierUnavailable`."""
     tail = bytearray(min(size, ALIGNMENT))
     await tier.store.get_into(key, size - len(tail), memoryview(tail))
     offset, length = pack.footer_range(bytes(tail), size)
     footer = tail[len(tail) - length :] if length <= len(tail) else bytearray(length)
     if length > len(tail):
         await tier.store.get_into(key, offset, memoryview(footer))
-    return pack.decode_footer(bytes(footer), size)
+    return pack.decode_table(bytes(footer), size)
 
 
-async def _find_chunks(tier: Tier, key: str, size: int) -> None:
+async def _find_chunks(tier: Tier, key: str, size: int, footers: Footers) -> None:
     try:
-        entries = await pack_entries(tier, key, size)
+        table = await pack_table(tier, key, size)
     except (Corrupt, NotFound) as error:
+        tier.unlisted.add(key)
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
-        return
-    for entry in entries:
-        extent = Extent(key, entry.offset, entry.length)
-        if tier.chunks.setdefault(entry.digest, extent) != extent:
-            spares = tier.spares.setdefault(entry.digest, [])
-            if len(spares) < _SPARES:
-                spares.append(extent)
+    else:
+        footers.add([key], np.array([len(table)]), table)

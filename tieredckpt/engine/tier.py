@@ -15,8 +15,11 @@ from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import outlast, whole
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
+from tieredckpt.engine.catalog import Catalogued
 from tieredckpt.engine.half_deleted import HalfDeleted
+from tieredckpt.engine.holdings import Held, HeldSteps, Sizes
 from tieredckpt.engine.indexes import RecentIndexes, unique_extents
+from tieredckpt.engine.known_chunks import KnownChunks
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
@@ -34,7 +37,6 @@ from tieredckpt.format.manifest import (
     encode_step,
 )
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.units import format_size
 
 __all__ = ["MARKER_MAX", "Held", "Tier"]
 
@@ -48,15 +50,6 @@ _BTREE_MAX = 1 << 30
 _PARALLEL_READS = 16
 _FIRST_RETRY = 0.5
 _LAST_RETRY = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A step as one tier holds it."""
-
-    record: StepRecord
-    btree_key: str
-    """Empty in the RAM of a rank that has no part of a step which other ranks hold."""
 
 
 @dataclass
@@ -75,19 +68,22 @@ class Tier:
     """Set once the tier is open and its content known."""
     ram: RamStore | None = None
     slab_index: SlabIndex | None = None
-    held: dict[StepId, Held] = field(default_factory=dict)
+    held: HeldSteps = field(default_factory=HeldSteps)
     parts: dict[StepId, Held] = field(default_factory=dict)
     """In the RAM of a rank: its parts of steps that are not known to be whole."""
     damaged: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps whose commit is there and cannot be read."""
-    chunks: dict[bytes, Extent] = field(default_factory=dict)
+    chunks: KnownChunks = field(default_factory=KnownChunks)
     """The dedupe index of a durable tier: every chunk in its packs."""
     spares: dict[bytes, list[Extent]] = field(default_factory=dict)
     """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
-    unproven: set[bytes] | None = None
-    """Chunks of earlier processes that are to be read before anything refers to them; None until that is known."""
-    packs: dict[str, int] = field(default_factory=dict)
+    proven: set[bytes] = field(default_factory=set)
+    """Chunks of earlier processes that are intact where ``chunks`` has them, read or vouched for by a step."""
+    packs: Sizes[str] = field(default_factory=Sizes)
     """Size of every pack, by key; those of the slab are not counted."""
+    unlisted: set[str] = field(default_factory=set)
+    """Packs of which nobody knows what they hold."""
+    catalogued: Catalogued = field(default_factory=Catalogued)
     orphans: dict[str, float] = field(default_factory=dict)
     """When packs that no step was known to use were last changed (epoch seconds)."""
     pins: dict[StepId, int] = field(default_factory=dict)
@@ -112,7 +108,7 @@ class Tier:
     used_elsewhere: int | None = None
     """Bytes in use, as the leader has told; None where this process counts them."""
     _failures: int = 0
-    index_bytes: dict[StepId, int] = field(default_factory=dict)
+    index_bytes: Sizes[StepId] = field(default_factory=Sizes)
     indexes: RecentIndexes = field(default_factory=RecentIndexes)
     _packs_of: dict[StepId, frozenset[str]] = field(default_factory=dict)
 
@@ -145,11 +141,11 @@ class Tier:
 
     @property
     def used(self) -> int:
-        """Bytes that the tier's packs and indexes take."""
+        """Bytes that the tier's packs, indexes and catalogs take."""
         if self.used_elsewhere is not None:
             return self.used_elsewhere
-        packs = self.ram.slab.used if self.ram is not None else sum(self.packs.values())
-        return packs + sum(self.index_bytes.values())
+        packs = self.ram.slab.used if self.ram is not None else self.packs.total
+        return packs + self.index_bytes.total + self.catalogued.nbytes
 
     @property
     def reserved(self) -> int:
@@ -232,20 +228,10 @@ class Tier:
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
-        for known in (
-            self.held,
-            self.parts,
-            self.damaged,
-            self.packs,
-            self.chunks,
-            self.spares,
-            self.orphans,
-            self.doubtful,
-        ):
+        steps = (self.held, self.parts, self.damaged, self.doubtful, self.index_bytes, self.indexes, self._packs_of)
+        packs = (self.packs, self.chunks, self.spares, self.proven, self.unlisted, self.orphans)
+        for known in (*steps, *packs, self.catalogued):
             known.clear()
-        self.unproven = None
-        for remembered in (self.index_bytes, self.indexes, self._packs_of):
-            remembered.clear()
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -255,10 +241,7 @@ class Tier:
         btree_key = ocdbt.read_root(manifest).path
         if not btree_key.startswith(layout.step_folder(step.step, step.serial)):
             raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step")
-        size = (await self.store.stat(btree_key)).size
-        if size > _BTREE_MAX:
-            raise Corrupt(f"tier {self.name!r}, {step}: an index of {format_size(size)} cannot be right")
-        return manifest, await self.store.get(btree_key, limit=size), btree_key
+        return manifest, await self.store.get(btree_key, limit=_BTREE_MAX), btree_key
 
     async def load_index(self, step: StepId) -> StepIndex:
         """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
@@ -266,10 +249,14 @@ class Tier:
             raise NotFound(f"tier {self.name!r} does not hold {step}")
         found = self.indexes.get(step)
         if found is None:
-            manifest, btree, btree_key = await self.read_index(step)
-            found = await asyncio.to_thread(decode_step, manifest, btree, btree_key)
-            if found.record.id != step:
-                raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
+            try:
+                found = await asyncio.to_thread(decode_step, *await self.read_index(step))
+                if found.record.id != step:
+                    raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
+            except Corrupt as error:
+                if step in self.held and not self.held[step].whole:
+                    self.condemn(step, error)  # as if it had been read at opening
+                raise
         self.indexes.remember(step, found)
         return found
 
@@ -329,6 +316,7 @@ class Tier:
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
         self.dismissed.discard(step)
+        self.catalogued.forget(step)
         self.index_bytes[step] = len(index.btree) + len(index.manifest)
         self.indexes.remember(step, StepIndex(record, dict(arrays)))
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
@@ -369,6 +357,7 @@ class Tier:
         self.doubtful.discard(step)
         self.indexes.pop(step, None)
         self.index_bytes.pop(step, None)
+        self.catalogued.forget(step)
         self._packs_of.pop(step, None)
         return held.btree_key if held is not None else None
 
@@ -385,6 +374,7 @@ class Tier:
         """Count a step as not held: its commit turned out unreadable."""
         if self.held.pop(step, None) is not None:
             self.damaged[step] = error
+            self.catalogued.forget(step)
             self.indexes.pop(step, None)
             # The packs may be good, so they are kept like those of a writer at work.
             self.orphans.update(dict.fromkeys(self._packs_of.pop(step, ()), time.time()))
@@ -397,3 +387,4 @@ class Tier:
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guards_packs``."""
         self.chunks.pop(digest, None)
+        self.proven.discard(digest)

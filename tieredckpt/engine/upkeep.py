@@ -1,4 +1,4 @@
-"""What goes on for as long as a store is open: leases are renewed, and what crashes leave behind is reclaimed."""
+"""What goes on for as long as a store is open: leases are renewed, leftovers reclaimed, catalogs written."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tieredckpt.blobs.settle import told_to_end
+from tieredckpt.engine.cataloguing import write_catalog
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import TieredCkptError
 
-__all__ = ["keep_tidy", "renew_lease"]
+__all__ = ["catalogue", "keep_catalogued", "keep_tidy", "renew_lease"]
 
 _log = logging.getLogger("tieredckpt")
+
+_CATALOG_EVERY = 60.0
+"""Seconds after which it is seen whether enough is new to be written down."""
 
 
 async def renew_lease(state: State, tier: Tier) -> None:
@@ -41,3 +45,22 @@ async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> N
             _log.warning("collection: %s", error)
         except Exception:
             _log.exception("collection: unexpected failure")
+
+
+async def keep_catalogued(tier: Tier) -> None:
+    """Write down what comes to a tier, so that the next opening need not read it; until cancelled."""
+    while not told_to_end():
+        await catalogue(tier)
+        await asyncio.sleep(_CATALOG_EVERY)
+
+
+async def catalogue(tier: Tier) -> None:
+    """Write down what came to a tier if that is enough; it costs the next opening time if that fails, and no more."""
+    if tier.ram is not None or tier.marker is None or not tier.healthy:
+        return
+    try:
+        await write_catalog(tier, tier.marker.store)
+    except TieredCkptError as error:
+        _log.warning("tier %r: no catalog was written: %s", tier.name, error)
+    except Exception:
+        _log.exception("tier %r: unexpected failure to write a catalog", tier.name)

@@ -11,9 +11,11 @@ from tieredckpt.errors import Invalid
 __all__ = [
     "ALIGNMENT",
     "BLOCKS",
+    "CATALOGS",
     "CHUNK_DIGESTS",
     "FORMAT_VERSION",
     "LEASES",
+    "MANIFEST",
     "MARKER",
     "MAX_NUMBER",
     "PACKS",
@@ -23,10 +25,12 @@ __all__ = [
     "array_key",
     "block_key",
     "btree_key",
+    "catalog_key",
     "manifest_key",
     "new_pack_id",
     "pack_key",
     "parse_block_key",
+    "parse_catalog_key",
     "parse_pack_key",
     "parse_step_folder",
     "part_key",
@@ -47,9 +51,15 @@ MAX_NUMBER = (1 << 63) - 1
 
 STEPS = "steps/"
 PACKS = "packs/"
+CATALOGS = "catalogs/"
+"""What is known of packs and steps, so that they need not all be read; believed where it agrees with the listing."""
+
 LEASES = "leases/"
 RANKS = "ranks/"
 """Messages that ranks leave each other where they have no other way to speak; no part of any step."""
+
+MANIFEST = "manifest.ocdbt"
+"""Name of the commit file in the folder of a step."""
 
 STEP_RECORD = "tieredckpt/step.json"
 """Key in a step index: the record of the step, JSON."""
@@ -65,6 +75,7 @@ _LARGEST = (1 << 63) - 1
 _OFFSET = re.compile(r"(?:0|[1-9]\d{0,18})(?:\.(?:0|[1-9]\d{0,18}))*", re.ASCII)
 _STEP_FOLDER = re.compile(r"steps/(\d{10,})-(\d{6,})/", re.ASCII)
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
+_CATALOG_KEY = re.compile(r"catalogs/([0-9a-f]{32})")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -97,7 +108,7 @@ def parse_step_folder(name: str) -> tuple[int, int] | None:
 
 def manifest_key(step: int, serial: int) -> str:
     """The commit file of a step. Raises `Invalid` as `step_folder` does."""
-    return step_folder(step, serial) + "manifest.ocdbt"
+    return step_folder(step, serial) + MANIFEST
 
 
 def btree_key(step: int, serial: int) -> str:
@@ -167,3 +178,16 @@ def parse_pack_key(key: str) -> str | None:
     """Identity of the pack in a file that `pack_key` names, None for any other file."""
     match = _PACK_KEY.fullmatch(key)
     return match[2] if match else None
+
+
+def catalog_key(identity: str) -> str:
+    """File of a catalog, by its identity of 32 lower-case hexadecimal digits. Raises `Invalid` for any other."""
+    if not _PACK_ID.fullmatch(identity):
+        raise Invalid(f"{identity!r} is no identity of a catalog: 32 lower-case hexadecimal digits")
+    return f"{CATALOGS}{identity}"
+
+
+def parse_catalog_key(key: str) -> str | None:
+    """Identity of the catalog in a file that `catalog_key` names, None for any other file."""
+    match = _CATALOG_KEY.fullmatch(key)
+    return match[1] if match else None

@@ -50,6 +50,7 @@ __all__ = [
     "encode_marker",
     "encode_step",
     "find_record",
+    "is_line",
 ]
 
 INLINE_MAX = 4096
@@ -355,7 +356,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         raise Corrupt(f"{where}: a step of format {record.format_version}; use a newer tieredckpt")
     if record.ranks < 1 or not (record.rank is None or 0 <= record.rank < record.ranks):
         raise Corrupt(f"{where}: a step of rank {record.rank} of {record.ranks}")
-    if not _is_line(record.line, record.serial):
+    if not is_line(record.line, record.serial):
         raise Corrupt(f"{where}: the line {record.line[:8]} does not ascend to serial {record.serial}")
     if _depth(record.policy) > _MAX_POLICY_DEPTH:
         raise Corrupt(f"{where}: the policy is nested more than {_MAX_POLICY_DEPTH} deep")
@@ -363,7 +364,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
     return record
 
 
-def _is_line(line: tuple[tuple[int, int], ...], serial: int) -> bool:
+def is_line(line: tuple[tuple[int, int], ...], serial: int) -> bool:
     """Whether ranges ascend, and the last ends with the step's own serial."""
     bounds = [bound for pair in line for bound in pair]
     fine = all(first <= last for first, last in line) and all(map(operator.lt, bounds[1::2], bounds[2::2]))

@@ -318,7 +318,8 @@ class World(State):
             tier.error = None
             tier.seen_bandwidth = tier.promotion_seconds = None
             if tier.down:
-                tier.unseen, tier.held = tier.unseen | tier.held, {}
+                tier.unseen |= tier.held
+                tier.held.clear()
         self._look_again()
         newest = max(self._seen, default=None)
         self.line = self._seen[newest].record.line if newest else ()
@@ -338,7 +339,7 @@ class World(State):
     def answers_again(self, tier: WorldTier) -> None:
         """A tier is back, with what it held."""
         tier.down = False
-        tier.held |= tier.unseen
+        tier.held.update(tier.unseen)
         tier.unseen = {}
         if not self.line and tier.held:
             newest = max(tier.held)

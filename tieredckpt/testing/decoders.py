@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -29,9 +30,11 @@ from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.config import load, to_toml
 from tieredckpt.engine import lease
 from tieredckpt.engine.history import history_of
+from tieredckpt.engine.known_chunks import KnownChunks
 from tieredckpt.engine.state import numbers
 from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
+from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
@@ -41,6 +44,7 @@ from tieredckpt.format.structure import CONTAINERS, ArrayNode, decode_structure,
 from tieredckpt.format.zarr import dtype_from_name, dtype_name, parse_array_metadata
 from tieredckpt.testing.forging import (
     BTREE,
+    STORE,
     as_json,
     marker_json,
     record_json,
@@ -104,6 +108,20 @@ _NOTE = {"slab": layout.pack_key("ab" * 16), "capacity": 1 << 20, "boot_id": ram
 _HOLDER = msgspec.to_builtins(lease._this_process(1.7e9))
 _CONFIG = load({"tiers": {"ram": {"kind": "ram"}, "disk": {"kind": "posix", "path": "/checkpoints"}}})
 _FOOTER = pack.encode_footer([pack.PackEntry(bytes([i]) * 16, 8192 * i, 5000) for i in range(5)], 65536)
+_CATALOG = encode_catalog(
+    Catalog(
+        STORE,
+        [layout.pack_key("ab" * 16), layout.pack_key("cd" * 16)],
+        np.array([8192, 12288], np.uint64),
+        np.array([1, 2], np.uint32),
+        np.array([(bytes([i]) * 16, 4096 * (i // 2), 100) for i in range(3)], pack.RECORD),
+        [
+            CatalogStep(
+                5, 7, 300, 1.0, "btree", 4000, 1.0, ((1, 3), (5, 7)), 3, 1.0, 99, {"loss": 0.5, "worst": "nan"}, 1
+            )
+        ],
+    )
+)
 _REQUEST = msgspec.msgpack.encode(frames.Request(1, frames.Write(3, 5, [(1, 2, 3)])))
 _REPLY = msgspec.msgpack.encode(frames.Reply(1, value=[("packs", "folder"), ("a", "file")]))
 
@@ -181,6 +199,30 @@ def _use_part(data: bytes) -> None:
     _use_record(part.record)
     with suppress(Conflict):
         _use_step(merge([part]))
+
+
+def _tampered_catalogs() -> st.SearchStrategy[bytes]:
+    """Catalogs: any byte changed, or an element, under a checksum that fits."""
+    elements = msgspec.msgpack.decode(_CATALOG[16:-4])
+    bodies = st.integers(0, len(elements) - 1).flatmap(
+        lambda i: (tampered_bytes if isinstance(elements[i], bytes) else tampered_json)(elements[i]).map(
+            lambda value: _packed([*elements[:i], value, *elements[i + 1 :]])
+        )
+    )
+    return tampered_bytes(_CATALOG) | bodies.map(lambda body: _with_crc(_CATALOG[:16] + body + bytes(4)))
+
+
+def _use_catalog(data: bytes) -> None:
+    """What opening a store does with a catalog that the listing confirms."""
+    catalog = decode_catalog(data, "here")
+    chunks = KnownChunks()
+    spares = chunks.fill(catalog.packs, catalog.counts, catalog.chunks)
+    assert len(chunks) + sum(map(len, spares.values())) <= len(catalog.chunks)
+    sizes = dict(zip(catalog.packs, catalog.sizes.tolist(), strict=True))
+    if len(sizes) == len(catalog.packs):
+        assert all(extent.offset + extent.length <= sizes[extent.path] for extent in chunks.values())
+    for step in catalog.steps:
+        _use_record(step.record(catalog.store))
 
 
 def _decode_note(data: bytes) -> None:
@@ -261,6 +303,7 @@ DECODERS: tuple[Decoder, ...] = (
         .map(lambda data: data.decode("latin-1")),
     ),
     Decoder("a pack's footer", _decode_pack, _FOOTER, tampered_bytes(_FOOTER) | tampered_bytes(_FOOTER).map(_with_crc)),
+    Decoder("a catalog", _use_catalog, _CATALOG, _tampered_catalogs()),
     Decoder("a rank's part", _use_part, _PART, _tampered_parts()),
     Decoder(
         "the marker",

@@ -140,6 +140,8 @@ class Faulty(Forward):
         remembered: how many calls `calls` goes back; None for all of them, which takes memory.
     """
 
+    _listed_at_once = 1
+
     def __init__(self, inner: BlobStore, *, remembered: int | None = None) -> None:
         super().__init__(inner)
         self._guards_script = threading.Lock()

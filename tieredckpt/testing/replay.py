@@ -83,7 +83,7 @@ class _Ledger:
                 self.damaged.add((tier, serial))
             case Removed(tier=tier, path=path):
                 folder, _, name = path.rpartition("/")
-                if name == "manifest.ocdbt" and (step := layout.parse_step_folder(f"{folder}/")) is not None:
+                if name == layout.MANIFEST and (step := layout.parse_step_folder(f"{folder}/")) is not None:
                     self.acknowledged.discard((tier, step[1]))  # it was evicted
 
     def owed(self, crash: Crash) -> Owed:
@@ -280,7 +280,11 @@ async def _check_litter(store: CheckpointStore) -> None:
     for step, held in tier.held.items():
         needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await tier.packs_of(step)}
     torn = tuple(layout.step_folder(step.step, step.serial) for step in tier.damaged)
-    left = {info.key async for info in tier.store.list("") if not info.key.startswith((layout.LEASES, *torn))}
+    left = {
+        info.key
+        async for info in tier.store.list("")
+        if not info.key.startswith((layout.LEASES, layout.CATALOGS, *torn))
+    }
     if left != needed:
         raise Lost(f"after a collection there is {sorted(left - needed)} too much, {sorted(needed - left)} missing")
 

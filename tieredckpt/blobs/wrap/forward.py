@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Sweep, Traits
 
 __all__ = ["Forward", "Operation"]
 
 T = TypeVar("T")
+
+_LISTED_SECONDS = 0.25
+"""A listing that takes longer hands out what it has: it makes progress, which deadlines look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,11 @@ class Operation:
 class Forward:
     """A store that hands each verb to ``inner``; a wrapper overrides `around`, and a verb where it must.
 
-    `list` passes `around` once for each object, so that nothing is held while its caller looks at one.
+    `list` passes `around` once for some objects at a time, so that nothing is held while its caller looks at them.
     """
+
+    _listed_at_once: ClassVar[int] = 512
+    """Objects; to pass around each by itself would cost more than to list it."""
 
     def __init__(self, inner: BlobStore) -> None:
         self._inner = inner
@@ -66,11 +73,18 @@ class Forward:
         infos = self._inner.list(prefix)
         operation = Operation("list", prefix, 0)
 
-        async def following() -> BlobInfo | None:
-            return await anext(infos, None)
+        async def following() -> Sequence[BlobInfo]:
+            found: list[BlobInfo] = []
+            until = time.monotonic() + _LISTED_SECONDS
+            async for info in infos:
+                found.append(info)
+                if len(found) >= self._listed_at_once or time.monotonic() > until:
+                    break
+            return found
 
-        while (info := await self.around(operation, following)) is not None:
-            yield info
+        while found := await self.around(operation, following):
+            for info in found:
+                yield info
 
     async def delete(self, key: str) -> None:
         await self.around(Operation("delete", key, 0), lambda: self._inner.delete(key))

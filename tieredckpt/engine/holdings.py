@@ -1,0 +1,114 @@
+"""What a tier holds, kept so that nobody needs to look through all of it: sizes with their sum, steps with news."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from tieredckpt.format.manifest import StepId, StepRecord
+
+__all__ = ["Held", "HeldSteps", "Sizes"]
+
+K = TypeVar("K")
+
+
+class Sizes(MutableMapping[K, int]):
+    """Bytes by key, and how many those are together."""
+
+    def __init__(self) -> None:
+        self._of: dict[K, int] = {}
+        self.total = 0
+
+    def __getitem__(self, key: K) -> int:
+        return self._of[key]
+
+    def __setitem__(self, key: K, nbytes: int) -> None:
+        self.total += nbytes - self._of.get(key, 0)
+        self._of[key] = nbytes
+
+    def __delitem__(self, key: K) -> None:
+        self.total -= self._of.pop(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def clear(self) -> None:
+        self._of.clear()
+        self.total = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A step as one tier holds it."""
+
+    record: StepRecord
+    btree_key: str
+    """Empty in the RAM of a rank that has no part of a step which other ranks hold."""
+    whole: bool = True
+    """Whether the record was read from the step, and not from a catalog, which has no structure, say."""
+
+
+class HeldSteps(dict[StepId, Held]):
+    """The steps that a tier holds, and which of them came or went since somebody asked.
+
+    Changed on the engine's loop; `news` may be taken by another thread, of which there is one at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed: set[StepId] = set()
+
+    def news(self) -> set[StepId]:
+        """The steps that came, went or were replaced since the last call."""
+        found: set[StepId] = set()
+        while True:
+            try:
+                found.add(self._changed.pop())
+            except KeyError:
+                return found
+
+    # Each tells of a change when it has been made: who looks before is told, and who looks between looks again.
+
+    def __setitem__(self, step: StepId, held: Held) -> None:
+        super().__setitem__(step, held)
+        self._changed.add(step)
+
+    def __delitem__(self, step: StepId) -> None:
+        super().__delitem__(step)
+        self._changed.add(step)
+
+    def pop(self, step: StepId, *default: Any) -> Any:
+        found = super().pop(step, *default)
+        self._changed.add(step)
+        return found
+
+    def popitem(self) -> tuple[StepId, Held]:
+        step, held = super().popitem()
+        self._changed.add(step)
+        return step, held
+
+    def clear(self) -> None:
+        gone = tuple(self)
+        super().clear()
+        self._changed.update(gone)
+
+    def setdefault(self, step: StepId, held: Held) -> Held:
+        if step not in self:
+            self[step] = held
+        return self[step]
+
+    def update(self, *others: Any, **none: Any) -> None:
+        added = dict(*others, **none)
+        super().update(added)
+        self._changed.update(added)
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
+        self.update(other)
+        return self

@@ -1,0 +1,102 @@
+"""The roll of a store: every step that some tier holds, by age, brought up to date by what came and went."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tieredckpt.engine.tier import Tier
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.policyviews import StepView
+
+__all__ = ["Called", "Line", "Roll"]
+
+Line = tuple[tuple[int, int], ...]
+"""Serials, as inclusive ranges that ascend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The steps that there are at one time; never changed."""
+
+    records: dict[StepId, StepRecord] = field(default_factory=dict)
+    """By age."""
+    views: tuple[StepView, ...] = ()
+    """As policies see them, in the same order, all of age 0."""
+
+
+class Roll:
+    """What is the same from one question to the next, though there may be ten thousand steps and many questions.
+
+    ``describe`` gives the view of a step from its record, the names of the tiers that hold it, and whether it is on
+    the line.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], describe: Callable[[StepId, StepRecord, tuple[str, ...], bool], StepView]
+    ) -> None:
+        self._tiers = tiers
+        self._describe = describe
+        self._guards_roll = threading.Lock()
+        """The trainer's thread asks whether a save is due, while the engine's changes what is held."""
+        self._line: Line = ()
+        self._views: dict[StepId, StepView] = {}
+        """By age, as in `Called`."""
+        self._called = Called()
+
+    def call(self, line: Line) -> Called:
+        """The steps that there are now, when this is the live line."""
+        with self._guards_roll:
+            changed = {step for tier in self._tiers for step in tier.held.news()}
+            if line != self._line:
+                changed |= self._moved(line)
+                self._line = line
+            if changed:
+                self._renew(changed)
+            return self._called
+
+    def _moved(self, line: Line) -> set[StepId]:
+        """The steps that came to the line or left it."""
+        last = self._line[-1][1] if self._line else 0
+        if tuple((first, min(end, last)) for first, end in line if first <= last) == self._line:
+            return {step for step in _since(self._views, last) if _on(line, step.serial)}
+        return {step for step, view in self._views.items() if view.on_line != _on(line, step.serial)}
+
+    def _renew(self, changed: set[StepId]) -> None:
+        views, records = dict(self._views), dict(self._called.records)
+        newest = next(reversed(views), None)
+        in_order = True
+        for step in sorted(changed):
+            holding = [(tier.name, held) for tier in self._tiers if (held := tier.held.get(step)) is not None]
+            if not holding:
+                views.pop(step, None)
+                records.pop(step, None)
+                continue
+            in_order &= step in views or newest is None or step > newest
+            record, names = holding[0][1].record, tuple(name for name, _ in holding)
+            on_line = _on(self._line, step.serial)
+            known = views.get(step)
+            if known is None or records[step] is not record:
+                views[step] = self._describe(step, record, names, on_line)
+            elif known.tiers != names or known.on_line != on_line:
+                views[step] = dataclasses.replace(known, tiers=names, on_line=on_line)
+            records[step] = record
+        if not in_order:
+            views, records = dict(sorted(views.items())), dict(sorted(records.items()))
+        self._views = views
+        self._called = Called(records, tuple(views.values()))
+
+
+def _since(steps: dict[StepId, StepView], serial: int) -> list[StepId]:
+    found = []
+    for step in reversed(steps):
+        if step.serial <= serial:
+            break
+        found.append(step)
+    return found
+
+
+def _on(line: Line, serial: int) -> bool:
+    return any(first <= serial <= last for first, last in line)
