@@ -211,7 +211,7 @@ async def test_a_commit_that_rotted_unseen_is_found_out_when_it_is_read(place: P
     await place.trained(1, 2, 3)
     rot(place.manifest(2))
     async with place.opened() as store:
-        with pytest.raises(NotFound, match="step 2"):
+        with pytest.raises(Corrupt, match="step 2"):
             await store.restore(2)
         await assert_all_there(store, 1, 3)
 
