@@ -77,6 +77,8 @@ class Tier:
     held: dict[StepId, Held] = field(default_factory=dict)
     parts: dict[StepId, Held] = field(default_factory=dict)
     """In the RAM of a rank: its parts of steps that are not known to be whole."""
+    unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = field(default_factory=list)
+    """Steps retracted from RAM, by their chunks, that another process may still be reading: what tells, and where."""
     damaged: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps whose commit is there and cannot be read."""
     chunks: dict[bytes, Extent] = field(default_factory=dict)
