@@ -8,10 +8,13 @@ from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 
+import numpy as np
+import numpy.typing as npt
+
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, write_packs
+from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, stored_size, tail_size, write_packs
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -167,22 +170,30 @@ async def batches(
     """The missing chunks, sealed, a pack's worth at a time.
 
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
-    tiers they pass through scratch memory.
+    tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    from_slab = source.tier.ram is not None and source.tier.ram.slab.writable  # for the checksums are written there
+    from_slab = source.tier.ram is not None
+    tails = state.scratch if source.tier.ram is not None and not source.tier.ram.slab.writable else None
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     batch = Batch()
     try:
         for digest, (key, ordinal) in _in_storage_order(source, needs):
-            if batch.payloads and (not traits.ranged_get or batch.size + stored_size(sizes[digest]) > limit):
+            need = stored_size(sizes[digest])
+            lent = need if not from_slab else 0 if tails is None else tail_size(sizes[digest])
+            if batch.payloads and (
+                not traits.ranged_get
+                or batch.size + need > limit
+                or batch.borrowed + lent > state.scratch.capacity // _SCRATCH_PACKS
+            ):
                 full, batch = batch, Batch()
                 yield full
             payload = None
             if from_slab:
-                payload = await _from_slab(state, source, key, ordinal, sizes[digest])
+                tail = None if tails is None else await batch.borrow(tails, lent)
+                payload = await _from_slab(state, source, key, ordinal, sizes[digest], tail)
             if payload is None:
-                memory = await batch.lent.enter_async_context(state.scratch.lend(stored_size(sizes[digest])))
+                memory = await batch.borrow(state.scratch, need)
                 await source.read(key, ordinal, memory, bad=source.tier if from_slab else None)
                 payload = Payload(digest, sizes[digest], memory)
                 await in_thread(seal, payload, pool=state.pool)
@@ -194,13 +205,16 @@ async def batches(
         await batch.lent.aclose()
 
 
-async def _from_slab(state: State, source: StepSource, key: str, ordinal: int, nbytes: int) -> Payload | None:
-    """A chunk where it lies in RAM, sealed there; None if it was damaged."""
+async def _from_slab(
+    state: State, source: StepSource, key: str, ordinal: int, nbytes: int, tail: npt.NDArray[np.uint8] | None
+) -> Payload | None:
+    """A chunk where it lies in RAM, sealed there or in ``tail``; None if it was damaged."""
     chunk = source.index.arrays[key].chunks[ordinal]
     assert source.tier.ram is not None
     assert isinstance(chunk.where, Extent)
     offset = chunk.where.offset
-    payload = Payload(chunk.digest, nbytes, source.tier.ram.slab.array[offset : offset + stored_size(nbytes)])
+    memory = source.tier.ram.slab.array[offset : offset + stored_size(nbytes)]
+    payload = Payload(chunk.digest, nbytes, memory, tail)
     if await in_thread(seal, payload, pool=state.pool):
         return payload
     source.note(source.tier, key, chunk, Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM"))
