@@ -163,9 +163,8 @@ class Preemption:
         """Promote the newest step, and keep trying; None where nothing was saved."""
         await self._store.captures.settled()
         while (step := self._state.newest()) is not None and step not in self._tier.held:
-            if (promoter := self._store.engine.promoters.get(self._tier.name)) is not None:
-                promoter.give_way(step)
             try:
+                await self._store.engine.give_way(step, self._tier.name)
                 await self._store.engine.promote(step.step, self._tier.name)
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)

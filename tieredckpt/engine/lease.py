@@ -21,7 +21,7 @@ from tieredckpt.blobs.settle import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 
-__all__ = ["Holder", "Lease", "decode_holder"]
+__all__ = ["Holder", "Lease", "decode_holder", "holder_of"]
 
 _SIZE_MAX = 4096
 _TORN_PAUSES = (0.0, 0.05, 0.2, 0.5)
@@ -177,15 +177,20 @@ class Lease:
         )
 
 
-def _this_process(taken_at: float) -> Holder:
+def holder_of(process: int, taken_at: float) -> Holder:
+    """A process of this machine that lives now, as a holder since then."""
     return Holder(
         host=socket.gethostname(),
         machine=_machine(),
-        process=os.getpid(),
-        process_started=_started(os.getpid()) or "",
+        process=process,
+        process_started=_started(process) or "",
         taken_at=taken_at,
         renewed_at=time.time(),
     )
+
+
+def _this_process(taken_at: float) -> Holder:
+    return holder_of(os.getpid(), taken_at)
 
 
 def _was_given_back(holder: Holder, key: str) -> bool:

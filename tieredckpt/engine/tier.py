@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -111,7 +111,10 @@ class Tier:
     promotion_seconds: float | None = None
     """From a save to its commit here, a recent mean; None before the first."""
     used_elsewhere: int | None = None
-    """Bytes in use, as the leader has told; None where this process counts them."""
+    """Bytes in use, as whoever manages it has told; None where this process counts them."""
+    bandwidth_elsewhere: float | None = None
+    pin_elsewhere: Callable[[StepId], AbstractAsyncContextManager[None]] | None = None
+    """Keeps a step on it while it is read here, where another process evicts."""
     _failures: int = 0
     index_bytes: dict[StepId, int] = field(default_factory=dict)
     indexes: RecentIndexes = field(default_factory=RecentIndexes)
@@ -166,7 +169,8 @@ class Tier:
     @property
     def write_bandwidth(self) -> float | None:
         """Bytes a second seen lately; None before the first write, and for RAM."""
-        return self.blobs.usage().write_bandwidth if isinstance(self.blobs, Metered) else None
+        own = self.blobs.usage().write_bandwidth if isinstance(self.blobs, Metered) else None
+        return self.bandwidth_elsewhere or own
 
     # -- health -------------------------------------------------------------------------------------------
 
@@ -233,19 +237,10 @@ class Tier:
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
-        for known in (
-            self.held,
-            self.parts,
-            self.damaged,
-            self.packs,
-            self.chunks,
-            self.spares,
-            self.orphans,
-            self.doubtful,
-        ):
+        for known in (self.held, self.parts, self.damaged, self.packs, self.chunks, self.spares, self.orphans):
             known.clear()
         self.unproven = None
-        for remembered in (self.index_bytes, self.indexes, self._packs_of):
+        for remembered in (self.index_bytes, self.indexes, self._packs_of, self.doubtful, self.unread):
             remembered.clear()
 
     # -- steps --------------------------------------------------------------------------------------------
