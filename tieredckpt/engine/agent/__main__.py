@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import time
 
 from tieredckpt.config import load
-from tieredckpt.engine.agent.agent import Agent
+from tieredckpt.engine.agent.running import run_agent
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.events import Event, Events
 
@@ -30,21 +28,12 @@ def main() -> int:
     events = Events()
     events.subscribe(_note)
     try:
-        asyncio.run(_run(Agent(config, events, stays=False)))
+        signalled = run_agent(config, events, "with trainer")
     except TieredCkptError as error:
         _log.error("%s", error)
         return 1
-    except asyncio.CancelledError:
-        _log.info("ended by a signal")
+    _log.info("ended by a signal" if signalled else "ended, for nothing is due and there is no trainer")
     return 0
-
-
-async def _run(agent: Agent) -> None:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    await agent.run()
 
 
 def _note(event: Event) -> None:

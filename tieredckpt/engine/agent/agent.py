@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import suppress
 from importlib.metadata import version
+from typing import Literal
 
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram import RamStore
@@ -15,21 +17,24 @@ from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.orders import Service
 from tieredckpt.engine.agent.process import claim
-from tieredckpt.engine.agent.told import adopt_ram
+from tieredckpt.engine.agent.told import adopt_ram, settings_of
 from tieredckpt.engine.agent.wire import Parted, Wire, connect
 from tieredckpt.engine.connect import connect as connect_tier
 from tieredckpt.engine.connect import ram_folder
 from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.lease import Holder
+from tieredckpt.engine.lease import Holder, lives_here
 from tieredckpt.engine.messages import Failure
 from tieredckpt.engine.state import Role
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.layout import MARKER
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "Life"]
 
 _log = logging.getLogger("tieredckpt")
+
+Life = Literal["stays", "with trainer", "once"]
+"""An agent ends when it is told to, or when there is no trainer and nothing is due, or as soon as nothing is due."""
 
 _LOOK_AGAIN = 0.1
 """Seconds between looks for a trainer, or for the folder that it makes."""
@@ -42,22 +47,30 @@ _LAST_TRIES = 3600.0
 _TRY_AGAIN = 1.0
 
 
+class _Unfit(Exception):
+    """This agent and that trainer are not for each other."""
+
+
+class _Outdated(Exception):
+    """This agent is in the way of one that does what the trainer wants."""
+
+
 class Agent:
     """Promotes from the RAM tier of a store. Everything runs on one event loop.
 
     Args:
         config: of the store, whose nearest tier is RAM.
         events: told what happens.
-        stays: go on when there is nothing to do and no trainer; else it ends then.
+        life: how long it works.
     """
 
-    def __init__(self, config: StoreConfig, events: Events, *, stays: bool) -> None:
+    def __init__(self, config: StoreConfig, events: Events, life: Life) -> None:
         first = config.tiers[0] if config.tiers else None
         if not isinstance(first, RamTier) or len(config.tiers) == 1:
             raise Invalid("an agent promotes from RAM to slower tiers; the configuration needs a ram tier and another")
         self._folder = ram_folder(config, first)
         self._config = config
-        self._stays = stays
+        self._life = life
         self._engine = Engine(config, events, read_only=False, role=Role.AGENT)
         self._opened = False
         self._claim = -1
@@ -91,29 +104,36 @@ class Agent:
         since = time.monotonic()
         while True:
             if not await in_thread(self._is_claimed) and not await self._attach():
-                if not self._stays and (self._opened or time.monotonic() - since > _HELLO):
+                if self._life == "once" and not self._opened:
+                    raise NotFound(f"there is no RAM tier at {self._folder}, so there is nothing to promote")
+                if self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO):
                     return  # nothing is left to promote, and nobody who makes more
-            elif (wire := await connect(self._folder)) is not None:
+            elif self._life != "once" and (wire := await connect(self._folder)) is not None:
                 await self._stop_finishing()
                 if await self._meet(wire):
                     return
             elif not self._opened:
                 await self._open()
-            elif not self._stays and self._is_finished():
+            elif self._life != "stays" and self._is_finished():
                 return
             await asyncio.sleep(_LOOK_AGAIN)
 
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""
         self._wire = wire
+        farewell = said.Farewell(done=False)
         try:
             farewell = await self._serve(wire)
         except Parted as error:
             _log.info("the trainer (process %d) has gone: %s", wire.peer, error)
-            if wire.peer:
-                self._dead = (*self._dead, wire.holder)  # for the next one's reckoning of failures
-            farewell = said.Farewell(done=False)
-        if farewell.done and not self._stays:
+            self._dead = (*self._dead, wire.holder)  # for the next one's reckoning of failures
+        except _Unfit as error:
+            _log.error("%s", error)
+            await asyncio.sleep(_TRY_AGAIN)  # it closes its store, or is mended
+        except _Outdated as error:
+            _log.info("%s", error)
+            return True
+        if farewell.done and self._life == "with trainer":
             return True  # it waits for the end of the connection, which comes when the leases are released
         self._wire = None
         await wire.close()
@@ -196,11 +216,9 @@ class Agent:
         in_ram: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
         if not isinstance(hello, said.Hello) or not isinstance(in_ram, said.InRam):
             raise Parted("it does not begin with its name and what it has")
+        if (hello.version, hello.settings) != (version("tieredckpt"), settings_of(self._config)):
+            self._give_up(wire, hello)
         try:
-            if hello.version != version("tieredckpt"):
-                raise Conflict(
-                    f"the trainer runs version {hello.version} and the agent {version('tieredckpt')}: run one version"
-                )
             if self._opened:
                 await self._see(hello)
             else:
@@ -210,8 +228,22 @@ class Agent:
             await wire.close()
             raise
         adopt_ram(self._engine.state, in_ram)
-        dead, self._dead = self._dead, ()
+        dead = tuple([holder for holder in self._dead if not await in_thread(lives_here, holder)])
+        self._dead = ()
         return await Service(self._engine, wire).run(dead)
+
+    def _give_up(self, wire: Wire, hello: said.Hello) -> None:
+        """Leave a trainer to an agent that fits it."""
+        if self._life == "with trainer":
+            raise _Outdated("the trainer has another configuration or version now, and starts an agent of its own")
+        own = version("tieredckpt")
+        differs = "configuration" if hello.version == own else f"version ({hello.version}, not {own})"
+        refusal = Conflict(
+            f"the agent, process {os.getpid()}, has another {differs} than the trainer; end it, or start it with "
+            f"the trainer's"
+        )
+        wire.send(said.Refused(Failure.of(refusal)))
+        raise _Unfit(str(refusal))
 
     async def _see(self, hello: said.Hello) -> None:
         """Attach to RAM anew if it is not what this agent sees."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 from tieredckpt.blobs.settle import in_thread, outlast, told_to_end
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.starter import PATIENCE, Starter
-from tieredckpt.engine.agent.told import RamNews, adopt_tier, event_of
+from tieredckpt.engine.agent.told import RamNews, adopt_tier, event_of, settings_of
 from tieredckpt.engine.agent.wire import Parted, Wire, accept, listen
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, decode
@@ -168,8 +168,16 @@ class Link:
         try:
             if state.marker is None or ram is None:
                 return
-            slab = ram.slab
-            wire.send(said.Hello(version("tieredckpt"), state.marker.store, state.made_up, ram.slab_key, slab.capacity))
+            wire.send(
+                said.Hello(
+                    version("tieredckpt"),
+                    settings_of(state.config),
+                    state.marker.store,
+                    state.made_up,
+                    ram.slab_key,
+                    ram.slab.capacity,
+                )
+            )
             self._news = RamNews(state)
             wire.send(self._news.take())
             while True:

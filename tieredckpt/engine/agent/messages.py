@@ -149,6 +149,8 @@ class Hello(_Frame, frozen=True):
 
     version: str
     """Of the library: both sides run one."""
+    settings: str
+    """Of what agents go by, as `tieredckpt.engine.agent.told.settings_of` has it."""
     store: str
     """Identity of the store."""
     made_up: bool

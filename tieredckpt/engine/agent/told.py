@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from typing import Any
 
 import msgspec
 
+from tieredckpt.config import StoreConfig
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.messages import Failure, HeldStep, brief
 from tieredckpt.engine.state import State
@@ -15,11 +18,22 @@ from tieredckpt.errors import Corrupt
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened"]
+__all__ = ["RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+
+_TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agent_log", "rack"}
+"""Settings that an agent does not go by."""
 
 _EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (ChunkRepaired, StepEvicted, StepPromoted, TierFailed, TierRecovered)
 }
+
+
+def settings_of(config: StoreConfig) -> str:
+    """What an agent goes by, in a few letters: the same for two configurations by which agents do the same."""
+    dumped = config.model_dump(mode="json", exclude=_TRAINERS_OWN)
+    ram, *slower = dumped.pop("tiers")
+    told = [dumped, ram["name"], ram["promote"], ram["retain"], slower]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Steps:
