@@ -37,6 +37,7 @@ from tieredckpt.feasible import impossible
 from tieredckpt.policy import AnySchedule, Schedule, parse
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.tierconfig import (
+    AbsolutePath,
     ChfsTier,
     Interval,
     KvstoreTier,
@@ -65,6 +66,10 @@ class StoreConfig(Settings):
     when_full: Literal["wait", "skip", "replace"] = "wait"
     """What a save does when the nearest tier has no room: wait, skip this save, or replace the oldest
     snapshot that is not promoted yet and is not the last copy."""
+    promote_in: Literal["trainer", "agent"] = "trainer"
+    """Which process promotes: the trainer's own, or an agent that outlives it and is started where there is none."""
+    agent_log: AbsolutePath | None = None
+    """The file that an agent started by a store writes its log to; None for ``agent.log`` beside the RAM tier."""
     grace: Interval = 3600.0
     """Seconds for which a file that no step refers to is kept: it may belong to a save under way."""
     lease_ttl: Interval = 60.0

@@ -69,6 +69,9 @@ def _conflicts(store: StoreConfig) -> list[Problem]:
     if first.promote.kind != "always":
         text = "the nearest tier gets every save; say under [store.schedule] when to save"
         wrong.append((("tiers", first.name, "promote"), text))
+    if store.promote_in == "agent" and (first.kind != "ram" or len(store.tiers) == 1):
+        text = "is `agent`, which promotes from a ram tier to slower ones; add what is missing, or leave it out"
+        wrong.append((("promote_in",), text))
     if store.name is None and all(tier.kind == "ram" for tier in store.tiers):
         wrong.append((("name",), "is required where no tier but RAM could tell this store from others"))
     return wrong

@@ -359,7 +359,7 @@ class CheckpointStore:
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
-        return await self.engine_loop.call(self._engine.collect())
+        return await self.engine_loop.call(self._engine.by_hand.collect())
 
     async def verify(
         self,

@@ -19,6 +19,7 @@ from tieredckpt.units import Duration, Rate, Size, parse_size
 
 __all__ = [
     "LOOKALIKE",
+    "AbsolutePath",
     "ChfsTier",
     "Interval",
     "KvstoreTier",

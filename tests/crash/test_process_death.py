@@ -418,6 +418,27 @@ async def test_what_another_process_reads_is_not_overwritten_until_it_has_gone(t
         assert slab_of(store).used == await bytes_of_listed_steps(store)
 
 
+async def test_what_another_process_reads_is_not_reused_by_the_writers_that_follow(
+    tiers: dict[str, Any], ram_folder: Path
+) -> None:
+    train_and_die(tiers, 1)
+    with process("-c", textwrap.dedent(READER), json.dumps(settings(tiers), default=str)) as reader:
+        reader.until("looking")
+        async with opened(tiers) as store:
+            await store.flush()
+            await store.evict(1, "ram")
+        for first in (2, 12):  # two writers, each of which fills the slab more than once
+            async with opened(tiers) as store:
+                assert slab_of(store).used > await bytes_of_listed_steps(store)
+                for step in range(first, first + 10):
+                    assert not (await store.save(step, state(step))).skipped
+        reader.tell("look again")
+        reader.until("the same")
+    async with opened(tiers) as store:
+        assert slab_of(store).used == await bytes_of_listed_steps(store)
+        assert not list((ram_folder / "retired").iterdir())
+
+
 async def test_a_reader_sees_what_was_there_when_it_came_and_what_is_still_there(tiers: dict[str, Any]) -> None:
     async with opened(tiers) as store:
         for step in (1, 2):

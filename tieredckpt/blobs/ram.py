@@ -19,7 +19,6 @@ import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from msgspec.structs import replace
 
@@ -29,6 +28,7 @@ from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, read_note, write_note
+from tieredckpt.blobs.retired import RETIRED, Retired, StillRead
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.layout import new_pack_id, pack_key
@@ -69,7 +69,7 @@ class RamStore:
         self._folder = folder
         self._files = files
         self._lock = lock
-        self._retired: set[BinaryIO] = set()
+        self._retired = Retired(folder)
         self._own = {_LOCK, *NOTE_FILES, slab_key}
 
     @classmethod
@@ -162,7 +162,7 @@ class RamStore:
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         async for info in self._files.list(prefix):
-            if info.key not in self._own:
+            if info.key not in self._own and not info.key.startswith(f"{RETIRED}/"):
                 yield info
 
     async def delete(self, key: str) -> None:
@@ -179,39 +179,26 @@ class RamStore:
         except FileNotFoundError:
             raise NotFound(f"{path} is gone") from None
         fcntl.flock(fd, fcntl.LOCK_SH)
-        if not os.fstat(fd).st_nlink:  # retired before the lock was there to be seen
+        if not _is_at(path, fd):  # retired before the lock was there to be seen
             os.close(fd)
             raise NotFound(f"{path} is gone")
         return hold(fd)
 
-    def retire(self, key: str) -> Callable[[], bool]:
-        """Remove the object at once; the returned function tells whether its last reader has gone."""
-        path = self._folder / key
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            return lambda: True
-        path.unlink()
-        self._retired.add(file)
+    def retire(self, key: str, index: str = "") -> Callable[[], bool]:
+        """Remove the object at once; the returned function tells whether its last reader has gone.
 
-        def unread() -> bool:
-            if file.closed:
-                return True
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            self._retired.discard(file)
-            file.close()
-            return True
+        ``index`` is the key of what tells which extents it refers to, for `still_read`.
+        """
+        return self._retired.take_away(key, index)
 
-        return unread
+    def still_read(self) -> Sequence[StillRead]:
+        """What earlier writers have retired, and is read all the same: its extents are not free. Blocking."""
+        return self._retired.left()
 
     async def close(self) -> None:
         await self._files.close()
         await asyncio.to_thread(self.slab.close)
-        while self._retired:
-            self._retired.pop().close()
+        self._retired.close()
         if self._lock >= 0:
             let_go(self._lock)
             self._lock = -1
@@ -234,6 +221,13 @@ class RamStore:
             _remove(folder)
         finally:
             let_go(lock)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _remove(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tieredckpt import __version__
+from tieredckpt.cli.agent import agent
 from tieredckpt.cli.bench import bench
 from tieredckpt.cli.bench_chfs import bench_chfs
 from tieredckpt.cli.console import errors, output, printable
@@ -90,5 +91,5 @@ _bench.callback()(_reporting(bench))
 _bench.command("chfs")(_reporting(bench_chfs))
 app.add_typer(_bench, name="bench")
 
-for _verb in (demo, ls, show, verify, restore, promote, evict, collect, doctor, plan, simulate):
+for _verb in (demo, ls, show, verify, restore, promote, evict, collect, agent, doctor, plan, simulate):
     app.command()(_reporting(_verb))

@@ -16,7 +16,6 @@ from tieredckpt.engine.ask import leaving, waits_for_promotion
 from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.safety import why_not
-from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
@@ -47,8 +46,6 @@ class Collector:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = []
-        """Steps retracted from RAM whose extents another process may still be reading."""
         self._strays: dict[str, dict[str, float]] = {}
         """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
 
@@ -114,10 +111,12 @@ class Collector:
         slab_index = tier.slab_index
         assert slab_index is not None
         digests = list(unique_extents((await tier.load_index(step)).arrays)) if tier.has_own(step) else []
-        unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial))
+        held = tier.held.get(step) or tier.parts.get(step)
+        index_key = held.btree_key if held is not None else ""
+        unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
         btree_key = tier.drop(step)
-        self._unread.append((slab_index, unread, digests))
-        self._reclaim_unread()
+        tier.unread.append((slab_index, unread, digests))
+        self._reclaim_unread(tier)
         if btree_key:
             await tier.store.delete(btree_key)
 
@@ -139,14 +138,14 @@ class Collector:
         await tier.retract(step)
         self._state.changed.beat()
 
-    def _reclaim_unread(self) -> None:
+    def _reclaim_unread(self, tier: Tier) -> None:
         waiting = []
-        for slab_index, unread, digests in self._unread:
+        for slab_index, unread, digests in tier.unread:
             if unread():
                 slab_index.drop(digests)  # not the tier's of today: RAM may have been made anew since
             else:
                 waiting.append((slab_index, unread, digests))
-        self._unread = waiting
+        tier.unread[:] = waiting
 
     async def apply_retention(self, tier: Tier) -> None:
         """Let the steps go that the tier's policy does not retain.
@@ -173,7 +172,7 @@ class Collector:
         Steps that still wait for their promotion stay. Steps that the policy retains leave RAM when a slower
         tier holds them: the slab is a cache.
         """
-        self._reclaim_unread()
+        self._reclaim_unread(tier)
         if enough():
             return True
         for step in tuple(tier.parts):
@@ -211,7 +210,7 @@ class Collector:
             orphans: also delete packs and files that no step was ever known to use, once they are older than
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
-        self._reclaim_unread()
+        self._reclaim_unread(tier)
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
         await self.find_out(tier)  # before its packs are taken for dead

@@ -35,17 +35,20 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool, rank: int | None = None, sharers: int = 1) -> tuple[Tier, ...]:
+def make_tiers(
+    config: StoreConfig, *, read_only: bool, attach: bool = False, rank: int | None = None, sharers: int = 1
+) -> tuple[Tier, ...]:
     """The tiers of a store, not connected yet.
 
     Args:
         config: of the store.
         read_only: to be looked at only.
+        attach: RAM alone is to be looked at.
         rank: whose RAM it is, where there are several.
         sharers: how many ranks share the memory of this machine.
     """
     return tuple(
-        Tier(tier.name, index, tier, _connector(config, tier, read_only, rank, sharers))
+        Tier(tier.name, index, tier, _connector(config, tier, read_only, attach, rank, sharers))
         for index, tier in enumerate(config.tiers)
     )
 
@@ -56,14 +59,14 @@ def ram_folder(config: StoreConfig, tier: RamTier) -> Path:
 
 
 def _connector(
-    config: StoreConfig, tier: TierConfig, read_only: bool, rank: int | None, sharers: int
+    config: StoreConfig, tier: TierConfig, read_only: bool, attach: bool, rank: int | None, sharers: int
 ) -> Callable[[], Awaitable[BlobStore]]:
     async def connect_ram() -> BlobStore:
         assert isinstance(tier, RamTier)
         folder = ram_folder(config, tier)
         if rank is not None:
             folder /= f"{RANK_FOLDER}{rank}"
-        if read_only:
+        if read_only or attach:
             return await asyncio.to_thread(RamStore.attach, folder)
         capacity = tier.capacity if isinstance(tier.capacity, int) else None
         # What each rank keeps for others takes as much again for every replica.
@@ -129,7 +132,7 @@ async def connect(state: State, tier: Tier) -> None:
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
                 f"{state.marker.store}); point the tier to a folder of its own"
             )
-        elif state.read_only:
+        elif state.read_only or not state.manages(tier):
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
         else:
             await _refuse_to_lose(state, tier, marker)
@@ -138,13 +141,14 @@ async def connect(state: State, tier: Tier) -> None:
             )
             await tier.wipe()
             marker = None
-    if not state.read_only and tier.ram is None and tier.lease is None:
+    writes = not state.read_only and state.manages(tier)
+    if writes and tier.ram is None and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
         await lease.acquire()
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
-    if (marker is None or damaged) and state.marker is not None and not state.read_only:
+    if (marker is None or damaged) and state.marker is not None and writes:
         await tier.mark(state.marker)
     async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
         known = marker or state.marker
@@ -203,7 +207,8 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
     for tier in state.tiers:
         if tier.marker is not None and tier.marker != marker:
             tier.marker = marker
-            await tier.mark(marker)
+            if state.manages(tier):
+                await tier.mark(marker)
 
 
 async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:

@@ -11,7 +11,8 @@ from contextlib import aclosing, suppress
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, seal_all, stored_size, write_packs
+from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, seal_all, stored_size, tail_size, write_packs
+from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -170,17 +171,20 @@ async def batches(
     """The missing chunks, sealed, a pack's worth at a time.
 
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
-    tiers they pass through scratch memory.
+    tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    from_slab = source.tier.ram is not None and source.tier.ram.slab.writable  # for the checksums are written there
+    from_slab = source.tier.ram is not None
+    tails = state.scratch if source.tier.ram is not None and not source.tier.ram.slab.writable else None
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
-    for some in _packs(_in_storage_order(source, needs), sizes, first, limit if traits.ranged_get else 0):
+    tails_limit = state.scratch.capacity // _SCRATCH_PACKS if tails is not None else limit
+    ordered = _in_storage_order(source, needs)
+    for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, tails_limit):
         batch = Batch()
         try:
             if from_slab:
-                await _add_from_slab(state, source, batch, some, sizes)
+                await _add_from_slab(state, source, batch, some, sizes, tails)
             else:
                 for digest, need in some:
                     await _add_read(state, source, batch, need, sizes[digest], digest)
@@ -191,26 +195,35 @@ async def batches(
 
 
 def _packs(
-    needs: Iterable[tuple[bytes, Need]], sizes: Mapping[bytes, int], first: int, limit: int
+    needs: Iterable[tuple[bytes, Need]], sizes: Mapping[bytes, int], first: int, limit: int, tails_limit: int
 ) -> Iterator[list[tuple[bytes, Need]]]:
-    """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``."""
+    """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``.
+
+    Their tails are at most ``tails_limit`` bytes.
+    """
     pack: list[tuple[bytes, Need]] = []
-    room = min(first, limit)
+    room, room_for_tails = min(first, limit), tails_limit
     for digest, need in needs:
-        size = stored_size(sizes[digest])
-        if pack and size > room:
+        size, tail = stored_size(sizes[digest]), tail_size(sizes[digest])
+        if pack and (size > room or tail > room_for_tails):
             yield pack
-            pack, room = [], limit
+            pack, room, room_for_tails = [], limit, tails_limit
         pack.append((digest, need))
         room -= size
+        room_for_tails -= tail
     if pack:
         yield pack
 
 
 async def _add_from_slab(
-    state: State, source: StepSource, batch: Batch, some: Sequence[tuple[bytes, Need]], sizes: Mapping[bytes, int]
+    state: State,
+    source: StepSource,
+    batch: Batch,
+    some: Sequence[tuple[bytes, Need]],
+    sizes: Mapping[bytes, int],
+    tails: Scratch | None,
 ) -> None:
-    """Add chunks where they lie in RAM, sealed there; what was damaged there comes from elsewhere."""
+    """Add chunks where they lie in RAM, sealed there or in ``tails``; what was damaged there comes from elsewhere."""
     assert source.tier.ram is not None
     slab = source.tier.ram.slab
     payloads: list[Payload] = []
@@ -218,7 +231,8 @@ async def _add_from_slab(
         where = source.index.arrays[key].chunks[ordinal].where
         assert isinstance(where, Extent)
         memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
-        payloads.append(Payload(digest, sizes[digest], memory))
+        tail = None if tails is None else await batch.borrow(tails, tail_size(sizes[digest]))
+        payloads.append(Payload(digest, sizes[digest], memory, tail))
     changed = {payload.digest for payload in await seal_all(payloads, state.pool, state.config.copy_threads)}
     for payload, (digest, need) in zip(payloads, some, strict=True):
         if digest not in changed:
@@ -234,7 +248,7 @@ async def _add_read(
     state: State, source: StepSource, batch: Batch, need: Need, nbytes: int, digest: bytes, bad: Tier | None = None
 ) -> None:
     """Add a chunk that is read into scratch memory, from any tier but ``bad``, and sealed there."""
-    memory = await batch.lent.enter_async_context(state.scratch.lend(stored_size(nbytes)))
+    memory = await batch.borrow(state.scratch, stored_size(nbytes))
     await source.read(*need, memory, bad=bad)
     payload = Payload(digest, nbytes, memory)
     await in_thread(seal, payload, pool=state.pool)

@@ -21,12 +21,16 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import whole
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import heal as healing
+from tieredckpt.engine.agent.by_agent import ByAgent
+from tieredckpt.engine.agent.link import Link
+from tieredckpt.engine.agent.messages import GiveWay
 from tieredckpt.engine.ask import save_is_due
 from tieredckpt.engine.by_hand import ByHand
-from tieredckpt.engine.collector import Collected, Collector
+from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.lookup import look_up
+from tieredckpt.engine.mending import Mending
 from tieredckpt.engine.onlooking import look_on
 from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.promoter import Promote, Promoter
@@ -35,8 +39,8 @@ from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.reader import fill
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.source import StepSource, whole_record
-from tieredckpt.engine.state import State
+from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.state import Role, State
 from tieredckpt.engine.targets import empty_targets
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
@@ -44,7 +48,7 @@ from tieredckpt.engine.upkeep import catalogue, keep_catalogued, keep_tidy, rene
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, TieredCkptError
 from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
@@ -72,14 +76,17 @@ class Read:
 class Engine:
     """Runs a store. Every coroutine belongs on the engine's loop."""
 
-    def __init__(self, config: StoreConfig, events: Events, *, read_only: bool) -> None:
+    def __init__(self, config: StoreConfig, events: Events, *, read_only: bool, role: Role | None = None) -> None:
         self.ranked: Ranked | None = None
         """What is done with the other ranks; None for one that is alone."""
+        self.link: Link | None = None
+        """To the agent of a trainer that has one."""
+        self.events = events
         self._config = config
-        self._events = events
         self._read_only = read_only
+        has_agent = config.promote_in == "agent" and not read_only
+        self._role = role or (Role.TRAINER if has_agent else Role.WHOLE)
         self._tasks: list[asyncio.Task[None]] = []
-        self._heals: set[asyncio.Task[None]] = set()
         self.promoters: dict[str, Promoter] = {}
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -91,6 +98,11 @@ class Engine:
         """
         team = None
         if coordinator is not None and coordinator.size > 1:
+            if self._role is Role.TRAINER:
+                raise Invalid(
+                    f"promote_in = 'agent' is for a store of one rank, and there are {coordinator.size}: leave it out, "
+                    f"so that the ranks promote"
+                )
             team = Team(coordinator, deadline=self._config.rank_deadline)
         try:
             if team is not None:
@@ -113,24 +125,30 @@ class Engine:
         rank, sharers = (None, 1) if team is None else (team.rank, len(team.neighbours))
         self.state = State(
             config=config,
-            tiers=make_tiers(config, read_only=self._read_only, rank=rank, sharers=sharers),
-            events=self._events,
+            tiers=make_tiers(
+                config, read_only=self._read_only, attach=self._role is Role.AGENT, rank=rank, sharers=sharers
+            ),
+            events=self.events,
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(
                 max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size),
                 shared=any(tier.kind == "chfs" for tier in config.tiers),  # whose worker reads and writes it in place
             ),
             read_only=self._read_only,
+            role=self._role,
         )
         self.collector = Collector(self.state)
         self._promote: Promote = partial(copy_step, self.state, self.collector)
         if team is not None:
             self.state.rank, self.state.ranks = team.rank, team.size
-            self.ranked = Ranked(
-                self.state, self.collector, team, self._open_tiers, self._look_up, self.promote_at_once
-            )
+            finding = partial(look_up, self.state)
+            self.ranked = Ranked(self.state, self.collector, team, self._open_tiers, finding, self.promote_at_once)
             self._promote = self.ranked.commits.promote
         self.by_hand = ByHand(self.state, self.collector, self._promote)
+        if self._role is Role.TRAINER:
+            self.link = Link(self.state)
+            self.by_hand = ByAgent(self.state, self.collector, self.link)
+        self.mending = Mending(self.state, self.collector, self.link)
         self._writer = Writer(self.state, self.collector)
 
     async def _open(self) -> None:
@@ -139,7 +157,9 @@ class Engine:
         else:
             await self._open_tiers()
             await look_on(self.state)
-            self.state.adopt_line()
+            if self.link is not None:
+                await self.link.open()
+            self.state.adopt_line(() if self.link is None else self.link.dead)
 
     def _begin(self) -> None:
         """Start what goes on behind the training."""
@@ -153,7 +173,9 @@ class Engine:
                 asyncio.create_task(renew_lease(self.state, tier), name=f"tieredckpt lease of {tier.name}")
             )
             self._tasks.append(asyncio.create_task(keep_catalogued(tier), name=f"tieredckpt catalog of {tier.name}"))
-        self._tasks.append(asyncio.create_task(keep_tidy(self._config.grace, self.collect), name="tieredckpt collect"))
+        if self.link is None:
+            tidy = keep_tidy(self._config.grace, self.by_hand.collect)
+            self._tasks.append(asyncio.create_task(tidy, name="tieredckpt collect"))
         self._prefault()
 
     async def _open_tiers(self) -> None:
@@ -172,6 +194,8 @@ class Engine:
         self.state.meet(tier)
         if tier.index == 0:
             self._prefault()
+            if self.link is not None:
+                await self.link.listen_anew()
 
     def _prefault(self) -> None:
         ram = self.state.tiers[0].ram
@@ -180,13 +204,8 @@ class Engine:
 
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
         """Copy a step to a tier before older ones that are on their way. Raises as `ByHand.promote`."""
-        if (promoter := self.promoters.get(tier.name)) is not None:
-            promoter.give_way(step)
+        await self.give_way(step, tier.name)
         await self.by_hand.promote(step.step, tier.name)
-
-    async def collect(self) -> list[Collected]:
-        """See `ByHand.collect`."""
-        return await self.by_hand.collect()
 
     async def close(self, *, flush: bool, keep_ram: bool) -> None:
         """Finish what is due on the tiers that work, and let everything go.
@@ -196,25 +215,31 @@ class Engine:
             keep_ram: leave the RAM tier's memory as it is, for the next process; otherwise it is given back if
                 everything in it is on another tier.
         """
+        done = False
         try:
             if flush and not self._read_only:
                 with suppress(TieredCkptError):
                     await self.flush()
+                    done = True
                 if self.ranked is not None:
                     await self.ranked.team.part()
         finally:
+            if self.link is not None:
+                await whole(self.link.close(done=done))
             await whole(self._let_go(keep_ram=keep_ram))  # a close that is cancelled closes none the less
 
     async def _let_go(self, *, keep_ram: bool) -> None:
-        for task in [*self._tasks, *self._heals]:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._heals, return_exceptions=True)
+        await asyncio.gather(*self._tasks, self.mending.stop(), return_exceptions=True)
         await self._release(keep_ram=keep_ram)
 
     async def _release(self, *, keep_ram: bool = True) -> None:
         state = self.state
         if self.ranked is not None:
             await self.ranked.close()
+        if self.link is not None:
+            await self.link.close(done=False)
         for tier in state.tiers:
             if tier.blobs is None:
                 continue
@@ -263,16 +288,27 @@ class Engine:
 
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
+        if self.link is not None and self.state.tier(name) is not self.state.tiers[0]:
+            await self.link.reached(step, name)
+            return
         ranked = self.ranked
         news = None if ranked is None else partial(ranked.heard_more, step, since=time.monotonic())
         await reached(self.state, self.promoters, step, name, news)
 
+    async def give_way(self, step: StepId, name: str) -> None:
+        """Interrupt the promotion of an older step to a tier, for one that is more urgent."""
+        if self.link is not None:
+            await self.link.ask(GiveWay(step, name))
+        elif (promoter := self.promoters.get(name)) is not None:
+            promoter.give_way(step)
+
     async def flush(self) -> None:
         """Wait until damage that was found is mended, and as `waiting.settled`."""
-        while self._heals:
-            await asyncio.wait(set(self._heals))
+        await self.mending.settled()
         if self.ranked is not None:
             await self.ranked.settled()
+        if self.link is not None:
+            await self.link.flush()
         await settled(self.state, self.promoters)
         if self.ranked is not None:
             await self.ranked.team.all_told()
@@ -292,37 +328,13 @@ class Engine:
             Corrupt: every step there is has a damaged commit.
             RanksUnavailable: other ranks do not restore too.
         """
-        return await (self._look_up if self.ranked is None else self.ranked.restores.look_up)(step)
-
-    async def _look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
-        state = self.state
-        records = state.records()
-        if step is None and not records:
-            silent = [tier for tier in state.tiers if tier.marker is None and tier.error is not None]
-            silent = [tier for tier in silent if not (self._read_only and isinstance(tier.error, NotFound))]
-            if silent:
-                raise TierUnavailable(
-                    f"no tier that answers holds a step, and {', '.join(repr(tier.name) for tier in silent)} cannot be "
-                    f"read ({silent[0].error}); to start afresh all the same, take it out of the configuration"
-                )
-            damaged = {step: tier.name for tier in state.tiers for step in tier.damaged}
-            if damaged:
-                raise Corrupt(
-                    f"no step can be read: the commit of {max(damaged)} on tier {damaged[max(damaged)]!r}"
-                    + (f" and of {len(damaged) - 1} other steps are" if len(damaged) > 1 else " is")
-                    + " damaged; to start afresh all the same, move what is there out of the tier"
-                )
-            return None
-        found = (state.newest() if step is None else None) or state.find(step)
-        record = await whole_record(state, found)
-        # What turned out unreadable is found no more.
-        return await self._look_up(step) if record is None else (found, record)
+        return await (partial(look_up, self.state) if self.ranked is None else self.ranked.restores.look_up)(step)
 
     async def read(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
         begin = time.monotonic()
         read = await self._fill(step, targets_for)
-        self._events.emit(StepRestored(step.step, step.serial, read.sources, time.monotonic() - begin))
+        self.events.emit(StepRestored(step.step, step.serial, read.sources, time.monotonic() - begin))
         return read
 
     async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
@@ -335,10 +347,8 @@ class Engine:
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
         if self.ranked is not None:
             self.ranked.reports.damaged(step, damage, unreadable)
-        damage = [found for found in damage if found.tier in state.tiers and state.manages(found.tier)]
-        unreadable = [(tier, error) for tier, error in unreadable if state.manages(tier)]
         if (damage or unreadable) and not self._read_only:
-            self._heal_behind(step, damage, unreadable)
+            self.mending.behind(step, damage, unreadable)
         return Read(step, record, dict(targets), sources)
 
     async def view(
@@ -365,13 +375,13 @@ class Engine:
                 arrays[key] = array
             for name, nbytes in copied.sources.items():
                 sources[name] = sources.get(name, 0) + nbytes
-        self._events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
+        self.events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
         return Read(step, index.record, arrays, sources), check
 
     async def _check_views(self, step: StepId, index: StepIndex, views: Mapping[str, npt.NDArray[Any]]) -> None:
         damage = await damage_of(self.state, index, views)
         if damage and not self._read_only and step in self.state.tiers[0].held:
-            self._heal_behind(step, damage, ())
+            self.mending.behind(step, damage, ())
         if damage:
             keys = ", ".join(map(repr, sorted({found.key for found in damage})))
             raise Corrupt(f"views of {step} in RAM are damaged: {keys}; restore it with copy=True")
@@ -379,23 +389,9 @@ class Engine:
     async def resume_from(self, step: StepId, record: StepRecord) -> None:
         """Make a step the end of the live line, after the saves that were begun before."""
         async with self._writer.guards_saves:
+            if self.link is not None:
+                await self.link.rewind(self.state.line_to(step, record))
             self.state.rewind(step, record)
             if self.ranked is not None:
                 self.ranked.plan.reset()
         self.state.changed.beat()
-
-    def _heal_behind(
-        self, step: StepId, damage: Sequence[Any], unreadable: Sequence[tuple[Tier, TieredCkptError]]
-    ) -> None:
-        async def work() -> None:
-            try:
-                for tier, error in unreadable:
-                    if not isinstance(error, TierUnavailable):
-                        await healing.heal_index(self.state, self.collector, step, tier, error)
-                await healing.heal(self.state, self.collector, step, damage)
-            except TieredCkptError as error:
-                _log.error("%s could not be mended: %s", step, error)
-
-        task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
-        self._heals.add(task)
-        task.add_done_callback(self._heals.discard)

@@ -21,7 +21,7 @@ from tieredckpt.blobs.settle import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 
-__all__ = ["Holder", "Lease", "decode_holder"]
+__all__ = ["Holder", "Lease", "decode_holder", "holder_of", "lives_here"]
 
 _SIZE_MAX = 4096
 _TORN_PAUSES = (0.0, 0.05, 0.2, 0.5)
@@ -177,15 +177,25 @@ class Lease:
         )
 
 
-def _this_process(taken_at: float) -> Holder:
+def holder_of(process: int, taken_at: float) -> Holder:
+    """A process of this machine that lives now, as a holder since then."""
     return Holder(
         host=socket.gethostname(),
         machine=_machine(),
-        process=os.getpid(),
-        process_started=_started(os.getpid()) or "",
+        process=process,
+        process_started=_started(process) or "",
         taken_at=taken_at,
         renewed_at=time.time(),
     )
+
+
+def lives_here(holder: Holder) -> bool:
+    """Whether a holder is a process that lives on this machine."""
+    return holder.machine == _machine() and _started(holder.process) == holder.process_started
+
+
+def _this_process(taken_at: float) -> Holder:
+    return holder_of(os.getpid(), taken_at)
 
 
 def _was_given_back(holder: Holder, key: str) -> bool:
@@ -196,5 +206,5 @@ def _was_given_back(holder: Holder, key: str) -> bool:
 
 def _is_alive(holder: Holder, ttl: float) -> bool:
     if holder.machine == _machine():
-        return _started(holder.process) == holder.process_started
+        return lives_here(holder)
     return time.time() - holder.renewed_at < ttl

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.base import ALIGNMENT, Buffer
 from tieredckpt.blobs.settle import settle
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.digest import digest_and_checksum
@@ -23,7 +24,7 @@ from tieredckpt.format.manifest import CHECKSUM_SIZE
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "stored_size", "write_pack", "write_packs"]
+__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "stored_size", "tail_size", "write_pack", "write_packs"]
 
 PACK_SIZE = 256 << 20
 """Bytes of a pack that is written from the slab."""
@@ -34,11 +35,22 @@ _PACKS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A chunk to write: its digest, its bytes (``nbytes`` of ``memory``), and page-aligned room behind them."""
+    """A chunk to write: its digest, its bytes (``nbytes`` of ``memory``), and page-aligned room behind them.
+
+    Where nothing may be written into that room, ``tail`` takes the place of what follows the last full page.
+    """
 
     digest: bytes
     nbytes: int
     memory: npt.NDArray[np.uint8]
+    tail: npt.NDArray[np.uint8] | None = None
+
+    def parts(self) -> list[npt.NDArray[np.uint8]]:
+        """What is written, in pages."""
+        if self.tail is None:
+            return [self.memory[: stored_size(self.nbytes)]]
+        full = self.nbytes // ALIGNMENT * ALIGNMENT
+        return [self.memory[:full], self.tail] if full else [self.tail]
 
 
 def stored_size(nbytes: int) -> int:
@@ -46,11 +58,19 @@ def stored_size(nbytes: int) -> int:
     return aligned(nbytes + CHECKSUM_SIZE)
 
 
+def tail_size(nbytes: int) -> int:
+    """Bytes of a `Payload.tail`: the checksum may begin on one page and end on the next."""
+    return stored_size(nbytes) - nbytes // ALIGNMENT * ALIGNMENT
+
+
 def seal(payload: Payload) -> bool:
     """Write the chunk's checksum behind it, in the pass that verifies its digest; False on a mismatch."""
     digest, crc = digest_and_checksum(payload.memory[: payload.nbytes])
-    end = payload.nbytes + CHECKSUM_SIZE
-    payload.memory[payload.nbytes : end] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
+    room, end = payload.memory, payload.nbytes
+    if payload.tail is not None:
+        room, end = payload.tail, payload.nbytes % ALIGNMENT
+        room[:end] = payload.memory[payload.nbytes - end : payload.nbytes]
+    room[end : end + CHECKSUM_SIZE] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
     return digest == payload.digest
 
 
@@ -82,6 +102,14 @@ class Batch:
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
     size: int = 0
     """Bytes of the pack before its footer."""
+    borrowed: int = 0
+    """Bytes of the memory that was lent."""
+
+    async def borrow(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory of at least ``nbytes`` until the pack is written."""
+        memory = await self.lent.enter_async_context(scratch.lend(nbytes))
+        self.borrowed += memory.nbytes
+        return memory
 
     def add(self, payload: Payload) -> None:
         self.payloads.append(payload)
@@ -133,7 +161,7 @@ async def write_pack(tier: Tier, batch: Batch) -> int:
     for payload in batch.payloads:
         size = stored_size(payload.nbytes)
         entries.append(PackEntry(payload.digest, offset, payload.nbytes + CHECKSUM_SIZE))
-        parts.append(memoryview(payload.memory[:size]))
+        parts += map(memoryview, payload.parts())
         offset += size
     parts.append(encode_footer(entries, offset))
     total = offset + len(parts[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tieredckpt.engine.state import State
+from tieredckpt.engine.state import Role, State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format.manifest import StepId
 
@@ -15,12 +15,15 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
     A copy may go only if afterwards a tier that answers and survives at least as much still holds this step, or
     one that a restore would rather take: a newer one of the live line, or any of it in place of an abandoned
     step. So the newest step on a durable tier stays until a newer one is committed there, not merely until one
-    lies in RAM; and a copy that is being deleted counts no more.
+    lies in RAM; and a copy that is being deleted counts no more. For an agent RAM never counts, though it survives as
+    much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers have it.
     """
     if tier.pins.get(step):
         return f"{step} is being read from tier {tier.name!r}"
     abandoned = not state.on_line(step.serial)
     for other in state.tiers:
+        if state.role is Role.AGENT and not state.manages(other):
+            continue
         if other.survives < tier.survives or not (other.answers or other is tier):
             continue
         for held in reversed(other.held):  # as a rule the newest is the last, and settles it

@@ -65,6 +65,10 @@ class ChosenStep:
 @asynccontextmanager
 async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
     """Keep a step on a tier while it is read from there, by this process or beside another."""
+    if tier.pin_elsewhere is not None:
+        async with tier.pin_elsewhere(step):
+            yield
+        return
     tier.pins[step] = tier.pins.get(step, 0) + 1
     fd = -1
     try:

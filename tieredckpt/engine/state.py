@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.history import History, history_of
+from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.pulse import Pulse
 from tieredckpt.engine.roll import Roll
 from tieredckpt.engine.scratch import Scratch
@@ -28,12 +30,20 @@ from tieredckpt.policyviews import StepViews
 if TYPE_CHECKING:
     from tieredckpt.engine.source import ChosenStep
 
-__all__ = ["State", "blend", "numbers"]
+__all__ = ["Role", "State", "blend", "numbers"]
 
 _log = logging.getLogger("tieredckpt")
 
 _SERIALS_SKIPPED_WHEN_BLIND = 10_000
 """A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
+
+
+class Role(enum.Enum):
+    """What a process does for a store."""
+
+    WHOLE = "saves and promotes"
+    TRAINER = "saves, and has an agent that promotes"
+    AGENT = "promotes what a trainer saves"
 
 
 @dataclass
@@ -64,6 +74,7 @@ class State:
     promotions_ended: int = 0
     """How many promotions, done or failed, there have been."""
     rank: int = 0
+    role: Role = Role.WHOLE
     ranks: int = 1
     """How many ranks this store has; they make every step together."""
     streamed: dict[StepId, tuple[Tier, StepIndex]] = field(default_factory=dict)
@@ -134,8 +145,8 @@ class State:
         hint = f"; not reachable at present: {', '.join(silent)}" if silent else ""
         raise NotFound(f"no tier holds {wanted} (held: {held}{hint})")
 
-    def adopt_line(self) -> None:
-        """Continue from the newest step there is, as after a restart."""
+    def adopt_line(self, dead: Sequence[Holder] = ()) -> None:
+        """Continue from the newest step there is, as after a restart; ``dead`` are writers that others found so."""
         records = self.records()
         newest = max(records, default=None)
         self.line = records[newest].line if newest else ()
@@ -143,7 +154,7 @@ class State:
         blind = any(tier.marker is None for tier in self.tiers)
         self.last_serial = max(self.last_serial, *serials, 0) + (_SERIALS_SKIPPED_WHEN_BLIND if blind else 0)
         left_behind = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.left_behind]
-        self.history = history_of(records[newest] if newest else None, left_behind)
+        self.history = history_of(records[newest] if newest else None, [*left_behind, *dead])
 
     def meet(self, tier: Tier) -> None:
         """Take up what a tier holds that could not be read at start."""
@@ -153,9 +164,13 @@ class State:
 
     def rewind(self, step: StepId, record: StepRecord) -> None:
         """Make a restored step the end of the live line; what was saved after it is abandoned."""
-        self.line = tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
+        self.line = self.line_to(step, record)
         self.restored_from = step
         self.observed = dataclasses.replace(self.observed, last_save_step=step.step)
+
+    def line_to(self, step: StepId, record: StepRecord) -> tuple[tuple[int, int], ...]:
+        """The line that ends with a step."""
+        return tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
 
     def extended_line(self, serial: int) -> tuple[tuple[int, int], ...]:
         """The live line with a new save at its end."""
@@ -176,8 +191,13 @@ class State:
         raise NotFound(f"there is no tier {name!r} (tiers: {', '.join(names)}){hint}")
 
     def manages(self, tier: Tier) -> bool:
-        """Whether this process decides what goes to a tier and leaves it: of shared tiers, rank 0 does for all."""
-        return self.rank == 0 or tier.config.kind == "ram"
+        """Whether this process decides what goes to a tier and leaves it.
+
+        Of shared tiers, rank 0 does for all; beside an agent, the trainer has RAM and the agent all others.
+        """
+        if tier.config.kind == "ram":
+            return self.role is not Role.AGENT
+        return self.rank == 0 and self.role is not Role.TRAINER
 
     def check_writable(self, what: str) -> None:
         """Raise `Invalid` in a store that is only looked at."""
@@ -186,8 +206,8 @@ class State:
 
     def report(self, tier: Tier, error: Exception) -> None:
         """Note that a tier failed, and tell everybody; its promoter brings it back."""
-        if not self.manages(tier):  # rank 0 tells how a shared tier is
-            _log.warning("tier %r failed on rank %d: %s", tier.name, self.rank, error)
+        if not self.manages(tier):  # whoever does tells how it is
+            _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
             return
         delay = tier.fail(error)
         level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING

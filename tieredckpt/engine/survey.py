@@ -18,8 +18,8 @@ from tieredckpt.engine.catalog import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound
-from tieredckpt.format import layout, pack
-from tieredckpt.format.manifest import StepId, StepIndex, find_record
+from tieredckpt.format import layout, ocdbt, pack
+from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["pack_table", "survey"]
@@ -57,6 +57,7 @@ async def survey(tier: Tier, store: str | None = None) -> None:
         tier.held[step] = Held(record, btree_key, whole=False)
     if tier.slab_index is not None:
         await _claim_extents(tier)
+        await _claim_unread(tier)
         await _remove_strays(tier)
     elif tier.ram is None:
         unlisted = tier.packs.keys() - tier.catalogued.packs
@@ -149,6 +150,20 @@ async def _claim_extents(tier: Tier) -> None:
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
         await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
         tier.drop(step)
+
+
+async def _claim_unread(tier: Tier) -> None:
+    """Count what steps use that an earlier process took out of RAM, and that somebody is still reading."""
+    assert tier.ram is not None
+    assert tier.slab_index is not None
+    for left in await asyncio.to_thread(tier.ram.still_read):
+        try:
+            index = await asyncio.to_thread(decode_step, left.manifest, left.index, ocdbt.read_root(left.manifest).path)
+        except Corrupt as error:
+            _log.warning("tier %r: a step that is still read there cannot be told: %s", tier.name, error)
+            continue
+        if _adopt(tier, index):
+            tier.unread.append((tier.slab_index, left.unread, list(unique_extents(index.arrays))))
 
 
 async def _remove_strays(tier: Tier) -> None:

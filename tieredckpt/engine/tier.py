@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -71,6 +71,8 @@ class Tier:
     held: HeldSteps = field(default_factory=HeldSteps)
     parts: dict[StepId, Held] = field(default_factory=dict)
     """In the RAM of a rank: its parts of steps that are not known to be whole."""
+    unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = field(default_factory=list)
+    """Steps retracted from RAM, by their chunks, that another process may still be reading: what tells, and where."""
     damaged: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps whose commit is there and cannot be read."""
     chunks: KnownChunks = field(default_factory=KnownChunks)
@@ -106,7 +108,10 @@ class Tier:
     promotion_seconds: float | None = None
     """From a save to its commit here, a recent mean; None before the first."""
     used_elsewhere: int | None = None
-    """Bytes in use, as the leader has told; None where this process counts them."""
+    """Bytes in use, as whoever manages it has told; None where this process counts them."""
+    bandwidth_elsewhere: float | None = None
+    pin_elsewhere: Callable[[StepId], AbstractAsyncContextManager[None]] | None = None
+    """Keeps a step on it while it is read here, where another process evicts."""
     _failures: int = 0
     index_bytes: Sizes[StepId] = field(default_factory=Sizes)
     indexes: RecentIndexes = field(default_factory=RecentIndexes)
@@ -161,7 +166,8 @@ class Tier:
     @property
     def write_bandwidth(self) -> float | None:
         """Bytes a second seen lately; None before the first write, and for RAM."""
-        return self.blobs.usage().write_bandwidth if isinstance(self.blobs, Metered) else None
+        own = self.blobs.usage().write_bandwidth if isinstance(self.blobs, Metered) else None
+        return self.bandwidth_elsewhere or own
 
     # -- health -------------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class Tier:
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
         steps = (self.held, self.parts, self.damaged, self.doubtful, self.index_bytes, self.indexes, self._packs_of)
-        packs = (self.packs, self.chunks, self.spares, self.proven, self.unlisted, self.orphans)
+        packs = (self.packs, self.chunks, self.spares, self.proven, self.unlisted, self.orphans, self.unread)
         for known in (*steps, *packs, self.catalogued):
             known.clear()
 

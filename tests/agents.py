@@ -1,0 +1,60 @@
+"""What tests of agents share: who is the agent of a folder, and that none outlives its test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from scenes import SOON
+
+from tieredckpt import CheckpointStore
+from tieredckpt.engine.agent.process import LOCK, LOG, lives
+
+
+def agent_of(folder: Path) -> int:
+    """The process that is the agent of a RAM folder."""
+    assert lives(folder), f"there is no agent; its log:\n{log_of(folder)}"
+    found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def log_of(folder: Path) -> str:
+    """What agents that stores started have said."""
+    return (folder / LOG).read_text() if (folder / LOG).exists() else ""
+
+
+def wait_for_end(process: int) -> None:
+    """Return when a process has ended; fails after a while."""
+    try:
+        psutil.Process(process).wait(SOON)
+    except psutil.NoSuchProcess:
+        return
+
+
+def end_agent(folder: Path) -> None:
+    """Kill the agent of a folder, if there is one."""
+    if lives(folder):
+        process = agent_of(folder)
+        os.kill(process, signal.SIGKILL)
+        wait_for_end(process)
+
+
+async def until(store: CheckpointStore, condition: Callable[[], bool]) -> None:
+    """Return when something holds of the store's state; fails after `SOON` seconds."""
+    async with asyncio.timeout(SOON):
+        await store.engine_loop.call(store.engine.state.changed.until(condition))
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Return when something holds that nobody announces; fails after `SOON` seconds."""
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)

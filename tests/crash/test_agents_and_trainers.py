@@ -1,0 +1,333 @@
+"""A trainer and its agent die and come back on their own, and no step is lost or promoted twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import agent_of, end_agent, eventually, log_of, until, wait_for_end
+from insight import slab_of, tier_of
+from scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, tree
+
+from tieredckpt import CheckpointStore, StoreConfig
+from tieredckpt.config import to_toml
+from tieredckpt.engine.agent.process import claim, lives
+from tieredckpt.engine.agent.wire import SOCKET
+from tieredckpt.errors import Conflict, Invalid, TierUnavailable
+from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
+
+DYING = """
+import json, os, signal, sys
+from scenes import tree
+from tieredckpt import CheckpointStore
+store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
+for step in map(int, sys.argv[2:]):
+    store.save(step, tree(step))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def ram_folder(shared_memory: Path) -> Iterator[Path]:
+    path = Path(ram(shared_memory)["path"])
+    yield path
+    end_agent(path)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def slow(ram_folder: Path, shared_memory: Path, disk: Path) -> StoreConfig:
+    """A store whose promotions take a moment."""
+    return settings(shared_memory, folder(disk, rate_limit="500 KB/s"))
+
+
+def settings(shared_memory: Path, disk: dict[str, Any], **more: Any) -> StoreConfig:
+    return config({"ram": ram(shared_memory, on_close="keep"), "disk": disk}, promote_in="agent", **more)
+
+
+def save_and_die(settings: StoreConfig, *steps: int) -> None:
+    """A trainer that is killed as soon as the last save has returned."""
+    done = subprocess.run(
+        [sys.executable, "-c", DYING, json.dumps(settings.model_dump(mode="json")), *map(str, steps)],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+async def test_what_a_killed_trainer_had_saved_is_promoted_by_its_agent_which_ends_then(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    await asyncio.to_thread(save_and_die, slow, 1, 2)
+    agent = agent_of(ram_folder)
+    assert os.getsid(agent) == agent
+    await asyncio.to_thread(wait_for_end, agent)
+    assert not list(disk.glob("leases/*"))
+    async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 2
+        assert_same(restored.tree, tree(2))
+
+
+async def test_a_trainer_that_comes_back_finds_the_agent_that_lives(slow: StoreConfig, ram_folder: Path) -> None:
+    await asyncio.to_thread(save_and_die, slow, 1)
+    agent = agent_of(ram_folder)
+    async with CheckpointStore.open(slow) as store:
+        assert agent_of(ram_folder) == agent
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+        await (await store.save(2, tree(2))).reached("disk")
+        await store.flush()
+        assert {info.tiers for info in await store.steps()} == {("ram", "disk")}
+        assert store.observed().failures == 1
+    wait_for_end(agent)
+
+
+async def test_in_place_of_a_killed_agent_another_brings_the_step_once(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(slow) as store:
+        heard = Heard(store)
+        first = agent_of(ram_folder)
+        ckpt = await store.save(1, tree(1))
+        await until(store, lambda: tier_of(store, "disk").promotions > 0)
+        os.kill(first, signal.SIGKILL)
+        await ckpt.reached("disk")
+        second = agent_of(ram_folder)
+        assert second != first
+        assert [event.step for event in heard.of(StepPromoted)] == [1]
+        assert not heard.of(TierFailed)
+        await store.collect()
+        assert len(list(disk.glob("steps/*/manifest.ocdbt"))) == 1
+        assert len([name for name in files_under(disk) if name.startswith("packs/")]) >= 1
+        await (await store.save(2, tree(2))).reached("disk")
+    assert not lives(ram_folder)
+    wait_for_end(second)
+
+
+async def test_an_agent_that_cannot_be_had_is_told_and_holds_up_no_save(
+    shared_memory: Path, ram_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/bin/false")
+            os.kill(agent_of(ram_folder), signal.SIGKILL)
+            failed = await heard.first(TierFailed)
+            assert "ended with exit status 1; its log is" in str(failed.error)
+            for step in range(2, 12):
+                assert not (await store.save(step, tree(step))).skipped
+            with pytest.raises(TierUnavailable, match="its log is"):
+                await store.flush()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert await store.where(11) == ("ram", "disk")
+
+
+async def test_of_two_agents_one_promotes(slow: StoreConfig, ram_folder: Path) -> None:
+    async with CheckpointStore.open(slow) as store:
+        await store.save(1, tree(1))
+        with pytest.raises(Conflict, match=f"has an agent already, process {agent_of(ram_folder)} on"):
+            claim(ram_folder)
+
+
+async def test_a_store_whose_tiers_another_agent_writes_to_is_refused_with_who_that_is(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        await store.save(1, tree(1))
+        agent = agent_of(ram_folder)
+        for mode in ("trainer", "agent"):
+            mine = {"ram": ram(shared_memory, path=shared_memory / "of-test" / mode), "disk": folder(disk)}
+            with pytest.raises(Conflict, match=f"is being written to by process {agent} on"):
+                await CheckpointStore.open(config(mine, promote_in=mode))
+        await store.flush()
+
+
+async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    # RAM has room for three steps, and each is replaced by the next while the agent still writes.
+    tiers = {
+        "ram": ram(shared_memory, capacity="1 MiB", on_close="keep"),
+        "disk": folder(disk, rate_limit="2 MB/s", retain="all"),
+    }
+    async with CheckpointStore.open(config(tiers, promote_in="agent", when_full="replace")) as store:
+        for step in range(1, 13):
+            assert not (await store.save(step, tree(step))).skipped
+        await store.flush()
+        for info in await store.steps():
+            restored = await store.restore(info.step, resume=False)
+            assert restored is not None
+            assert_same(restored.tree, tree(info.step))
+            assert all(each.intact for each in await store.verify(info.step))
+        await store.collect()
+        assert slab_of(store).used <= slab_of(store).capacity
+
+
+async def test_a_step_that_the_trainer_reads_stays_on_the_agents_tier(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(settings(shared_memory, folder(disk, retain={"kind": "last_n", "n": 1}))) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        state = store.engine.state
+
+        async def beside_a_reader() -> tuple[str, ...]:
+            from tieredckpt.engine.source import StepSource
+
+            async with StepSource.open(state, state.find(1), only=state.tier("disk")):
+                await store.engine.flush()
+                saved = await store.engine.by_hand.promote(1, "disk")
+                assert saved == 0
+                return tuple(tier.name for tier in state.holders(state.find(1)))
+
+        assert "disk" in await store.engine_loop.call(beside_a_reader())
+
+
+async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_the_trainers(
+    slow: StoreConfig, shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    await asyncio.to_thread(save_and_die, slow, 1)
+    before = agent_of(ram_folder)
+    async with CheckpointStore.open(settings(shared_memory, folder(disk, retain="all"))) as store:
+        wait_for_end(before)
+        assert agent_of(ram_folder) != before
+        for step in range(2, 9):
+            await store.save(step, tree(step))
+        await store.flush()
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [*range(1, 9)]
+
+
+@pytest.fixture
+def by_hand(shared_memory: Path, disk: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts agents by the command line."""
+    path = tmp_path / "ckpt.toml"
+    path.write_text(to_toml(settings(shared_memory, folder(disk))))
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tieredckpt", "agent", str(path), *options]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_in_order(
+    by_hand: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    agent = by_hand()  # before there is any trainer
+    assert agent.stderr is not None
+    assert await asyncio.to_thread(agent.stderr.readline) == "promoting from tier ram to disk\n"
+    for capacity, step in (("16 MiB", 1), ("32 MiB", 2)):  # RAM is given back, and made anew
+        tiers = {"ram": ram(shared_memory, capacity=capacity), "disk": folder(disk)}
+        async with CheckpointStore.open(config(tiers, promote_in="agent")) as store:
+            big = {"w": tree(step, arrays=1, nbytes=step * (10 << 20))["params"]["w0"]}
+            await (await store.save(step, big)).reached("disk")
+            assert agent_of(ram_folder) == agent.pid
+            second = by_hand()
+            out, err = await asyncio.to_thread(second.communicate)
+            assert second.returncode == 1
+            assert f"has an agent already, process {agent.pid} on" in err
+        assert not ram_folder.exists()
+    agent.send_signal(signal.SIGTERM)
+    out, err = await asyncio.to_thread(agent.communicate)
+    assert agent.returncode == 0, err
+    assert [line[: line.index(":")] for line in out.splitlines()] == [f"step {step} is on tier disk" for step in (1, 2)]
+    assert not list(disk.glob("leases/*"))
+
+
+async def test_once_promotes_what_a_dead_trainer_left_and_ends(
+    by_hand: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    alone = config({"ram": ram(shared_memory, on_close="keep"), "disk": folder(disk, rate_limit="1 KB/s")})
+    await asyncio.to_thread(save_and_die, alone, 1)
+    agent = by_hand("--once")
+    out, err = await asyncio.to_thread(agent.communicate)
+    assert agent.returncode == 0, err
+    assert out.startswith("step 1 is on tier disk: ")
+    end_ram = ram_folder.rename(ram_folder.with_name("elsewhere"))
+    gone = by_hand("--once")
+    out, err = await asyncio.to_thread(gone.communicate)
+    assert gone.returncode == 1
+    assert f"NotFound: there is no RAM tier at {ram_folder}" in err
+    assert end_ram.exists()
+
+
+async def test_a_training_that_ends_by_an_exception_leaves_the_rest_to_its_agent(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    store = await CheckpointStore.open(slow)
+    await store.save(1, tree(1))
+    agent = agent_of(ram_folder)
+    await crash(store)
+    wait_for_end(agent)
+    assert len(list(disk.glob("steps/*/manifest.ocdbt"))) == 1
+
+
+async def test_a_stopped_agent_gives_its_leases_back_and_another_follows(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(slow) as store:
+        ckpt = await store.save(1, tree(1))
+        await until(store, lambda: tier_of(store, "disk").promotions > 0)
+        first = agent_of(ram_folder)
+        os.kill(first, signal.SIGTERM)
+        wait_for_end(first)
+        assert "ended by a signal" in log_of(ram_folder)
+        await ckpt.reached("disk")
+        assert store.observed().failures == 0
+
+
+async def test_the_socket_is_this_users_alone_and_nonsense_on_it_costs_nothing(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        assert (ram_folder / SOCKET).stat().st_mode & 0o777 == 0o600
+        for nonsense in (b"\xff" * 64, (1 << 31).to_bytes(4, "little"), b"\x03\x00\x00\x00abc"):
+            async with asyncio.timeout(SOON):
+                reader, writer = await asyncio.open_unix_connection(ram_folder / SOCKET)
+                writer.write(nonsense)
+                while await reader.read(1 << 16):  # until it hangs up
+                    pass
+                writer.close()
+        await (await store.save(2, tree(2))).reached("disk")
+
+
+def test_an_agent_needs_ram_and_a_slower_tier(disk: Path, shared_memory: Path) -> None:
+    for tiers in ({"disk": folder(disk)}, {"ram": ram(shared_memory)}):
+        with pytest.raises(Invalid, match="promotes from a ram tier to slower ones"):
+            config(tiers, promote_in="agent", name="alone")
+
+
+def test_nothing_of_the_configuration_is_seen_in_the_list_of_processes(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    with CheckpointStore.open(settings(shared_memory, folder(disk))).sync():
+        line = Path(f"/proc/{agent_of(ram_folder)}/cmdline").read_text()
+        assert str(disk) not in line
+        assert os.readlink(f"/proc/{agent_of(ram_folder)}/fd/0") == os.devnull
+    eventually(lambda: not lives(ram_folder), "the agent has ended with its store")

@@ -1,0 +1,63 @@
+"""The verb `agent`: promotes what a trainer saves, in a process of its own, and prints what it does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tieredckpt.cli.console import errors, output, printable
+from tieredckpt.config import load
+from tieredckpt.engine.agent.running import run_agent
+from tieredckpt.events import (
+    ChunkRepaired,
+    Event,
+    Events,
+    StepEvicted,
+    StepPromoted,
+    TierFailed,
+    TierRecovered,
+)
+from tieredckpt.units import format_size
+
+__all__ = ["agent"]
+
+
+def agent(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="The configuration that the trainer opens.", show_default=False)
+    ],
+    once: Annotated[
+        bool, typer.Option("--once", help="Promote what is in RAM now, such as a dead trainer's steps, and end.")
+    ] = False,
+) -> None:
+    """Promote from the RAM tier in this process, beside the trainer and after its death. Ends on SIGTERM or Ctrl-C."""
+    store = load(config)
+    events = Events()
+    events.subscribe(_show)
+    nearest = printable(store.tiers[0].name)
+    errors().print(f"promoting from tier {nearest} to {', '.join(printable(tier.name) for tier in store.tiers[1:])}")
+    if run_agent(store, events, "once" if once else "stays"):
+        errors().print("ended: the tiers are free for another agent")
+
+
+def _show(event: Event) -> None:
+    text = _text(event)
+    if text:
+        output().print(printable(text))
+
+
+def _text(event: Event) -> str:
+    match event:
+        case StepPromoted():
+            took = f"{format_size(event.written)} written in {event.seconds:.1f} s"
+            return f"step {event.step} is on tier {event.tier}: {took}, {event.lag:.1f} s after its save"
+        case StepEvicted():
+            return f"step {event.step} has left tier {event.tier}"
+        case ChunkRepaired():
+            return f"step {event.step}, {event.key}: mended on tier {event.tier} from {event.source}"
+        case TierFailed():
+            return f"tier {event.tier} failed, next try in {event.retry_in:.1f} s: {event.error}"
+        case TierRecovered():
+            return f"tier {event.tier} works again"
+    return ""

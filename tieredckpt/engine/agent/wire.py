@@ -1,0 +1,155 @@
+"""The socket between a trainer and its agent: in the RAM tier's folder, for one user's processes alone.
+
+A frame is its length in four bytes, little-endian, and that much msgpack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from tieredckpt.engine.lease import holder_of
+from tieredckpt.engine.messages import decode, encode
+from tieredckpt.errors import Conflict, Corrupt
+
+__all__ = ["SOCKET", "Parted", "Wire", "accept", "connect", "listen"]
+
+M = TypeVar("M")
+
+SOCKET = "agent.sock"
+"""Name of the socket in the folder."""
+
+_FRAME_MAX = 256 << 20
+_BACKLOG_MAX = 256 << 20
+"""Bytes that wait for a peer which does not read, before it counts as gone."""
+
+
+class Parted(Exception):
+    """The other side has gone, or says what no agent or trainer of this version says."""
+
+
+class Wire:
+    """One end of a connection. Lives on one event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: int) -> None:
+        self.peer = peer
+        """Number of the other process; 0 where the system does not tell."""
+        self.holder = holder_of(peer, time.time())
+        """Who that is, should it die."""
+        self._reader, self._writer = reader, writer
+
+    async def read(self, kind: type[M] | object, within: float | None = None) -> M:
+        """The next frame. Raises `Parted`, also when none comes ``within`` so many seconds."""
+        try:
+            async with asyncio.timeout(within):
+                length = int.from_bytes(await self._reader.readexactly(4), "little")
+                if length > _FRAME_MAX:
+                    raise Parted(f"a frame of {length} bytes cannot be right")
+                data = await self._reader.readexactly(length)
+        except TimeoutError:
+            raise Parted(f"it has said nothing for {within:g} s") from None
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise Parted("it has ended") from error
+        try:
+            found: M = decode(data, kind)
+        except Corrupt as error:
+            raise Parted(str(error)) from error
+        return found
+
+    def send(self, message: object) -> None:
+        """Send a frame; to who has gone, nothing, which is noticed where it is read from."""
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > _BACKLOG_MAX:
+            transport.abort()
+            return
+        data = encode(message)
+        self._writer.write(len(data).to_bytes(4, "little") + data)
+
+    async def close(self) -> None:
+        """Send what is left, and end the connection."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+            await self._writer.wait_closed()
+
+
+def listen(folder: Path) -> socket.socket:
+    """A new socket in the folder, in place of one that was left there. Blocking. Raises `OSError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        with _short(folder) as place:
+            path = f"{place}/{SOCKET}"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            sock.bind(path)
+            os.chmod(path, 0o600)  # before anybody may connect
+        sock.listen()
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def accept(sock: socket.socket) -> Wire:
+    """The next connection. Raises `Conflict` for one of another user, `OSError` when the socket was closed."""
+    connection, _ = await asyncio.get_running_loop().sock_accept(sock)
+    return await _wire(connection)
+
+
+async def connect(folder: Path) -> Wire | None:
+    """A connection to who listens in the folder; None where nobody does. Raises `Conflict` for another user."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        with _short(folder) as place:
+            await asyncio.get_running_loop().sock_connect(sock, f"{place}/{SOCKET}")
+    except OSError:
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+    return await _wire(sock)
+
+
+async def _wire(sock: socket.socket) -> Wire:
+    try:
+        process, user = _peer(sock)
+        if user != os.getuid():
+            raise Conflict(f"process {process} of user {user} is at the agent's socket, which is not theirs")
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+    except BaseException:
+        sock.close()
+        raise
+    return Wire(reader, writer, process)
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user of the other side; where the system does not tell, the folder is this user's alone."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0, os.getuid()
+    found = struct.Struct("3i")
+    process, user, _ = found.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, found.size))
+    return process, user
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """The folder by a name that leaves room in the 107 bytes which the path of a socket may have."""
+    if not os.path.isdir("/proc/self/fd"):
+        yield str(folder)
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
