@@ -22,9 +22,9 @@ from scenes import CHUNK, SOON, Heard, assert_same, config, crash, files_under, 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.folders import new_temporary
 from tieredckpt.engine import collector
+from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected
 from tieredckpt.engine.connect import connect
-from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
@@ -350,13 +350,13 @@ async def test_tidying_goes_on_after_a_failure_that_nobody_foresaw(
     again = threading.Event()
     bugs = [RuntimeError("a bug")]
 
-    async def collect(_: Engine) -> list[Collected]:
+    async def collect(_: ByHand) -> list[Collected]:
         if bugs:
             raise bugs.pop()
         again.set()
         return []
 
-    monkeypatch.setattr(Engine, "collect", collect)
+    monkeypatch.setattr(ByHand, "collect", collect)
     settings = config({"disk": folder(place.disk)}, grace=0.1, lease_ttl=0.05)
     async with CheckpointStore.open(settings):
         assert await asyncio.to_thread(again.wait, SOON)
