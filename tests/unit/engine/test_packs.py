@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.copier import _packs
-from tieredckpt.engine.packs import Payload, seal_all, stored_size
+from tieredckpt.engine.copier import Need, _packs
+from tieredckpt.engine.packs import Payload, seal_all, stored_size, tail_size
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
@@ -26,20 +26,25 @@ from tieredckpt.format.ocdbt import Extent
     nbytes=st.lists(st.integers(1, 5 << 12), max_size=30),
     first=st.integers(0, 20 << 12),
     limit=st.integers(0, 20 << 12),
+    tails_limit=st.integers(0, 20 << 12),
 )
 def test_packs_hold_every_chunk_once_in_order_and_no_more_than_they_may(
-    nbytes: list[int], first: int, limit: int
+    nbytes: list[int], first: int, limit: int, tails_limit: int
 ) -> None:
     sizes = {number.to_bytes(16, "big"): size for number, size in enumerate(nbytes)}
     needs = [(digest, ("key", number)) for number, digest in enumerate(sizes)]
-    found = list(_packs(needs, sizes, first, limit))
+    found = list(_packs(needs, sizes, first, limit, tails_limit))
     assert [need for pack in found for need in pack] == needs
-    used = [sum(stored_size(sizes[digest]) for digest, _ in pack) for pack in found]
     for number, pack in enumerate(found):
         room = min(first, limit) if number == 0 else limit
-        assert len(pack) == 1 or used[number] <= room
+        assert len(pack) == 1 or fits(pack, sizes, room, tails_limit)
         if number + 1 < len(found):  # and none has room for what the next begins with
-            assert used[number] + stored_size(sizes[found[number + 1][0][0]]) > room
+            assert not fits([*pack, found[number + 1][0]], sizes, room, tails_limit)
+
+
+def fits(pack: list[tuple[bytes, Need]], sizes: dict[bytes, int], room: int, room_for_tails: int) -> bool:
+    stored, tails = (sum(size(sizes[digest]) for digest, _ in pack) for size in (stored_size, tail_size))
+    return stored <= room and tails <= room_for_tails
 
 
 @given(changed=st.sets(st.integers(0, 19)), threads=st.integers(1, 4))

@@ -16,7 +16,7 @@ from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import connect, engine
-from tieredckpt.engine.engine import Engine
+from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.lease import Lease
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
@@ -467,7 +467,7 @@ async def test_work_that_fails_as_it_is_stopped_does_not_keep_the_store_from_clo
     if work == "promoting":
         monkeypatch.setattr(engine, "copy_step", fail_when_stopped)
     elif work == "collecting":
-        monkeypatch.setattr(Engine, "collect", fail_when_stopped)
+        monkeypatch.setattr(ByHand, "collect", fail_when_stopped)
     else:
         monkeypatch.setattr(Lease, "renew", fail_when_stopped)
     often = two_tiers.model_copy(update={"lease_ttl": 0.03, "grace": 0.03})
