@@ -23,7 +23,7 @@ from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
-from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
+from tieredckpt.engine.ranks import LEADER, RanksMissing
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
@@ -150,7 +150,7 @@ class Commits:
         mine = asyncio.ensure_future(self._contribute(step, tier, todo[LEADER]))
         missing: Sequence[int] = ()
         try:
-            came = await gather(team.coordinator, f"done/{number}", b"", timeout=patience)
+            came = await team.gather(f"done/{number}", b"", timeout=patience)
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         except BaseException:
