@@ -49,6 +49,7 @@ class Team:
         """The machine of every rank, by rank."""
         self._silent: set[int] = set()
         """Ranks that were waited for in vain, and were not heard since."""
+        self._left = False
         self._told = 0
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -106,6 +107,7 @@ class Team:
 
     async def close(self) -> None:
         """Leave, whatever the others do."""
+        self._left = True
         tasks = [task for task in (self._posting, self._listening, *self._tasks) if task is not None]
         for task in tasks:
             task.cancel()
@@ -138,6 +140,13 @@ class Team:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """As `start`, for what a call that is cancelled leaves to do; nothing where the team was left before."""
+        if self._left:
+            work.close()
+        else:
+            self.start(work, name)
 
     # -- who is there -------------------------------------------------------------------------------------
 
@@ -244,7 +253,7 @@ async def consult(
         if team.leads:
             return await _lead(team, topic, answer, failure, decide)
     except asyncio.CancelledError:
-        team.start(bow_out(team, topic), f"leaving of {topic}")
+        team.start_last(bow_out(team, topic), f"leaving of {topic}")
         raise
     try:
         await team.coordinator.post([LEADER], topic, answer)
