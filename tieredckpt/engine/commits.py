@@ -98,12 +98,15 @@ class Commits:
         begin = time.monotonic()
         try:
             with self._state.promoting(tier):
-                record, written = await self._commit(step, tier, parts)
+                committed = await self._commit(step, tier, parts)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
             self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
+        if committed is None:
+            return 0
+        record, written = committed
         lag = self._state.observe_promotion(record, tier)
         own = self.written.pop((step, tier.name), 0)
         seconds = time.monotonic() - begin
@@ -111,10 +114,13 @@ class Commits:
         self._state.changed.beat()
         return written
 
-    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int]:
+    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int] | None:
+        """The step's record and the bytes written; None where another promotion of it came first."""
         ranks, sizes = await in_thread(holders, parts, tier.chunks.keys(), pool=self._state.pool)
         await make_room(self._state, self._collector, step, tier, sum(map(stored_size, sizes.values())))
         async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
+            if step in tier.held:
+                return None
             lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)

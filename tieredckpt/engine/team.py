@@ -258,8 +258,7 @@ async def consult(
     try:
         await team.coordinator.post([LEADER], topic, answer)
         told = await team.coordinator.take(LEADER, topic, timeout=team.patience)
-    except RanksUnavailable as error:
-        team.missed(error.ranks)
+    except RanksUnavailable:
         if failure is not None:
             raise failure from None
         raise
