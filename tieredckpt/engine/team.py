@@ -210,9 +210,11 @@ class Team:
     async def _listen(self, source: int, kind: M, apply: Callable[[Any], Awaitable[None]]) -> None:
         """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
         heard = 0
+        # All that the leader listens to together make it look as often as one: each asking anew is a look at once.
+        again = _LISTEN_AGAIN * (len(self.others) if self.leads else 1)
         while True:
             try:
-                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=_LISTEN_AGAIN)
+                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=again)
             except RanksUnavailable:
                 continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
             except Closed:

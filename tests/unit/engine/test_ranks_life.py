@@ -21,7 +21,7 @@ from tieredckpt.engine import team
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
 from tieredckpt.preempt import preemption
-from tieredckpt.testing.ranks import World
+from tieredckpt.testing.ranks import InProcess, World
 from tieredckpt.testing.tiers import FaultyTiers
 
 
@@ -147,6 +147,25 @@ async def test_a_rank_that_was_slow_once_and_is_heard_again_is_waited_for_as_all
         done, _ = await asyncio.wait([closing], timeout=1)  # longer than it waits for its last words to be taken
         assert not done
         await asyncio.gather(ranks[1].close(), ranks[2].close(), closing)
+
+
+async def test_rank_0_that_listens_to_all_asks_for_news_no_oftener_than_any_other(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = InProcess.take
+    asked: dict[int, dict[int, float]] = {rank: {} for rank in range(4)}
+
+    async def take(self: InProcess, source: int, topic: str, *, timeout: float) -> bytes:
+        if topic.startswith("log/"):
+            asked[self.rank][source] = timeout
+        return await really(self, source, topic, timeout=timeout)
+
+    monkeypatch.setattr(InProcess, "take", take)
+    async with place.open(4) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    often = {rank: sum(1 / timeout for timeout in sources.values()) for rank, sources in asked.items()}
+    assert [len(asked[rank]) for rank in range(4)] == [3, 1, 1, 1]
+    assert often[0] == pytest.approx(often[1])
 
 
 async def test_rank_0_stays_until_all_others_close(place: Place) -> None:
