@@ -23,6 +23,8 @@ from scenes import config, folder
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.engine.parts import extents_of, holders, merge_parts, share_out
+from tieredckpt.engine.wholes import placed, without_places
 from tieredckpt.format import layout, pack
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
@@ -154,6 +156,40 @@ def test_the_parts_of_very_many_ranks_are_committed_and_opened_in_seconds(
     assert growth < 1 << 30
     assert opened < 3
     assert not list(root.rglob("parts/*"))
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize(
+    ("ranks", "arrays"),
+    [(64, 100), pytest.param(256, 500, marks=pytest.mark.slow)],
+    ids=["6,400 chunks of 64 ranks", "128,000 chunks of 256 ranks"],
+)
+def test_a_promotion_costs_rank_0_no_second_merge(tmp_path: Path, ranks: int, arrays: int) -> None:
+    """What rank 0 computes for a step while it trains: once when the ranks agree on it, and for each tier."""
+    names: list[Any] = [f"w{number:04d}" for number in range(arrays)]
+    structure = DictNode(names, [ArrayNode(name, "float32", (ranks, COLUMNS), "numpy") for name in names])
+    store = str(uuid.uuid4())
+    for rank in range(ranks):
+        write_rank(tmp_path, rank, ranks, structure, store)
+    said = {rank: (tmp_path / layout.part_key(STEP, SERIAL, rank)).read_bytes() for rank in range(ranks)}
+
+    gc.collect()
+    began = time.process_time()
+    whole = without_places(merge_parts(said))
+    agreed = time.process_time() - began
+    gc.collect()
+    began = time.process_time()
+    having, sizes = holders(said, ())
+    share_out(having, sizes)
+    index = placed(whole, extents_of(said), {})
+    encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), checksum=True)
+    promoted = time.process_time() - began
+    sys.stdout.write(
+        f"\n{ranks * arrays} chunks of {ranks} ranks: agreed on in {agreed:.2f} s of work, "
+        f"promoted in {promoted:.2f} s\n"
+    )
+    assert index == merge_parts(said)
+    assert promoted < 1.5 * agreed  # 2.5 times as long with a merge for each tier
 
 
 async def assert_opens(root: Path, ranks: int, names: list[str]) -> float:

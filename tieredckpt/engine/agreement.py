@@ -22,7 +22,7 @@ from tieredckpt.engine import messages
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.messages import Agreed, Failed, Failure, Save
 from tieredckpt.engine.parts import encode_own, merge_parts
-from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
+from tieredckpt.engine.ranks import LEADER, RanksMissing
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.wholes import Whole, Wholes, without_places
@@ -129,7 +129,7 @@ class Agreement:
             return
         deadline = asyncio.get_running_loop().time() + self._team.patience
         try:
-            await gather(self._team.coordinator, f"saved/{attempt}", messages.encode(save), timeout=self._team.deadline)
+            await self._team.gather(f"saved/{attempt}", messages.encode(save))
         except RanksUnavailable as error:
             self._doubt(attempt, step, str(error))
             return
@@ -140,6 +140,7 @@ class Agreement:
     def _doubt(self, attempt: str, step: StepId, reason: str) -> None:
         """Wait no more; the part stays, should the leader come back and decide."""
         if attempt in self._announced:
+            self._team.missed([LEADER])
             self._state.undecided.discard(step)
             self._fail(step, (LEADER,), reason)
 
@@ -184,7 +185,7 @@ class Agreement:
         mine = messages.encode(saves[LEADER])
         missing: Sequence[int] = ()
         try:
-            came = await gather(team.coordinator, f"saved/{attempt}", mine, timeout=team.deadline)
+            came = await team.gather(f"saved/{attempt}", mine)
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         saves.update({rank: messages.decode(data, Save) for rank, data in came.items()})

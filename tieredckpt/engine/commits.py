@@ -24,7 +24,7 @@ from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
-from tieredckpt.engine.ranks import LEADER, RanksMissing, gather
+from tieredckpt.engine.ranks import LEADER, RanksMissing
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.spares import refer_to_intact, undoubted
 from tieredckpt.engine.state import State
@@ -100,12 +100,15 @@ class Commits:
         begin = time.monotonic()
         try:
             with self._state.promoting(tier):
-                record, written = await self._commit(step, tier, parts)
+                committed = await self._commit(step, tier, parts)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
             self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
+        if committed is None:
+            return 0
+        record, written = committed
         lag = self._state.observe_promotion(record, tier)
         own = self.written.pop((step, tier.name), 0)
         seconds = time.monotonic() - begin
@@ -113,11 +116,14 @@ class Commits:
         self._state.changed.beat()
         return written
 
-    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int]:
+    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int] | None:
+        """The step's record and the bytes written; None where another promotion of it came first."""
         ranks, sizes = await in_thread(holders, parts, partial(undoubted, tier), pool=self._state.pool)
         need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
         await make_room(self._state, self._collector, step, tier, need)
         async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
+            if step in tier.held:
+                return None
             await refer_to_intact(self._state, tier, step, sizes)
             lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
@@ -154,7 +160,7 @@ class Commits:
         mine = asyncio.ensure_future(self._contribute(step, tier, todo[LEADER]))
         missing: Sequence[int] = ()
         try:
-            came = await gather(team.coordinator, f"done/{number}", b"", timeout=patience)
+            came = await team.gather(f"done/{number}", b"", timeout=patience)
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         except BaseException:

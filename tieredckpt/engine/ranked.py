@@ -169,6 +169,8 @@ class Ranked:
         Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
         """
         state = self._state
+        if self.team.deserted:
+            raise RanksUnavailable(f"rank {LEADER} is silent, so nothing more gets to shared tiers", [LEADER])
         begin = time.monotonic()
         while state.undecided:
             await self.heard_more(min(state.undecided), state.tiers[-1], begin)
@@ -200,6 +202,7 @@ class Ranked:
         patience = self.team.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:
+            self.team.missed([LEADER])
             raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
         await state.changed.wait(left)
 

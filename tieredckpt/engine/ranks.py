@@ -157,20 +157,22 @@ def node_of_this_process() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-async def gather(coordinator: Coordinator, topic: str, data: bytes, *, timeout: float) -> dict[int, bytes]:
+async def gather(
+    coordinator: Coordinator, topic: str, data: bytes, *, timeout: float, among: Sequence[int] | None = None
+) -> dict[int, bytes]:
     """What every rank says, by rank, at the leader; the others post theirs and get an empty dict.
 
-    Raises `RanksMissing` at the leader, with what came, when some have said nothing within ``timeout`` seconds.
+    With ``among``, the leader waits for those ranks alone. Raises `RanksMissing` there, with what came, when some have
+    said nothing within ``timeout`` seconds.
     """
     if coordinator.rank != LEADER:
         await coordinator.post([LEADER], topic, data)
         return {}
-    answers = await asyncio.gather(
-        *(_answer(coordinator, source, topic, timeout) for source in range(1, coordinator.size))
-    )
+    sources = range(1, coordinator.size) if among is None else among
+    answers = await asyncio.gather(*(_answer(coordinator, source, topic, timeout) for source in sources))
     came = {LEADER: data}
     missing = []
-    for source, answer in enumerate(answers, start=1):
+    for source, answer in zip(sources, answers, strict=True):
         if answer is None:
             missing.append(source)
         else:

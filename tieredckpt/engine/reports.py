@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.heal import heal, heal_index
@@ -22,12 +22,14 @@ from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId
-from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.manifest import StepId, decode_step
 
 __all__ = ["Reports"]
 
 _log = logging.getLogger("tieredckpt")
+
+_PATIENCE = 5.0
+"""Seconds that a rank gives the leader to bring a step to a tier, before it asks again."""
 
 
 class Reports:
@@ -72,19 +74,17 @@ class Reports:
                 self._team.report(Damaged(step.step, step.serial, tier.name, ()))
 
     async def promote(self, step: StepId, tier: Tier) -> None:
-        """Have the leader bring a step to a shared tier at once. Raises `RanksUnavailable` when that takes too long."""
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
-        record = self._state.records().get(step)
-        patience = self._team.patience + (0 if record is None else record.nbytes / tier.config.min_bandwidth)
+        """Have the leader bring a step to a shared tier at once.
+
+        Raises `RanksUnavailable` when it is not there soon; the leader may still be at it, and may be asked again.
+        """
         self._team.report(Wanted(step.step, step.serial, tier.name))
-        while step not in tier.held:
-            left = begin + patience - loop.time()
-            if left <= 0:
-                raise RanksUnavailable(
-                    f"rank {LEADER} has not brought {step} to tier {tier.name!r} within {patience:.0f} s", [LEADER]
-                )
-            await self._state.changed.wait(left)
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self._state.changed.until(lambda: step in tier.held)
+        except TimeoutError:
+            what = f"rank {LEADER} has not brought {step} to tier {tier.name!r} within {_PATIENCE:.0f} s"
+            raise RanksUnavailable(what, [LEADER]) from None
 
     # -- the leader ---------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Reports:
             for key, array in source.index.arrays.items():
                 nbytes = array.grid.cell_nbytes
                 for chunk in array.chunks:
-                    if chunk.digest not in digests or not isinstance(chunk.where, Extent):
+                    if chunk.digest not in digests:
                         continue
                     digests.discard(chunk.digest)
                     async with self._state.scratch.lend(aligned(nbytes)) as memory:
@@ -146,7 +146,6 @@ class Reports:
 
     async def _look_at_index(self, step: StepId, tier: Tier) -> None:
         try:
-            with suppress(TierUnavailable):
-                await tier.read_index(step)
+            await in_thread(decode_step, *await tier.read_index(step), pool=self._state.pool)
         except (Corrupt, NotFound) as error:
             await heal_index(self._state, self._collector, step, tier, error, tier.indexes.get(step))

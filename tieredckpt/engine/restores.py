@@ -160,12 +160,12 @@ class Restores:
         """Let the others not wait for this rank in the restore that was cancelled here."""
         topics = [] if self._begun else [f"reading/{self._number}"]
         exchanges = self._sharing.leave(within=True) if self._begun else []
-        self._team.start(self._bow_out(topics, exchanges), f"leaving of restore {self._number}")
+        self._team.start_last(self._bow_out(topics, exchanges), f"leaving of restore {self._number}")
 
     def _stay_away(self, number: int) -> None:
         """Let the others not wait for this rank in a restore for which it had asked, and does no more."""
         topics = [f"{phase}/{number}" for phase in ("restore", "reading", "restored")]
-        self._team.start(self._bow_out(topics, ()), f"leaving of restore {number}")
+        self._team.start_last(self._bow_out(topics, ()), f"leaving of restore {number}")
 
     async def _bow_out(self, topics: Sequence[str], exchanges: Sequence[int]) -> None:
         for topic in topics:

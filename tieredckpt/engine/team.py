@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.engine import messages
 from tieredckpt.engine.messages import Closing, Failure, Logged, Reported
-from tieredckpt.engine.ranks import LEADER, LONGER, Coordinator, exchange, gather
+from tieredckpt.engine.ranks import LEADER, LONGER, Coordinator, RanksMissing, exchange, gather
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
 
 __all__ = ["Team", "bow_out", "consult"]
@@ -47,6 +47,9 @@ class Team:
         """Seconds that the ranks wait for each other."""
         self.nodes: tuple[str, ...] = ()
         """The machine of every rank, by rank."""
+        self._silent: set[int] = set()
+        """Ranks that were waited for in vain, and were not heard since."""
+        self._left = False
         self._told = 0
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -95,7 +98,7 @@ class Team:
     async def part(self) -> None:
         """Wait until all others close too, for what was ordered may need this rank still.
 
-        Waits no longer than the deadline, and raises nothing: whoever is gone is not waited for.
+        Waits no longer than the deadline, and not for whom others have waited in vain already. Raises nothing.
         """
         try:
             await (self._let_all_go() if self.leads else self._ask_to_go())
@@ -104,6 +107,7 @@ class Team:
 
     async def close(self) -> None:
         """Leave, whatever the others do."""
+        self._left = True
         tasks = [task for task in (self._posting, self._listening, *self._tasks) if task is not None]
         for task in tasks:
             task.cancel()
@@ -114,17 +118,18 @@ class Team:
             _log.warning("the coordinator of the ranks: %s", error)
 
     async def _let_all_go(self) -> None:
+        there = [rank for rank in self.others if rank not in self._silent]
         try:
-            await gather(self.coordinator, "close", b"", timeout=self.deadline)
+            await gather(self.coordinator, "close", b"", timeout=self.deadline, among=there)
         finally:
             self.tell(Closing())
             async with asyncio.timeout(_LAST_WORDS):
                 await self._outbox.join()
-        await gather(self.coordinator, "closed", b"", timeout=_LAST_WORDS)
+        await gather(self.coordinator, "closed", b"", timeout=_LAST_WORDS, among=there)
 
     async def _ask_to_go(self) -> None:
         await self.coordinator.post([LEADER], "close", b"")
-        if self._listening is not None:
+        if self._listening is not None and not self.deserted:
             async with asyncio.timeout(2 * self.deadline + _LAST_WORDS):  # the leader may wait for others as long
                 await asyncio.wait([self._listening])
         await self.coordinator.post([LEADER], "closed", b"")
@@ -135,6 +140,35 @@ class Team:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """As `start`, for what a call that is cancelled leaves to do; nothing where the team was left before."""
+        if self._left:
+            work.close()
+        else:
+            self.start(work, name)
+
+    # -- who is there -------------------------------------------------------------------------------------
+
+    @property
+    def deserted(self) -> bool:
+        """Whether this rank has waited for the leader in vain, and has not heard it since."""
+        return LEADER in self._silent
+
+    def missed(self, ranks: Iterable[int]) -> None:
+        """Take note that ranks were waited for in vain."""
+        self._silent.update(ranks)
+
+    async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
+        """As `gather` among all ranks, within the deadline or ``timeout`` seconds; who is silent is taken note of."""
+        try:
+            came = await gather(self.coordinator, topic, data, timeout=self.deadline if timeout is None else timeout)
+        except RanksMissing as error:
+            self._silent.difference_update(error.came)
+            self.missed(error.ranks)
+            raise
+        self._silent.difference_update(came)
+        return came
 
     # -- the log ------------------------------------------------------------------------------------------
 
@@ -176,14 +210,17 @@ class Team:
     async def _listen(self, source: int, kind: M, apply: Callable[[Any], Awaitable[None]]) -> None:
         """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
         heard = 0
+        # All that the leader listens to together make it look as often as one: each asking anew is a look at once.
+        again = _LISTEN_AGAIN * (len(self.others) if self.leads else 1)
         while True:
             try:
-                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=_LISTEN_AGAIN)
+                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=again)
             except RanksUnavailable:
                 continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
             except Closed:
                 return
             heard += 1
+            self._silent.discard(source)
             message: object = None
             try:
                 message = messages.decode(data, kind)
@@ -218,7 +255,7 @@ async def consult(
         if team.leads:
             return await _lead(team, topic, answer, failure, decide)
     except asyncio.CancelledError:
-        team.start(bow_out(team, topic), f"leaving of {topic}")
+        team.start_last(bow_out(team, topic), f"leaving of {topic}")
         raise
     try:
         await team.coordinator.post([LEADER], topic, answer)
@@ -259,7 +296,7 @@ async def _lead(
     verdict, problem = b"", None
     cause = failure
     try:
-        verdict = await decide(_heard(await gather(team.coordinator, topic, answer, timeout=team.deadline)))
+        verdict = await decide(_heard(await team.gather(topic, answer)))
     except Exception as error:
         cause = failure or error
         problem = Failure.of(cause)

@@ -58,6 +58,15 @@ async def place_of(store: CheckpointStore, step: int, key: str, ordinal: int = 0
     return where
 
 
+async def mended(store: CheckpointStore, objects: Objects) -> Extent:
+    """Where a chunk of step 1 lay until it was damaged, and mended in another place."""
+    damaged = await place_of(store, 1, "params/w0")
+    objects.data[damaged.path][damaged.offset] ^= 1
+    (found,) = await store.verify(1, "far", repair=True)
+    assert found.repaired
+    return damaged
+
+
 async def assert_intact(store: CheckpointStore) -> None:
     for info in await store.steps():
         assert [found.problem for found in await store.verify(info.step)] == [""] * len(info.tiers)
@@ -106,10 +115,7 @@ async def test_of_two_copies_of_a_mended_chunk_the_next_process_refers_to_the_go
     store = await opened(shared_memory)
     await store.save(1, tree(1))
     await store.flush()
-    damaged = await place_of(store, 1, "params/w0")
-    objects.data[damaged.path][damaged.offset] ^= 1
-    (found,) = await store.verify(1, "far", repair=True)
-    assert found.repaired
+    damaged = await mended(store, objects)
     assert (await place_of(store, 1, "params/w0")).path != damaged.path
     assert damaged.path in packs(objects), "its other chunks are in use"
     await crash(store)
@@ -129,10 +135,7 @@ async def test_a_damaged_copy_that_outlived_the_good_one_is_not_referred_to(
     store = await opened(shared_memory)
     await store.save(1, tree(1))
     await store.flush()
-    damaged = await place_of(store, 1, "params/w0")
-    objects.data[damaged.path][damaged.offset] ^= 1
-    (found,) = await store.verify(1, "far", repair=True)
-    assert found.repaired
+    await mended(store, objects)
     good = await place_of(store, 1, "params/w0")
     await crash(store)
     for key in [key for key in objects.data if key.startswith(layout.STEPS)] + [good.path]:
@@ -171,10 +174,7 @@ async def test_a_step_that_is_committed_anew_brings_no_damaged_copy_back(
             await store.save(step, tree(1) | more)
             await store.flush()
         await store.evict(2, "far")
-        damaged = await place_of(store, 1, "params/w0")
-        objects.data[damaged.path][damaged.offset] ^= 1
-        (found,) = await store.verify(1, "far", repair=True)
-        assert found.repaired
+        damaged = await mended(store, objects)
         assert await place_of(store, 3, "params/w0") == damaged
         sparse = await place_of(store, 3, "other/w0")
         await store.collect()

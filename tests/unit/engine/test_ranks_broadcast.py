@@ -23,14 +23,19 @@ def state() -> dict[str, Any]:
     return {f"w{i}": rng.standard_normal(20 * CHUNK // 8) for i in range(4)}
 
 
-async def test_four_replicas_read_the_bytes_of_one(shared_memory: Path, tmp_path: Path, state: dict[str, Any]) -> None:
-    nbytes = sum(array.nbytes for array in state.values())
-    cluster = Cluster(("a", "b", "c", "d"), shared_memory, tmp_path / "disk")
+async def saved_on_disk_alone(cluster: Cluster, shared_memory: Path, state: dict[str, Any]) -> None:
+    """All ranks save the state that they have alike, as step 1; RAM then loses it."""
     async with cluster.open() as stores:
         await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
         await asyncio.gather(*(store.flush() for store in stores))
     shutil.rmtree(shared_memory)
     shared_memory.mkdir()
+
+
+async def test_four_replicas_read_the_bytes_of_one(shared_memory: Path, tmp_path: Path, state: dict[str, Any]) -> None:
+    nbytes = sum(array.nbytes for array in state.values())
+    cluster = Cluster(("a", "b", "c", "d"), shared_memory, tmp_path / "disk")
+    await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
         before = [read(store) for store in stores]
         restored = await asyncio.gather(*(store.restore() for store in stores))
@@ -49,11 +54,7 @@ async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
 ) -> None:
     nbytes = sum(array.nbytes for array in state.values())
     cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk", store={"rank_deadline": 2.0})
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
+    await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
         held = cluster.world.hold(2, "send")
         restoring = asyncio.gather(*(store.restore() for store in stores))
@@ -70,11 +71,7 @@ async def test_a_restore_that_fails_on_one_rank_keeps_none_waiting_and_can_be_ma
     shared_memory: Path, tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk")
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
+    await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
         for failing in (1, 0):
             really = Passing.run
@@ -113,11 +110,7 @@ async def test_a_step_that_is_in_ram_alone_comes_without_bulk_too(shared_memory:
 async def test_groups_read_for_themselves(shared_memory: Path, tmp_path: Path, state: dict[str, Any]) -> None:
     nbytes = sum(array.nbytes for array in state.values())
     cluster = Cluster(("a", "b", "c", "d"), shared_memory, tmp_path / "disk", store={"restore_group": 2})
-    async with cluster.open() as stores:
-        await asyncio.gather(*(store.save(1, state, replicated=("**",)) for store in stores))
-        await asyncio.gather(*(store.flush() for store in stores))
-    shutil.rmtree(shared_memory)
-    shared_memory.mkdir()
+    await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
         before = [read(store) for store in stores]
         restored = await asyncio.gather(*(store.restore() for store in stores))

@@ -21,7 +21,7 @@ from tieredckpt.engine import team
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
 from tieredckpt.preempt import preemption
-from tieredckpt.testing.ranks import World
+from tieredckpt.testing.ranks import InProcess, World
 from tieredckpt.testing.tiers import FaultyTiers
 
 
@@ -112,6 +112,60 @@ async def test_closing_does_not_wait_for_the_dead(place: Place, victim: int) -> 
         others = [store for rank, store in enumerate(ranks.stores) if rank != victim]
         async with asyncio.timeout(SOON):
             await asyncio.gather(*(store.close() for store in others))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+async def test_closing_does_not_wait_again_for_who_was_waited_for_in_vain(
+    place: Place, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "LONGER", 0.2)
+    deadline = 6 * DEADLINE
+    async with place.open(3, rank_deadline=deadline, crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        ranks.world.kill_now(victim)
+        others = [rank for rank in range(3) if rank != victim]
+        await ranks.save(2, ranks=others)
+        await ranks.failed(others, step=2)
+        begin = time.monotonic()
+        await asyncio.gather(*(ranks[rank].close() for rank in others))
+        assert time.monotonic() - begin < deadline / 2
+
+
+async def test_a_rank_that_was_slow_once_and_is_heard_again_is_waited_for_as_all_are(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "LONGER", 0.2)
+    async with place.open(3, rank_deadline=DEADLINE) as ranks:
+        await ranks.save(1, ranks=[0, 1])
+        await ranks.failed([0, 1, 2], step=1)
+        with pytest.raises(RanksUnavailable):  # which rank 0 hears
+            await ranks[2].restore()
+        for store in ranks.stores:
+            assert store.engine.ranked is not None
+            store.engine.ranked.team.deadline = SOON
+        closing = asyncio.ensure_future(ranks[0].close())
+        done, _ = await asyncio.wait([closing], timeout=1)  # longer than it waits for its last words to be taken
+        assert not done
+        await asyncio.gather(ranks[1].close(), ranks[2].close(), closing)
+
+
+async def test_rank_0_that_listens_to_all_asks_for_news_no_oftener_than_any_other(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = InProcess.take
+    asked: dict[int, dict[int, float]] = {rank: {} for rank in range(4)}
+
+    async def take(self: InProcess, source: int, topic: str, *, timeout: float) -> bytes:
+        if topic.startswith("log/"):
+            asked[self.rank][source] = timeout
+        return await really(self, source, topic, timeout=timeout)
+
+    monkeypatch.setattr(InProcess, "take", take)
+    async with place.open(4) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    often = {rank: sum(1 / timeout for timeout in sources.values()) for rank, sources in asked.items()}
+    assert [len(asked[rank]) for rank in range(4)] == [3, 1, 1, 1]
+    assert often[0] == pytest.approx(often[1])
 
 
 async def test_rank_0_stays_until_all_others_close(place: Place) -> None:

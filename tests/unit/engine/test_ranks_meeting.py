@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from cohort import DEADLINE, Cohort, assert_whole, cohort
-from scenes import SOON
+from scenes import SOON, crash
 
 from tieredckpt.checkpoint import Restored
 from tieredckpt.engine import team
-from tieredckpt.errors import RanksUnavailable
+from tieredckpt.errors import Closed, RanksUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +113,21 @@ async def test_a_rank_that_gave_up_as_the_restore_began_holds_up_none(shared_mem
                 assert isinstance(outcome, RanksUnavailable)
         for restored in await ranks.restored():
             assert_whole(restored, 1)
+
+
+@pytest.mark.parametrize("waits_for", ["log/*", "restore/*", "restored/*"])
+async def test_a_store_that_is_closed_ends_the_restore_that_it_is_in(
+    waits_for: str, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with cohort(2, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON, crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        held = ranks.world.hold(0, "post", topic=waits_for)
+        restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
+        await held.reached()
+        async with asyncio.timeout(SOON):
+            await asyncio.gather(*map(crash, ranks.stores))
+            for outcome in await asyncio.gather(*restoring, return_exceptions=True):
+                assert isinstance(outcome, Closed)
 
 
 async def test_a_restore_that_fails_leaves_the_line_as_it_was_on_every_rank(

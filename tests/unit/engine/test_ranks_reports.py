@@ -106,6 +106,24 @@ async def test_a_rank_that_alone_is_warned_ends_with_the_newest_step_durable(
         assert await ranks[0].where(1) == ("ram",)
 
 
+async def test_a_step_that_is_on_its_way_when_a_rank_is_warned_is_written_once(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with cohort(2, shared_memory, tmp_path / "disk", crashing=True) as ranks:
+        held = ranks.faulty(0).hold("put", key="steps/*/manifest.ocdbt")
+        await ranks.save(1)
+        await held.reached()
+        wanted = asyncio.create_task(ranks[0].promote(1, "disk"))
+        done, _ = await asyncio.wait([wanted], timeout=0.2)
+        assert not done
+        held.release()
+        assert await wanted == 0
+        await asyncio.gather(*(heard.first(StepPromoted) for heard in ranks.heard))
+        orders = [topic for rank, verb, topic in ranks.world.calls if (rank, verb) == (0, "post") and "todo/" in topic]
+        assert len(orders) == 1
+        assert len(ranks.heard[0].of(StepPromoted)) == 1
+
+
 async def test_when_rank_0_does_nothing_for_a_warned_rank_its_exit_says_so(shared_memory: Path, tmp_path: Path) -> None:
     async with cohort(2, shared_memory, tmp_path / "disk", disk_settings={"promote": "never"}, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "ram")
