@@ -17,7 +17,7 @@ from tieredckpt.format import layout, pack
 from tieredckpt.format.manifest import StepId, StepIndex, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["pack_entries", "survey"]
+__all__ = ["look_again", "pack_entries", "survey"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -78,6 +78,14 @@ async def _find_step(tier: Tier, step: StepId) -> None:
         _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
     else:
         tier.held[step] = Held(record, btree_key)
+
+
+async def look_again(tier: Tier, step: StepId) -> None:
+    """Read a commit once more that could not be read: a medium may fail, or lie, just once. Raises what it raises."""
+    await _find_step(tier, step)
+    if step in tier.held:
+        del tier.damaged[step]
+        _log.warning("tier %r: %s can be read there after all", tier.name, step)
 
 
 async def _left(tier: Tier, step: StepId) -> bool:
