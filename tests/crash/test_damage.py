@@ -83,6 +83,24 @@ async def assert_clean(store: CheckpointStore, *tiers: str) -> None:
     assert not any(info.damaged for info in await store.steps())
 
 
+async def test_a_commit_that_could_not_be_read_once_is_read_again_by_whoever_verifies(place: Path) -> None:
+    async with opened(place, "disk") as store:
+        await store.save(1, state(1))
+    (manifest,) = (place / "of-test" / "disk").glob("steps/*/manifest.ocdbt")
+    flip(manifest, 40)
+    async with opened(place, "disk") as store:
+        assert [info.damaged for info in await store.steps()] == []
+        with pytest.raises(Corrupt):
+            await store.restore()
+        (found,) = await store.verify(1)
+        assert found.problem
+        flip(manifest, 40)  # the medium had lied, and does so no more
+        (found,) = await store.verify(1)
+        assert not found.problem
+        assert await store.where(1) == ("disk",)
+        assert await restored(store) == {"disk": TOTAL}
+
+
 # -- chunks -----------------------------------------------------------------------------------------------
 
 

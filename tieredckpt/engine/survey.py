@@ -22,7 +22,7 @@ from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["pack_table", "survey"]
+__all__ = ["look_again", "pack_table", "survey"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -107,24 +107,36 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
 
 
 async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
+    if await _read_step(tier, step):
+        stamp = stamp_of(tier.held[step].btree_key.rpartition("/")[2], folders[step])
+        if stamp is None:
+            tier.catalogued.timeless = True
+        elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
+            tier.catalogued.forget(step)
+
+
+async def _read_step(tier: Tier, step: StepId) -> bool:
+    """Know a step as held, or as damaged; whether it is held."""
     try:
         manifest, btree, btree_key = await tier.read_index(step)
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
         if record.id != step:
             raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
     except (Corrupt, NotFound) as error:
-        if isinstance(error, NotFound) and await _left(tier, step):
-            return
-        tier.damaged[step] = error
-        tier.catalogued.forget(step)
-        _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-    else:
-        tier.held[step] = Held(record, btree_key)
-        stamp = stamp_of(btree_key.rpartition("/")[2], folders[step])
-        if stamp is None:
-            tier.catalogued.timeless = True
-        elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
+        if not isinstance(error, NotFound) or not await _left(tier, step):
+            tier.damaged[step] = error
             tier.catalogued.forget(step)
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+        return False
+    tier.held[step] = Held(record, btree_key)
+    return True
+
+
+async def look_again(tier: Tier, step: StepId) -> None:
+    """Read a commit once more that could not be read: a medium may fail, or lie, just once. Raises what it raises."""
+    if await _read_step(tier, step):
+        del tier.damaged[step]
+        _log.warning("tier %r: %s can be read there after all", tier.name, step)
 
 
 async def _left(tier: Tier, step: StepId) -> bool:
