@@ -176,11 +176,13 @@ async def batches(
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
+    threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     for some in _packs(_in_storage_order(source, needs), sizes, first, limit if traits.ranged_get else 0):
         batch = Batch()
         try:
             if from_slab:
-                await _add_from_slab(state, source, batch, some, sizes)
+                await _add_from_slab(state, source, batch, some, sizes, threads)
+                threads = 1
             else:
                 for digest, need in some:
                     await _add_read(state, source, batch, need, sizes[digest], digest)
@@ -208,9 +210,14 @@ def _packs(
 
 
 async def _add_from_slab(
-    state: State, source: StepSource, batch: Batch, some: Sequence[tuple[bytes, Need]], sizes: Mapping[bytes, int]
+    state: State,
+    source: StepSource,
+    batch: Batch,
+    some: Sequence[tuple[bytes, Need]],
+    sizes: Mapping[bytes, int],
+    threads: int,
 ) -> None:
-    """Add chunks where they lie in RAM, sealed there; what was damaged there comes from elsewhere."""
+    """Add chunks where they lie in RAM, sealed there by so many threads; what was damaged comes from elsewhere."""
     assert source.tier.ram is not None
     slab = source.tier.ram.slab
     payloads: list[Payload] = []
@@ -219,7 +226,7 @@ async def _add_from_slab(
         assert isinstance(where, Extent)
         memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
         payloads.append(Payload(digest, sizes[digest], memory))
-    changed = {payload.digest for payload in await seal_all(payloads, state.pool, state.config.copy_threads)}
+    changed = {payload.digest for payload in await seal_all(payloads, state.pool, threads)}
     for payload, (digest, need) in zip(payloads, some, strict=True):
         if digest not in changed:
             batch.add(payload)
