@@ -179,12 +179,14 @@ async def batches(
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
     tails_limit = state.scratch.capacity // _SCRATCH_PACKS if tails is not None else limit
+    threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, tails_limit):
         batch = Batch()
         try:
             if from_slab:
-                await _add_from_slab(state, source, batch, some, sizes, tails)
+                await _add_from_slab(state, source, batch, some, sizes, tails, threads)
+                threads = 1
             else:
                 for digest, need in some:
                     await _add_read(state, source, batch, need, sizes[digest], digest)
@@ -222,8 +224,12 @@ async def _add_from_slab(
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
     tails: Scratch | None,
+    threads: int,
 ) -> None:
-    """Add chunks where they lie in RAM, sealed there or in ``tails``; what was damaged there comes from elsewhere."""
+    """Add chunks where they lie in RAM, sealed by so many threads, there or in ``tails``.
+
+    What was damaged in RAM comes from elsewhere.
+    """
     assert source.tier.ram is not None
     slab = source.tier.ram.slab
     payloads: list[Payload] = []
@@ -233,7 +239,7 @@ async def _add_from_slab(
         memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
         tail = None if tails is None else await batch.borrow(tails, tail_size(sizes[digest]))
         payloads.append(Payload(digest, sizes[digest], memory, tail))
-    changed = {payload.digest for payload in await seal_all(payloads, state.pool, state.config.copy_threads)}
+    changed = {payload.digest for payload in await seal_all(payloads, state.pool, threads)}
     for payload, (digest, need) in zip(payloads, some, strict=True):
         if digest not in changed:
             batch.add(payload)

@@ -1,0 +1,57 @@
+"""What peers share that write a state's PyTorch tensors to one file for each step, and sync nothing themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tieredckpt.bench.peers.base import Setting, sync_files
+from tieredckpt.bench.peers.tensors import arrays_of, tensors_of
+from tieredckpt.bench.workloads import State
+
+__all__ = ["DURABILITY", "TensorFile", "Tensors"]
+
+DURABILITY = "none of its own; the bench syncs its file"
+
+Tensors: TypeAlias = dict[str, Any]
+"""By key."""
+
+
+class TensorFile:
+    """A session; ``write`` and ``read`` are the peer's own functions."""
+
+    def __init__(
+        self, setting: Setting, *, write: Callable[[Tensors, Path], None], read: Callable[[Path], Tensors]
+    ) -> None:
+        self._folder = setting.folder / "tensors"
+        self._folder.mkdir()
+        self._write = write
+        self._read = read
+        self._tensors: Tensors = {}
+        self._last = 0
+
+    def take(self, state: State) -> None:
+        self._tensors = tensors_of(state)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{step}.tensors"
+
+    def save(self, step: int) -> None:
+        self._last = step
+        self._write(self._tensors, self._path(step))
+
+    def wait(self) -> None:
+        sync_files(self._folder)
+
+    def restart(self) -> None:
+        self._tensors = {}
+
+    def restore(self, into: State | None) -> State:
+        return arrays_of(self._read(self._path(self._last)))
+
+    def forget(self, step: int) -> None:
+        self._path(step).unlink()
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
