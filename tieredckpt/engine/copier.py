@@ -190,7 +190,7 @@ async def batches(
                 yield full
             payload = None
             if from_slab:
-                tail = None if tails is None else await batch.borrow(tails, lent)
+                tail = None if tails is None else await batch.carve(tails, lent)
                 payload = await _from_slab(state, source, key, ordinal, sizes[digest], tail)
             if payload is None:
                 memory = await batch.borrow(state.scratch, need)
