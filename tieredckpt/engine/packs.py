@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +89,7 @@ class Batch:
     """Bytes of the pack before its footer."""
     borrowed: int = 0
     """Bytes of the memory that was lent."""
-    block: npt.NDArray[np.uint8] = field(default_factory=partial(np.empty, 0, dtype=np.uint8))
+    block: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
     """What is left of the last block that pages were carved from."""
 
     async def borrow(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
