@@ -68,11 +68,12 @@ def killed(
     disk: Annotated[
         Path | None, typer.Option(help="Folder of the slower tier; in memory by default.", show_default=False)
     ] = None,
+    by_agent: Annotated[bool, typer.Option("--by-agent", help="Have agents promote, and kill them too.")] = False,
 ) -> None:
     """Kill trainers by SIGKILL. Exits with 1 when a step that was acknowledged is lost."""
     logging.getLogger("tieredckpt").setLevel(logging.CRITICAL)
     with waiting(f"killing {kills} trainers"), _memory() as memory:
-        found = kill_trainers(kills, memory, disk or memory / "disk", seed=seed)
+        found = kill_trainers(kills, memory, disk or memory / "disk", seed=seed, by_agent=by_agent)
     rows: list[tuple[str, object]] = [(f"kills {point}", number) for point, number in sorted(found.kills.items())]
     rows += [
         ("of these, with the loss of memory", found.nodes),
@@ -83,7 +84,7 @@ def killed(
         ("acknowledged saves that were lost", len(found.lost)),
         ("seconds", f"{found.seconds:.0f}"),
     ]
-    print_table("Trainers killed", ("", ""), rows)
+    print_table("Trainers and agents killed" if by_agent else "Trainers killed", ("", ""), rows)
     if found.lost:
         print_table("Lost", ("",), [(line,) for line in found.lost])
         raise typer.Exit(1)
@@ -93,4 +94,5 @@ def killed(
 def everything() -> None:
     """All of it, at the length that the documentation records."""
     replayed(every=1)
-    killed(kills=300, seed=0, disk=None)
+    killed(kills=300, seed=0, disk=None, by_agent=False)
+    killed(kills=100, seed=0, disk=None, by_agent=True)
