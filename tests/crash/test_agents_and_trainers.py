@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +15,18 @@ from typing import Any
 
 import pytest
 from agents import agent_of, end_agent, eventually, log_of, until, wait_for_end
+from chfs_servers import LookalikeServers
 from insight import slab_of, tier_of
+from lookalike import missing
 from scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.config import to_toml
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
-from tieredckpt.errors import Conflict, Invalid, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
+from tieredckpt.preempt import EXIT_STATUS, preemption
 
 DYING = """
 import json, os, signal, sys
@@ -214,6 +218,70 @@ async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_t
             await store.save(step, tree(step))
         await store.flush()
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == [*range(1, 9)]
+
+
+async def test_a_step_that_ram_cannot_hold_is_refused_and_the_next_one_is_saved(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    tiers = {"ram": ram(shared_memory, capacity="1 MiB"), "disk": folder(disk)}
+    async with CheckpointStore.open(config(tiers, promote_in="agent")) as store:
+        with pytest.raises(NoSpace, match="tier 'disk' gets what is in RAM, for its agent alone writes there"):
+            await store.save(1, tree(1, nbytes=1 << 20))
+        await (await store.save(2, tree(2))).reached("disk")
+
+
+async def test_memory_that_was_taken_away_is_made_anew_and_the_agent_finds_it(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        shutil.rmtree(ram_folder)
+        with pytest.raises(NoSpace):
+            await store.save(2, tree(2))
+        await heard.first(TierRecovered, lambda event: event.tier == "ram")
+        await (await store.save(3, tree(3))).reached("disk")
+        assert await store.where(3) == ("ram", "disk")
+        assert await store.where(1) == ("disk",)
+
+
+def test_a_warned_trainer_ends_when_its_agent_has_made_the_newest_step_durable(
+    shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    slowly = folder(disk, rate_limit="200 KB/s", promote={"kind": "every_n_steps", "n": 10})
+    with CheckpointStore.open(settings(shared_memory, slowly)).sync() as store:
+        store.save(10, tree(10))
+        store.save(11, tree(11))
+        with pytest.raises(SystemExit) as ended, preemption(store, seconds=SOON):
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == EXIT_STATUS
+        assert "disk" in store.where(11)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+async def test_libchfs_that_ends_its_process_ends_neither_agent_nor_trainer(
+    shared_memory: Path, ram_folder: Path, tmp_path: Path
+) -> None:
+    servers = LookalikeServers(tmp_path / "servers")
+    tiers = {"ram": ram(shared_memory), "pmem": servers.tier, "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(tiers, promote_in="agent")) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("pmem")
+        agent = agent_of(ram_folder)
+        servers.switch(exit_pwrite="*")
+        await (await store.save(2, tree(2))).reached("disk")
+        assert (await heard.first(TierFailed)).tier == "pmem"
+        servers.switch()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert await store.where(2) == ("ram", "pmem", "disk")
+        assert agent_of(ram_folder) == agent
+        for step in (1, 2):
+            await store.evict(step, "ram")
+            restored = await store.restore(step, resume=False)
+            assert restored is not None
+            assert set(restored.sources) == {"pmem"}
+            assert_same(restored.tree, tree(step))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tieredckpt.testing.doomed import POINTS
+from tieredckpt.testing.doomed import AGENT_POINTS, POINTS
 from tieredckpt.testing.kills import Killed, Story, kill_trainers
 
 
@@ -20,6 +20,22 @@ def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(shar
     found = kill_trainers(12, shared_memory, shared_memory / "disk", seed=3)
     assert_nothing_lost(found, 12)
     assert len(found.kills) == len(POINTS)
+    assert found.nodes
+
+
+def test_trainers_and_agents_that_are_killed_lose_nothing_that_they_were_told_is_saved(shared_memory: Path) -> None:
+    found = kill_trainers(6, shared_memory, shared_memory / "disk", seed=5, by_agent=True)
+    assert_nothing_lost(found, 6)
+    assert len(found.kills) == len(AGENT_POINTS)
+    assert found.promoted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_trainers_and_agents_that_are_killed_a_hundred_times_lose_nothing(shared_memory: Path) -> None:
+    found = kill_trainers(100, shared_memory, shared_memory / "disk", seed=2, by_agent=True)
+    assert_nothing_lost(found, 100)
+    assert len(found.kills) == len(AGENT_POINTS)
     assert found.nodes
 
 

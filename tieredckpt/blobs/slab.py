@@ -26,7 +26,7 @@ __all__ = ["Slab", "aligned"]
 
 _log = logging.getLogger("tieredckpt")
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by the mmap module
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not named by the mmap module
 _PREFAULT_STRIDE = 32 << 20
 _ZEROS = bytes(1 << 20)
 
@@ -181,15 +181,22 @@ class Slab:
         self._free.insert(i, (start, end - start))
 
     def prefault(self) -> None:
-        """Map the reserved memory, so that later copies meet no page fault. Blocking; releases the GIL."""
+        """Map the memory that there is, so that later copies meet no page fault. Blocking; releases the GIL."""
         populate = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
         with self._guards_prefault:
-            while populate is not None and not self._closed and self._prefaulted < self._reserved:
-                length = min(_PREFAULT_STRIDE, self._reserved - self._prefaulted)
+            while populate is not None and not self._closed and self._prefaulted < (there := self._there()):
+                length = min(_PREFAULT_STRIDE, there - self._prefaulted)
                 start = ctypes.c_void_p(self.array.ctypes.data + self._prefaulted)
-                if populate(start, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+                if populate(start, ctypes.c_size_t(length), advice) != 0:
                     return  # an old kernel: the first copies fault their pages in themselves
                 self._prefaulted += length
+
+    def _there(self) -> int:
+        """Bytes that have their memory; of a slab that another process grows, those that it has reserved so far."""
+        if self.writable or self._fd is None:
+            return self._reserved
+        return min(self.capacity, os.fstat(self._fd).st_blocks * 512 // ALIGNMENT * ALIGNMENT)
 
     def close(self) -> None:
         """Unmap; views that are still alive keep the memory until they go. Blocking, idempotent."""

@@ -237,7 +237,7 @@ async def _add_from_slab(
         where = source.index.arrays[key].chunks[ordinal].where
         assert isinstance(where, Extent)
         memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
-        tail = None if tails is None else await batch.borrow(tails, tail_size(sizes[digest]))
+        tail = None if tails is None else await batch.carve(tails, tail_size(sizes[digest]))
         payloads.append(Payload(digest, sizes[digest], memory, tail))
     changed = {payload.digest for payload in await seal_all(payloads, state.pool, threads)}
     for payload, (digest, need) in zip(payloads, some, strict=True):

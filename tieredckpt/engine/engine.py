@@ -176,7 +176,7 @@ class Engine:
         if self.link is None:
             tidy = keep_tidy(self._config.grace, self.by_hand.collect)
             self._tasks.append(asyncio.create_task(tidy, name="tieredckpt collect"))
-        self._prefault()
+        self.prefault()
 
     async def _open_tiers(self) -> None:
         failures = await identify(self.state)
@@ -193,13 +193,14 @@ class Engine:
         await connect(self.state, tier)
         self.state.meet(tier)
         if tier.index == 0:
-            self._prefault()
+            self.prefault()
             if self.link is not None:
                 await self.link.listen_anew()
 
-    def _prefault(self) -> None:
+    def prefault(self) -> None:
+        """Have RAM's memory mapped, behind everything else."""
         ram = self.state.tiers[0].ram
-        if ram is not None and ram.slab.writable:
+        if ram is not None and not self._read_only:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
 
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
@@ -279,7 +280,7 @@ class Engine:
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
         if self.state.tiers[0].reserved != reserved:
-            self._prefault()
+            self.prefault()
         return saved
 
     def is_due(self, step: int) -> bool:

@@ -29,6 +29,9 @@ __all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "stored_size", "
 PACK_SIZE = 256 << 20
 """Bytes of a pack that is written from the slab."""
 
+_BLOCK = 256 << 10
+"""Bytes that are borrowed at a time to carve pages from."""
+
 _PACKS_IN_FLIGHT = 2
 """One pack is sealed while another is written."""
 
@@ -104,12 +107,21 @@ class Batch:
     """Bytes of the pack before its footer."""
     borrowed: int = 0
     """Bytes of the memory that was lent."""
+    block: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    """What is left of the last block that pages were carved from."""
 
     async def borrow(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory of at least ``nbytes`` until the pack is written."""
+        """Memory of ``nbytes``, in whole pages, until the pack is written."""
         memory = await self.lent.enter_async_context(scratch.lend(nbytes))
         self.borrowed += memory.nbytes
         return memory
+
+    async def carve(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
+        """As `borrow`, for so few pages that borrowing them one by one would cost more than what is done with them."""
+        if self.block.nbytes < nbytes:
+            self.block = await self.borrow(scratch, max(nbytes, _BLOCK))
+        carved, self.block = self.block[:nbytes], self.block[nbytes:]
+        return carved
 
     def add(self, payload: Payload) -> None:
         self.payloads.append(payload)

@@ -13,7 +13,7 @@ from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.spares import refer_to_intact
-from tieredckpt.engine.state import State
+from tieredckpt.engine.state import Role, State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
@@ -78,6 +78,9 @@ async def stream(
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
     for tier in state.tiers:
         if tier.config.kind == "ram" or tier.name in refusals:
+            continue
+        if state.role is Role.TRAINER:
+            problems.append(f"tier {tier.name!r} gets what is in RAM, for its agent alone writes there")
             continue
         if not tier.healthy:
             problems.append(f"tier {tier.name!r} is not available ({tier.error})")

@@ -49,10 +49,11 @@ def killed(
     kills: Annotated[int, typer.Option(min=1, help="How many trainers are to die.")] = 300,
     seed: Seed = 0,
     disk: Disk = None,
+    by_agent: Annotated[bool, typer.Option("--by-agent", help="Have agents promote, and kill them too.")] = False,
 ) -> None:
     """Kill trainers by SIGKILL. Exits with 1 when a step that was acknowledged is lost."""
     with waiting(f"killing {kills} trainers"):
-        found = figures.kill(kills, seed, disk)
+        found = figures.kill(kills, seed, disk, by_agent=by_agent)
     rows: list[tuple[str, object]] = [(f"kills {point}", number) for point, number in sorted(found.kills.items())]
     rows += [
         ("of these, with the loss of memory", found.nodes),

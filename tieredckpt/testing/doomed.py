@@ -23,7 +23,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -37,14 +37,18 @@ from tieredckpt.events import Event, StepPromoted
 from tieredckpt.store import CheckpointStore
 from tieredckpt.testing.faulty import Faulty
 
-__all__ = ["POINTS", "Job", "Point", "is_state", "main", "state"]
+__all__ = ["AGENT_POINTS", "POINTS", "Job", "Point", "is_state", "main", "state"]
 
 T = TypeVar("T")
 
-Point = Literal["any time", "between writes", "in a collection", "on a full disk"]
-"""Where a trainer is killed: by others, or by itself around a put or a delete on the slower tier."""
+Point = Literal["any time", "between writes", "in a collection", "on a full disk", "its agent", "both at once"]
+"""Where a trainer is killed: by others, or by itself around a put or a delete on the slower tier; or its agent is."""
 
-POINTS: tuple[Point, ...] = get_args(Point)
+POINTS: tuple[Point, ...] = ("any time", "between writes", "in a collection", "on a full disk")
+"""Of a trainer that promotes by itself."""
+
+AGENT_POINTS: tuple[Point, ...] = ("any time", "its agent", "both at once")
+"""Of one that has an agent."""
 
 _ARRAYS = 4
 _COLLECT_EVERY = 4

@@ -232,10 +232,10 @@ def _crash_ranks(kind: str, death: Death, every: int) -> Crashes:
     return Crashes(name, death, len(life.entries), found.crashes, found.states, found.steps, seconds)
 
 
-def kill(kills: int, seed: int, disk: Path | None) -> Killed:
-    """Kill so many trainers; their slower tier is in memory without a folder for it."""
+def kill(kills: int, seed: int, disk: Path | None, *, by_agent: bool = False) -> Killed:
+    """Kill so many trainers, or trainers and agents; their slower tier is in memory without a folder for it."""
     with memory() as place:
-        return kill_trainers(kills, place, disk or place / "disk", seed=seed)
+        return kill_trainers(kills, place, disk or place / "disk", seed=seed, by_agent=by_agent)
 
 
 def run_soak(seconds: float, seed: int, pace: float, disk: Path | None) -> Soaked:

@@ -4,7 +4,8 @@
 
 A trainer dies by SIGKILL at any time, around a write of the promoter, around a deletion of a collection, or while
 its disk is full. Now and then its memory is lost too, as with its node. The next one must restore, bit for bit,
-the newest step that was acknowledged where it outlived that, or one newer still.
+the newest step that was acknowledged where it outlived that, or one newer still. With ``by_agent``, an agent promotes
+for the trainers, and is killed as well: alone, or with its trainer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tieredckpt.engine.agent.process import LOCK, lives
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.store import CheckpointStore
-from tieredckpt.testing.doomed import POINTS, Job, Point, is_state
+from tieredckpt.testing.doomed import AGENT_POINTS, POINTS, Job, Point, is_state
 
 __all__ = ["Killed", "Story", "kill_trainers"]
 
@@ -35,6 +38,7 @@ _HUNG = 60.0
 """Seconds after which a trainer that neither ended nor was killed counts as hanging."""
 _LONGEST = 0.15
 """Seconds of training after which one is killed at the latest."""
+_MOMENT = 0.01
 _NODES = 0.2
 """Of the kills, the share that takes the memory too."""
 
@@ -133,37 +137,50 @@ class Story:
         self.promoted = min(self.promoted, step)
 
 
-def kill_trainers(kills: int, memory: Path, disk: Path, *, seed: int = 0, points: Sequence[Point] = POINTS) -> Killed:
-    """Let so many trainers of one store die.
+def kill_trainers(
+    kills: int,
+    memory: Path,
+    disk: Path,
+    *,
+    seed: int = 0,
+    points: Sequence[Point] | None = None,
+    by_agent: bool = False,
+) -> Killed:
+    """Let so many trainers of one store die, or their agents.
 
     Args:
         kills: how many.
         memory: a folder for the RAM tier.
         disk: the folder of the slower tier; may be on a file system that is too small.
         seed: of where and when they die.
-        points: where they may die.
+        points: where they may die; None for wherever such trainers do.
+        by_agent: an agent promotes for them.
     """
+    points = points or (AGENT_POINTS if by_agent else POINTS)
     begin = time.monotonic()
     chance = random.Random(seed)  # noqa: S311
     found = Killed()
     story = Story(found)
     config = _config(memory, disk)
-    with _trainers() as trainers:
+    config["store"]["promote_in"] = "agent" if by_agent else "trainer"
+    with _trainers() as trainers, contextlib.ExitStack() as until_done:
+        until_done.callback(_kill_agent, memory / "ram")
         while sum(found.kills.values()) < kills:
             point = chance.choice(points)
             job = Job(config, point, chance.randrange(1 << 30), _STEPS)
-            code = _one(trainers, job, story, chance)
+            code, struck = _one(trainers, job, story, chance)
             found.restarts += 1
-            if code == -signal.SIGKILL:
+            if code == -signal.SIGKILL or (struck and not code):
                 found.kills[point] += 1
             elif code:
                 found.lost.append(f"a trainer ended with {code}")
                 break
             if chance.random() < _NODES:
+                _kill_agent(memory / "ram")
                 shutil.rmtree(memory / "ram", ignore_errors=True)
                 found.nodes += 1
                 story.memory_is_lost()
-    _look(config, story, found)
+        _look(config, story, found)
     found.seconds = time.monotonic() - begin
     return found
 
@@ -178,24 +195,49 @@ def _config(memory: Path, disk: Path) -> dict[str, Any]:
     }
 
 
-def _one(trainers: _Trainers, job: Job, story: Story, chance: random.Random) -> int:
-    """Let one trainer live and die; how it ended."""
+def _one(trainers: _Trainers, job: Job, story: Story, chance: random.Random) -> tuple[int, bool]:
+    """Let one trainer live and die: how it ended, and whether its agent was killed."""
     process = trainers.start(job)
-    strikes = chance.uniform(0, _LONGEST) if job.point in ("any time", "on a full disk") else _HUNG
-    killer = threading.Timer(strikes, _kill, [process])
+    memory = Path(job.config["tiers"]["ram"]["path"])
+    struck = threading.Event()
+
+    def strike() -> None:
+        if job.point in ("its agent", "both at once") and _kill_agent(memory):
+            struck.set()
+        if job.point != "its agent":
+            _kill(process)
+
+    by_itself = job.point in ("between writes", "in a collection")
+    killer = threading.Timer(_HUNG if by_itself else chance.uniform(0, _LONGEST), strike)
+    watchdog = threading.Timer(2 * _HUNG, _kill, [process])
+    watchdog.start()
     word, rest = "", ""
     while word != "ended":
         word, rest = trainers.next_line()
         story.hear(word, rest)
         if word == "restored":
             killer.start()
-    killer.cancel()
-    return int(rest)
+    for timer in (killer, watchdog):
+        timer.cancel()
+    return int(rest), struck.is_set()
 
 
 def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
+
+
+def _kill_agent(folder: Path) -> bool:
+    """Kill the agent of a RAM folder, if it has one; it is dead when this returns."""
+    if not lives(folder):
+        return False
+    found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
+    if found is None:
+        return False
+    _kill(int(found[1]))
+    while lives(folder):
+        time.sleep(_MOMENT)
+    return True
 
 
 def _look(config: dict[str, Any], story: Story, found: Killed) -> None:

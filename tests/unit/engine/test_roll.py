@@ -51,7 +51,7 @@ class RollMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        config = PosixTier(name="any", path="/nowhere")  # type: ignore[arg-type]
+        config = PosixTier(name="any", path="/nowhere")
         self.tiers = [Tier(name, index, config, _nowhere) for index, name in enumerate("abc")]
         self.roll = Roll(self.tiers, _described)
         self.line: Line = ()

@@ -18,7 +18,7 @@ from tieredckpt import CheckpointStore, policy
 from tieredckpt.blobs.base import Survives, Traits
 from tieredckpt.engine.connect import make_tiers
 from tieredckpt.engine.safety import why_not
-from tieredckpt.engine.state import State
+from tieredckpt.engine.state import Role, State
 from tieredckpt.engine.tier import Held
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import Events
@@ -254,13 +254,15 @@ class _Store:
         self.traits = Traits(survives, True, True, True, True, False, 1)
 
 
-def _state(draw: st.DrawFn) -> State:
-    settings = config({name: folder(Path(f"/nowhere/{name}")) for name in "abc"[: draw(st.integers(1, 3))]})
+def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
+    nearest = {"ram": {"kind": "ram"}} if with_ram else {}
+    settings = config(nearest | {name: folder(Path(f"/nowhere/{name}")) for name in "abc"[: draw(st.integers(1, 3))]})
     tiers = make_tiers(settings, read_only=False)
     # Nothing here runs: no thread, no memory, no loop.
     state = State(config=settings, tiers=tiers, events=Events(), pool=None, scratch=None, read_only=False)
     for tier in tiers:
-        tier.blobs = _Store(draw(st.sampled_from(Survives)))
+        survives = [Survives.NOTHING, Survives.PROCESS] if tier.config.kind == "ram" else [*Survives]
+        tier.blobs = _Store(draw(st.sampled_from(survives)))
         tier.error = draw(st.sampled_from([None, None, TierUnavailable("silent")]))
         for serial in draw(st.sets(st.integers(1, 5))):
             tier.held[StepId(serial, serial)] = Held(None, "")
@@ -291,3 +293,27 @@ def test_nothing_that_may_go_makes_any_failure_cost_more(data: st.DataObject) ->
         if not why_not(state, step, tier):
             del tier.held[step]
         assert {survives: _best(state, survives) for survives in Survives} == before
+
+
+# -- two processes, each of which decides on tiers of its own ----------------------------------------------
+
+
+@given(st.data())
+def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.DataObject) -> None:
+    """Each lets steps go by what it knew at first: after every kind of failure the same step is restored."""
+    state = _state(data.draw, with_ram=True)
+    before = {survives: _best(state, survives) for survives in Survives}
+    known = {tier.name: dict(tier.held) for tier in state.tiers}
+    left: dict[str, dict[StepId, Held]] = {}
+    for state.role in (Role.TRAINER, Role.AGENT):
+        mine = [tier for tier in state.tiers if state.manages(tier)]
+        holding = [(step, tier) for tier in mine for step in tier.held if tier.answers]
+        for step, tier in data.draw(st.permutations(holding)):
+            if not why_not(state, step, tier):
+                del tier.held[step]
+        left |= {tier.name: dict(tier.held) for tier in mine}
+        for tier in mine:
+            tier.held.update(known[tier.name])
+    for tier in state.tiers:
+        tier.held = left[tier.name]
+    assert {survives: _best(state, survives) for survives in Survives} == before

@@ -206,6 +206,7 @@ class Agent:
         else:
             ram.error = None
             state.adopt_line()
+            self._engine.prefault()
         state.changed.beat()
 
     # -- trainers -----------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ M = TypeVar("M")
 
 _log = logging.getLogger("tieredckpt")
 
+_CALL_AGAIN = 0.1
+"""Seconds after which a call that failed is waited for again."""
 _GOODBYE = 30.0
 """Seconds that an agent which has nothing more to do may take to end."""
 
@@ -66,6 +68,7 @@ class Link:
             state.config, lambda: self._folder, lambda: self._wire is not None, self._changed, self._tell_absence
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._meeting: asyncio.Task[None] | None = None
         self._talk: asyncio.Task[None] | None = None
         self._opening: set[asyncio.Task[None]] = set()
         self.dead: tuple[Holder, ...] = ()
@@ -94,8 +97,8 @@ class Link:
 
     async def listen_anew(self) -> None:
         """Be found in RAM's folder again, which was made anew."""
+        await self._hang_up()
         await self._end_talk()
-        self._hang_up()
         await self._listen()
 
     async def close(self, *, done: bool) -> None:
@@ -110,8 +113,8 @@ class Link:
             await asyncio.wait([self._talk], timeout=_GOODBYE)
             if done:
                 await self._starter.ended(_GOODBYE)
+        await self._hang_up()
         await self._end_talk()
-        self._hang_up()
         for opening in self._opening:
             opening.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -124,12 +127,15 @@ class Link:
             self._socket = await in_thread(listen, self._folder)
         except OSError as error:
             raise TierUnavailable(f"no agent can be met in {self._folder}: {error.strerror}") from error
-        self._tasks.append(asyncio.create_task(self._meet(self._socket), name="tieredckpt agents calling"))
+        self._meeting = asyncio.create_task(self._meet(self._socket), name="tieredckpt agents calling")
 
-    def _hang_up(self) -> None:
+    async def _hang_up(self) -> None:
+        if self._meeting is not None:
+            self._meeting.cancel()
+            await outlast(self._meeting)  # before the number of its descriptor is another's
         if self._socket is not None:
             self._socket.close()
-            self._socket = None
+        self._meeting = self._socket = None
 
     async def _end_talk(self) -> None:
         if self._talk is not None:
@@ -146,8 +152,10 @@ class Link:
             except Conflict as error:
                 _log.error("%s", error)
                 continue
-            except OSError:
-                return  # it was closed
+            except OSError as error:
+                _log.warning("an agent that called was not heard: %s", error)
+                await asyncio.sleep(_CALL_AGAIN)
+                continue
             await self._end_talk()  # of several, the last has the folder's lock
             self._talk = asyncio.create_task(self._talk_to(wire), name="tieredckpt agent's words")
 

@@ -53,6 +53,7 @@ class Service:
                 match word:
                     case said.InRam():
                         adopt_ram(self._state, word)
+                        self._engine.prefault()  # of a slab that has grown
                     case said.Ask():
                         task = asyncio.create_task(self._answer(word), name=f"tieredckpt order {word.number}")
                         self._work[word.number] = task

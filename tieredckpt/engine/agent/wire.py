@@ -100,7 +100,7 @@ def listen(folder: Path) -> socket.socket:
 
 
 async def accept(sock: socket.socket) -> Wire:
-    """The next connection. Raises `Conflict` for one of another user, `OSError` when the socket was closed."""
+    """The next connection. Raises `Conflict` for one of another user, `OSError` when the call failed."""
     connection, _ = await asyncio.get_running_loop().sock_accept(sock)
     return await _wire(connection)
 
