@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -254,16 +254,13 @@ async def consult(
         answer = messages.encode((said, None if failure is None else Failure.of(failure)))
         if team.leads:
             return await _lead(team, topic, answer, failure, decide)
+        with _rather(failure):
+            await team.coordinator.post([LEADER], topic, answer)
     except asyncio.CancelledError:
         team.start_last(bow_out(team, topic), f"leaving of {topic}")
         raise
-    try:
-        await team.coordinator.post([LEADER], topic, answer)
+    with _rather(failure):
         told = await team.coordinator.take(LEADER, topic, timeout=team.patience)
-    except RanksUnavailable:
-        if failure is not None:
-            raise failure from None
-        raise
     if failure is not None:
         raise failure
     verdict, problem = messages.decode_said(told)
@@ -276,6 +273,17 @@ async def bow_out(team: Team, topic: str) -> None:
     """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
     failure = Failure.of(RanksUnavailable(f"rank {team.rank} has given up {topic!r}", [team.rank]))
     await team.coordinator.post(team.others if team.leads else [LEADER], topic, messages.encode((b"", failure)))
+
+
+@contextmanager
+def _rather(failure: Exception | None) -> Iterator[None]:
+    """Raise what failed on this rank, if anything did, and not that the leader does not answer."""
+    try:
+        yield
+    except RanksUnavailable:
+        if failure is not None:
+            raise failure from None
+        raise
 
 
 async def _outcome(work: Awaitable[bytes]) -> tuple[bytes, Exception | None]:

@@ -23,6 +23,9 @@ __all__ = ["Whole", "Wholes", "placed", "without_places"]
 _KEPT = 2
 """Steps that are kept: the one that tiers are given, and the one that was saved meanwhile."""
 
+_NOTHING: Mapping[int, bytes] = {}
+"""One for all arrays without inline chunks, of which blocks that cannot be joined make very many."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Array:
@@ -51,7 +54,8 @@ def without_places(index: StepIndex) -> Whole:
                 array.grid,
                 array.dtype,
                 b"".join([chunk.digest for chunk in array.chunks]),
-                {at: chunk.where for at, chunk in enumerate(array.chunks) if isinstance(chunk.where, bytes)},
+                {at: chunk.where for at, chunk in enumerate(array.chunks) if isinstance(chunk.where, bytes)}
+                or _NOTHING,
             )
             for key, array in index.arrays.items()
         },

@@ -62,21 +62,23 @@ async def test_who_asks_after_the_others_gave_up_is_told_in_time_or_joins_the_ne
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("place", [("take", "restore/*"), ("take", "reading/*"), ("take", "restored/*")])
+@pytest.mark.parametrize("verb", ["post", "take"])
+@pytest.mark.parametrize("topic", ["restore/*", "reading/*", "restored/*"])
 async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
-    victim: int, place: tuple[str, str], shared_memory: Path, tmp_path: Path
+    victim: int, verb: str, topic: str, shared_memory: Path, tmp_path: Path
 ) -> None:
     async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        held = ranks.world.hold(victim, place[0], topic=place[1])
+        held = ranks.world.hold(victim, verb, topic=topic)
         restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
         await held.reached()
         restoring[victim].cancel()
+        await asyncio.wait([restoring[victim]])
+        held.release()
         async with asyncio.timeout(SOON):  # and not after the deadline
             outcomes = await asyncio.gather(*restoring, return_exceptions=True)
-        held.release()
         assert isinstance(outcomes.pop(victim), asyncio.CancelledError)
-        if victim == 0 or place[1] != "restored/*":  # what the leader has counted as done is done
+        if victim == 0 or (verb, topic) != ("take", "restored/*"):  # what the leader has counted as done is done
             for outcome in outcomes:
                 assert isinstance(outcome, RanksUnavailable)
                 assert f"rank {victim} has given up" in str(outcome)
