@@ -27,6 +27,7 @@ from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected, Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.forks import drop_left_behind
 from tieredckpt.engine.onlooking import look_on
 from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.promoter import Promote, Promoter
@@ -137,6 +138,7 @@ class Engine:
         else:
             await self._open_tiers()
             await look_on(self.state)
+            await drop_left_behind(self.state, self.collector)
             self.state.adopt_line()
 
     def _begin(self) -> None:
