@@ -1,6 +1,7 @@
 """Who is writing to a tier: a small renewed file, so that a second store is refused and a dead one is not.
 
-On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease.
+On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease, which the
+clock of the store tells where it has one: those of two machines may differ by hours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.base import BlobInfo, BlobStore
 from tieredckpt.blobs.settle import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
@@ -99,10 +100,10 @@ class Lease:
 
     async def acquire(self) -> None:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
-        for found in await self._others():
-            raise self._conflict(found)
         _of_this_process.add(self._key)
         try:
+            for found in await self._others():
+                raise self._conflict(found)
             await self._write()
             await self._give_way()
         except BaseException:
@@ -138,12 +139,27 @@ class Lease:
                 continue
             if await asyncio.to_thread(_was_given_back, holder, info.key):
                 await self.store.delete(info.key)
-            elif await asyncio.to_thread(_is_alive, holder, self._ttl):
+            elif await self._is_alive(holder, info):
                 found.append((holder, info.key))
             else:
                 await self.store.delete(info.key)
                 self.left_behind.append(holder)
         return found
+
+    async def _is_alive(self, holder: Holder, info: BlobInfo) -> bool:
+        lives = await asyncio.to_thread(_process_lives, holder)
+        return await self._age(holder, info) < self._ttl if lives is None else lives
+
+    async def _age(self, holder: Holder, info: BlobInfo) -> float:
+        """Seconds since the last sign of life of a holder on another machine."""
+        if not info.modified:
+            return time.time() - holder.renewed_at
+        try:
+            mine = await self.store.stat(self._key)
+        except NotFound:
+            await self.store.put(self._key, [b""])  # what is torn holds nothing yet
+            mine = await self.store.stat(self._key)
+        return mine.modified - info.modified
 
     async def _read(self, key: str) -> Holder | None:
         """The holder; None when it was released just now, or torn by a crash: neither holds anything.
@@ -204,7 +220,6 @@ def _was_given_back(holder: Holder, key: str) -> bool:
     return mine and holder.process_started == _started(os.getpid()) and key not in _of_this_process
 
 
-def _is_alive(holder: Holder, ttl: float) -> bool:
-    if holder.machine == _machine():
-        return lives_here(holder)
-    return time.time() - holder.renewed_at < ttl
+def _process_lives(holder: Holder) -> bool | None:
+    """Whether the holder's process does; None on another machine."""
+    return lives_here(holder) if holder.machine == _machine() else None

@@ -238,7 +238,7 @@ def _decode_holder(data: bytes) -> None:
     holder = lease.decode_holder(data)
     if holder is not None:
         str(holder)
-        lease._is_alive(holder, 60.0)
+        lease._process_lives(holder)
         history_of(_RECORD, [holder]).provenance(1.0, 1.0)
 
 

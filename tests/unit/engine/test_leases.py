@@ -84,8 +84,8 @@ async def test_a_holder_that_was_killed_is_in_nobodys_way(shared_memory: Path, d
         assert len(list((disk / "leases").iterdir())) == 1
 
 
-def lease(disk: Path, renewed_at: float, **settings: object) -> Path:
-    """A lease as a process on another host writes it."""
+def lease(disk: Path, renewed_at: float, *, late: float = 0.0, **settings: object) -> Path:
+    """A lease as a process on another host writes it, whose clock may be ``late``."""
     path = disk / "leases" / "00112233445566aa"
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = {
@@ -93,10 +93,11 @@ def lease(disk: Path, renewed_at: float, **settings: object) -> Path:
         "machine": "node17/other-boot/pid:[1]",
         "process": os.getpid(),
         "process_started": "1",
-        "taken_at": renewed_at,
-        "renewed_at": renewed_at,
+        "taken_at": renewed_at - late,
+        "renewed_at": renewed_at - late,
     }
     path.write_text(json.dumps(holder | settings))
+    os.utime(path, (renewed_at, renewed_at))
     return path
 
 
@@ -115,6 +116,19 @@ async def test_a_late_clock_does_not_oust_a_holder(on_disk: StoreConfig, disk: P
     lease(disk, time.time(), taken_at=time.time() + 1000)
     with pytest.raises(Conflict, match="on node17"):
         await CheckpointStore.open(on_disk)
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+async def test_the_clock_of_another_host_makes_it_neither_dead_nor_immortal(
+    on_disk: StoreConfig, disk: Path, hours: int
+) -> None:
+    lease(disk, time.time(), late=hours * 3600)
+    with pytest.raises(Conflict, match="on node17"):
+        await CheckpointStore.open(on_disk)
+    assert [path.name for path in (disk / "leases").iterdir()] == ["00112233445566aa"]
+    lost = lease(disk, time.time() - 2 * on_disk.lease_ttl, late=hours * 3600)
+    async with CheckpointStore.open(on_disk):
+        assert not lost.exists()
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"host": 1}', b"\xff\xfe", b"x" * 10_000], ids=repr)
