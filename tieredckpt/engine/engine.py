@@ -24,6 +24,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.agent.by_agent import ByAgent
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.agent.messages import GiveWay
+from tieredckpt.engine.agent.streaming import AgentsTiers
 from tieredckpt.engine.ask import save_is_due
 from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected, Collector
@@ -146,6 +147,7 @@ class Engine:
         self.by_hand = ByHand(self.state, self.collector, self._promote)
         if self._role is Role.TRAINER:
             self.link = Link(self.state)
+            self.state.agents_tiers = AgentsTiers(self.state, self.link)
             self.by_hand = ByAgent(self.state, self.collector, self.link)
         self.mending = Mending(self.state, self.collector, self.link)
         self._writer = Writer(self.state, self.collector)

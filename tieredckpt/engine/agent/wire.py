@@ -19,7 +19,7 @@ from tieredckpt.engine.lease import holder_of
 from tieredckpt.engine.messages import decode, encode
 from tieredckpt.errors import Conflict, Corrupt
 
-__all__ = ["SOCKET", "Parted", "Wire", "accept", "connect", "listen"]
+__all__ = ["SOCKET", "Parted", "Silent", "Wire", "accept", "connect", "listen"]
 
 M = TypeVar("M")
 
@@ -33,6 +33,10 @@ _BACKLOG_MAX = 256 << 20
 
 class Parted(Exception):
     """The other side has gone, or says what no agent or trainer of this version says."""
+
+
+class Silent(Parted):
+    """The other side is there, and says nothing."""
 
 
 class Wire:
@@ -54,7 +58,7 @@ class Wire:
                     raise Parted(f"a frame of {length} bytes cannot be right")
                 data = await self._reader.readexactly(length)
         except TimeoutError:
-            raise Parted(f"it has said nothing for {within:g} s") from None
+            raise Silent(f"it has said nothing for {within:g} s") from None
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Parted("it has ended") from error
         try:
