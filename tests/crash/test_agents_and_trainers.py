@@ -90,6 +90,38 @@ async def test_what_a_killed_trainer_had_saved_is_promoted_by_its_agent_which_en
         assert_same(restored.tree, tree(2))
 
 
+FORKING = """
+import json, os, signal, sys
+from scenes import tree
+from tieredckpt import CheckpointStore
+store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
+store.save(1, tree(1))
+if os.fork() == 0:  # as a data loader's worker may, with all that the trainer has open
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+signal.pause()
+"""
+
+
+async def test_a_worker_that_outlives_its_trainer_keeps_no_agent_waiting(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, json.dumps(slow.model_dump(mode="json"))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(TESTS)}
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert await asyncio.to_thread(trainer.stdout.readline) == b"forked\n"
+            agent = agent_of(ram_folder)
+            trainer.kill()
+            await asyncio.to_thread(wait_for_end, agent)
+            assert len(list(disk.glob("steps/*/manifest.ocdbt"))) == 1
+        finally:
+            trainer.kill()
+
+
 async def test_a_trainer_that_comes_back_finds_the_agent_that_lives(slow: StoreConfig, ram_folder: Path) -> None:
     await asyncio.to_thread(save_and_die, slow, 1)
     agent = agent_of(ram_folder)

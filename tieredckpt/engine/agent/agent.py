@@ -108,7 +108,7 @@ class Agent:
                     raise NotFound(f"there is no RAM tier at {self._folder}, so there is nothing to promote")
                 if self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO):
                     return  # nothing is left to promote, and nobody who makes more
-            elif self._life != "once" and (wire := await connect(self._folder)) is not None:
+            elif self._life != "once" and (wire := await self._call()) is not None:
                 await self._stop_finishing()
                 if await self._meet(wire):
                     return
@@ -117,6 +117,14 @@ class Agent:
             elif self._life != "stays" and self._is_finished():
                 return
             await asyncio.sleep(_LOOK_AGAIN)
+
+    async def _call(self) -> Wire | None:
+        """A connection to the trainer; None where it has ended, though what it forked may hold its socket."""
+        wire = await connect(self._folder)
+        if wire is None or await in_thread(wire.peer_lives):
+            return wire
+        await wire.close()
+        return None
 
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.streaming import LentTiers
 from tieredckpt.engine.agent.told import TierNews, adopt_ram, happened
-from tieredckpt.engine.agent.wire import Wire
+from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, encode
@@ -26,6 +27,8 @@ __all__ = ["Service"]
 _log = logging.getLogger("tieredckpt")
 
 _SIGN_OF_LIFE = 5.0
+_LOOK_AT_TRAINER = 1.0
+"""Seconds after which it is seen whether a silent trainer lives: what it forked may keep the connection open."""
 _PROGRESS = 0.1
 """Seconds for which the bytes that were read are added up before they are told."""
 
@@ -51,7 +54,12 @@ class Service:
             self._tell()
             self._wire.send(said.Ready(dead))
             while True:
-                word: said.FromTrainer = await self._wire.read(said.FromTrainer)
+                try:
+                    word: said.FromTrainer = await self._wire.read(said.FromTrainer, _LOOK_AT_TRAINER)
+                except Silent:
+                    if await in_thread(self._wire.peer_lives):
+                        continue
+                    raise
                 match word:
                     case said.InRam():
                         adopt_ram(self._state, word)
