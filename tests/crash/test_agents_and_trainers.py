@@ -90,6 +90,20 @@ async def test_what_a_killed_trainer_had_saved_is_promoted_by_its_agent_which_en
         assert_same(restored.tree, tree(2))
 
 
+async def test_memory_that_ends_with_the_trainer_is_promoted_by_its_agent_all_the_same(
+    small_tmpfs: Path, disk: Path
+) -> None:
+    ram_folder = small_tmpfs / "ram"
+    nearest = {"kind": "ram", "path": ram_folder, "capacity": "128 MiB"}  # more than there is: a memfd
+    tiers = {"ram": nearest, "disk": folder(disk, rate_limit="500 KB/s")}
+    await asyncio.to_thread(save_and_die, config(tiers, promote_in="agent"), 1, 2)
+    await asyncio.to_thread(wait_for_end, agent_of(ram_folder))
+    async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+
+
 FORKING = """
 import json, os, signal, sys
 from scenes import tree
