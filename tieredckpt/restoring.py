@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Restored
-from tieredckpt.engine.engine import Engine, Read
+from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.pieces import Form
+from tieredckpt.engine.reader import Read
 from tieredckpt.engine.state import numbers
 from tieredckpt.engine.targets import empty_targets
 from tieredckpt.format.manifest import StepId, StepRecord

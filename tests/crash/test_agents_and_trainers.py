@@ -22,9 +22,10 @@ from scenes import SOON, Heard, assert_same, config, crash, files_under, folder,
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.config import to_toml
+from tieredckpt.engine.agent import link
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
-from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
@@ -89,6 +90,52 @@ async def test_what_a_killed_trainer_had_saved_is_promoted_by_its_agent_which_en
         assert_same(restored.tree, tree(2))
 
 
+async def test_memory_that_ends_with_the_trainer_is_promoted_by_its_agent_all_the_same(
+    small_tmpfs: Path, disk: Path
+) -> None:
+    ram_folder = small_tmpfs / "ram"
+    nearest = {"kind": "ram", "path": ram_folder, "capacity": "128 MiB"}  # more than there is: a memfd
+    tiers = {"ram": nearest, "disk": folder(disk, rate_limit="500 KB/s")}
+    await asyncio.to_thread(save_and_die, config(tiers, promote_in="agent"), 1, 2)
+    await asyncio.to_thread(wait_for_end, agent_of(ram_folder))
+    async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+
+
+FORKING = """
+import json, os, signal, sys
+from scenes import tree
+from tieredckpt import CheckpointStore
+store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
+store.save(1, tree(1))
+if os.fork() == 0:  # as a data loader's worker may, with all that the trainer has open
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+signal.pause()
+"""
+
+
+async def test_a_worker_that_outlives_its_trainer_keeps_no_agent_waiting(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, json.dumps(slow.model_dump(mode="json"))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(TESTS)}
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert await asyncio.to_thread(trainer.stdout.readline) == b"forked\n"
+            agent = agent_of(ram_folder)
+            trainer.kill()
+            await asyncio.to_thread(wait_for_end, agent)
+            assert len(list(disk.glob("steps/*/manifest.ocdbt"))) == 1
+        finally:
+            trainer.kill()
+
+
 async def test_a_trainer_that_comes_back_finds_the_agent_that_lives(slow: StoreConfig, ram_folder: Path) -> None:
     await asyncio.to_thread(save_and_die, slow, 1)
     agent = agent_of(ram_folder)
@@ -144,6 +191,28 @@ async def test_an_agent_that_cannot_be_had_is_told_and_holds_up_no_save(
         await heard.first(TierRecovered)
         await store.flush()
         assert await store.where(11) == ("ram", "disk")
+
+
+@pytest.mark.slow
+async def test_an_agent_that_hangs_is_told_and_taken_back_when_it_goes_on(
+    shared_memory: Path, ram_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "PATIENCE", 8.0)  # more than an agent is ever silent
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        agent = agent_of(ram_folder)
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            ckpt = await store.save(2, tree(2))
+            assert f"the agent, process {agent}, does not answer" in str((await heard.first(TierFailed)).error)
+            with pytest.raises(TierUnavailable, match="does not answer"):
+                await ckpt.reached("disk")
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        await heard.first(TierRecovered)
+        await ckpt.reached("disk")
+        assert agent_of(ram_folder) == agent
 
 
 async def test_of_two_agents_one_promotes(slow: StoreConfig, ram_folder: Path) -> None:
@@ -220,16 +289,6 @@ async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_t
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == [*range(1, 9)]
 
 
-async def test_a_step_that_ram_cannot_hold_is_refused_and_the_next_one_is_saved(
-    shared_memory: Path, ram_folder: Path, disk: Path
-) -> None:
-    tiers = {"ram": ram(shared_memory, capacity="1 MiB"), "disk": folder(disk)}
-    async with CheckpointStore.open(config(tiers, promote_in="agent")) as store:
-        with pytest.raises(NoSpace, match="tier 'disk' gets what is in RAM, for its agent alone writes there"):
-            await store.save(1, tree(1, nbytes=1 << 20))
-        await (await store.save(2, tree(2))).reached("disk")
-
-
 async def test_memory_that_was_taken_away_is_made_anew_and_the_agent_finds_it(
     shared_memory: Path, ram_folder: Path, disk: Path
 ) -> None:
@@ -237,8 +296,8 @@ async def test_memory_that_was_taken_away_is_made_anew_and_the_agent_finds_it(
         heard = Heard(store)
         await (await store.save(1, tree(1))).reached("disk")
         shutil.rmtree(ram_folder)
-        with pytest.raises(NoSpace):
-            await store.save(2, tree(2))
+        assert not (await store.save(2, tree(2))).skipped
+        assert await store.where(2) == ("disk",)
         await heard.first(TierRecovered, lambda event: event.tier == "ram")
         await (await store.save(3, tree(3))).reached("disk")
         assert await store.where(3) == ("ram", "disk")

@@ -132,6 +132,10 @@ class RamStore:
         slab = Slab(fd, note.capacity, writable=False)
         return cls(folder, _files(folder), slab, note.slab, -1, _notice(folder, note))
 
+    def is_of(self, note: Note) -> bool:
+        """Whether its slab is the one that a note tells of."""
+        return (self.slab_key, self.slab.capacity) == (note.slab, note.capacity)
+
     @property
     def traits(self) -> Traits:
         return Traits(

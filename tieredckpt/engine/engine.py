@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.agent.by_agent import ByAgent
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.agent.messages import GiveWay
+from tieredckpt.engine.agent.streaming import AgentsTiers
 from tieredckpt.engine.ask import save_is_due
 from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collector
@@ -37,7 +37,7 @@ from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.promoter import Promote, Promoter
 from tieredckpt.engine.ranked import Ranked
 from tieredckpt.engine.ranks import Coordinator
-from tieredckpt.engine.reader import fill
+from tieredckpt.engine.reader import Read, fill
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
@@ -54,7 +54,7 @@ from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Engine", "Read"]
+__all__ = ["Engine"]
 
 T = TypeVar("T")
 
@@ -62,16 +62,6 @@ _log = logging.getLogger("tieredckpt")
 
 _SCRATCH_MIN = 256 << 20
 _CHUNKS_IN_SCRATCH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A step that was read: its record, its arrays by key, and the bytes that came from each tier."""
-
-    id: StepId
-    record: StepRecord
-    arrays: dict[str, npt.NDArray[Any]]
-    sources: dict[str, int]
 
 
 class Engine:
@@ -148,6 +138,7 @@ class Engine:
         self.by_hand = ByHand(self.state, self.collector, self._promote)
         if self._role is Role.TRAINER:
             self.link = Link(self.state)
+            self.state.agents_tiers = AgentsTiers(self.state, self.link)
             self.by_hand = ByAgent(self.state, self.collector, self.link)
         self.mending = Mending(self.state, self.collector, self.link)
         self._writer = Writer(self.state, self.collector)
@@ -169,16 +160,16 @@ class Engine:
             tell_stuck = self.ranked.tell_stuck if self.ranked is not None else None
             promoter = Promoter(self.state, self.collector, tier, self._reconnect, self._promote, tell_stuck)
             self.promoters[tier.name] = promoter
-            self._tasks.append(asyncio.create_task(promoter.run(), name=f"tieredckpt promote to {tier.name}"))
+            self._go_on(promoter.run(), f"promote to {tier.name}")
             # Each on its own: one that hangs must not let the leases of the others run out.
-            self._tasks.append(
-                asyncio.create_task(renew_lease(self.state, tier), name=f"tieredckpt lease of {tier.name}")
-            )
-            self._tasks.append(asyncio.create_task(keep_catalogued(tier), name=f"tieredckpt catalog of {tier.name}"))
+            self._go_on(renew_lease(self.state, tier), f"lease of {tier.name}")
+            self._go_on(keep_catalogued(tier), f"catalog of {tier.name}")
         if self.link is None:
-            tidy = keep_tidy(self._config.grace, self.by_hand.collect)
-            self._tasks.append(asyncio.create_task(tidy, name="tieredckpt collect"))
+            self._go_on(keep_tidy(self._config.grace, self.by_hand.collect), "collect")
         self.prefault()
+
+    def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(asyncio.create_task(work, name=f"tieredckpt {name}"))
 
     async def _open_tiers(self) -> None:
         failures = await identify(self.state)

@@ -21,9 +21,10 @@ from tieredckpt.engine.targets import check_targets
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.digest import digest
+from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["check", "fill"]
+__all__ = ["Read", "check", "fill"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,6 +41,16 @@ _RUN_SIZE = 16 << 20
 """Small neighbouring extents are read together up to this size."""
 _RUN_GAP = 64 << 10
 """Bytes between two extents that are read rather than skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A step that was read: its record, its arrays by key, and the bytes that came from each tier."""
+
+    id: StepId
+    record: StepRecord
+    arrays: dict[str, npt.NDArray[Any]]
+    sources: dict[str, int]
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from tieredckpt.policy import Observed, StepView, StoreView, TierView
 from tieredckpt.policyviews import StepViews
 
 if TYPE_CHECKING:
+    from tieredckpt.engine.agent.streaming import AgentsTiers
     from tieredckpt.engine.source import ChosenStep
 
 __all__ = ["Role", "State", "blend", "numbers"]
@@ -75,6 +76,8 @@ class State:
     """How many promotions, done or failed, there have been."""
     rank: int = 0
     role: Role = Role.WHOLE
+    agents_tiers: AgentsTiers | None = None
+    """At a trainer with an agent: how it streams to tiers that the agent manages."""
     ranks: int = 1
     """How many ranks this store has; they make every step together."""
     streamed: dict[StepId, tuple[Tier, StepIndex]] = field(default_factory=dict)

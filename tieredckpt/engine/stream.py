@@ -13,7 +13,7 @@ from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.spares import refer_to_intact
-from tieredckpt.engine.state import Role, State
+from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
@@ -79,19 +79,22 @@ async def stream(
     for tier in state.tiers:
         if tier.config.kind == "ram" or tier.name in refusals:
             continue
-        if state.role is Role.TRAINER:
-            problems.append(f"tier {tier.name!r} gets what is in RAM, for its agent alone writes there")
-            continue
         if not tier.healthy:
             problems.append(f"tier {tier.name!r} is not available ({tier.error})")
             continue
         with attributed(tier):
-            fits = await collector.make_room(tier, partial(_fits, tier, need))
+            if state.agents_tiers is not None:
+                fits = await state.agents_tiers.make_room(tier, need)
+            else:
+                fits = await collector.make_room(tier, partial(_fits, tier, need))
         if not fits:
             problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
             continue
         passage = await _passage(state, collector, snapshot, refusals)
-        if state.ranks == 1:  # else the commit is behind the training, and young packs that none refers to are kept
+        if state.agents_tiers is not None:
+            with attributed(tier):
+                await state.agents_tiers.borrow(tier, until_committed)
+        elif state.ranks == 1:  # else the commit is behind the training, and young packs that none refers to are kept
             await until_committed.enter_async_context(tier.guards_packs)
         return tier, await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
@@ -154,7 +157,11 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
 
 async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> int:
     """Write the chunks that the tier lacks as packs; the bytes of these chunks."""
-    await refer_to_intact(state, tier, None, {done.digest: done.cell.nbytes for done in copied})
+    sizes = {done.digest: done.cell.nbytes for done in copied}
+    if state.agents_tiers is not None:
+        await state.agents_tiers.find(tier, sizes)
+    else:
+        await refer_to_intact(state, tier, None, sizes)
     new = {done.digest: done for done in copied if not tier.has(done.digest, done.cell.nbytes)}
     waiting = sorted(new.values(), key=lambda done: done.offset)
     async with aclosing(_batches(state, tier, waiting, slab)) as batches:

@@ -140,6 +140,8 @@ class Writer:
                     self._state.last_serial = identity.serial
                     if tier.ram is None and self._state.ranks > 1:
                         self._keep_streamed(tier, StepIndex(record, arrays))
+                    elif tier.ram is None and self._state.agents_tiers is not None:
+                        await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
                     else:
                         await tier.commit(record, stored)
             except BaseException:

@@ -14,7 +14,7 @@ from typer.testing import Result
 import tieredckpt
 
 Run = Callable[..., Result]
-VERBS = ("demo", "ls", "show", "verify", "restore", "promote", "evict", "collect")
+VERBS = ("demo", "ls", "show", "verify", "restore", "promote", "evict", "collect", "agent")
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -160,6 +161,44 @@ async def test_a_signal_reaches_the_policies(place: Place) -> None:
         store.signal("now")
         await store.flush()
         assert await store.where(1) == ("ram", "disk")
+
+
+async def test_a_call_that_is_cancelled_leaves_the_store_usable(place: Place) -> None:
+    async with place.opened(rate_limit="500 KB/s") as store:
+        ckpt = await store.save(1, tree(1))
+        for call in (ckpt.reached("disk"), store.flush(), store.promote(1, "disk"), store.verify(1, repair=True)):
+            task = asyncio.create_task(call)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await ckpt.reached("disk")
+        await store.flush()
+        assert all(each.intact for each in await store.verify(1))
+
+
+async def test_a_step_that_ram_cannot_hold_is_streamed_past_it_and_its_chunks_are_written_once(place: Place) -> None:
+    async with place.opened(retain={"kind": "last_n", "n": 2}) as store:
+        large = tree(0, nbytes=6 << 20)  # four such arrays; the slab has 16 MiB
+        for step in (1, 2, 3):
+            large["params"]["w0"] = tree(step, arrays=1, nbytes=6 << 20)["params"]["w0"]
+            ckpt = await store.save(step, large)
+            assert ckpt.saved is not None
+            assert ckpt.saved.tier == "disk"
+            if step > 1:
+                assert 6 << 20 <= ckpt.saved.new_bytes < 7 << 20
+        await store.flush()
+        await store.collect()
+        assert [(info.step, info.tiers) for info in await store.steps()] == [(2, ("disk",)), (3, ("disk",))]
+        assert await store.promote(3, "archive") > 0
+        for tier in ("disk", "archive"):
+            assert all(each.intact for each in await store.verify(3, tier))
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, large)
+        await store.save(4, tree(4))
+        await store.flush()
+        assert await store.where(4) == ("ram", "disk")
 
 
 async def test_a_store_that_follows_goes_on_where_the_last_one_was(place: Place) -> None:

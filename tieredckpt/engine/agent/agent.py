@@ -12,6 +12,7 @@ from typing import Literal
 
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ramnote import read_note
 from tieredckpt.blobs.settle import in_thread, outlast, whole
 from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.engine.agent import messages as said
@@ -25,6 +26,7 @@ from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.lease import Holder, lives_here
 from tieredckpt.engine.messages import Failure
 from tieredckpt.engine.state import Role
+from tieredckpt.engine.survey import survey
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.layout import MARKER
@@ -108,7 +110,7 @@ class Agent:
                     raise NotFound(f"there is no RAM tier at {self._folder}, so there is nothing to promote")
                 if self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO):
                     return  # nothing is left to promote, and nobody who makes more
-            elif self._life != "once" and (wire := await connect(self._folder)) is not None:
+            elif self._life != "once" and (wire := await self._call()) is not None:
                 await self._stop_finishing()
                 if await self._meet(wire):
                     return
@@ -117,6 +119,14 @@ class Agent:
             elif self._life != "stays" and self._is_finished():
                 return
             await asyncio.sleep(_LOOK_AGAIN)
+
+    async def _call(self) -> Wire | None:
+        """A connection to the trainer; None where it has ended, though what it forked may hold its socket."""
+        wire = await connect(self._folder)
+        if wire is None or await in_thread(wire.peer_lives):
+            return wire
+        await wire.close()
+        return None
 
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""
@@ -195,11 +205,15 @@ class Agent:
         if not self._opened:
             return
         state, ram = self._engine.state, self._engine.state.tiers[0]
-        while ram.pins:  # what is read stays where it is
-            await state.changed.wait(_LOOK_AGAIN)
+        note = await in_thread(read_note, self._folder)
         try:
-            await ram.disconnect()
-            await connect_tier(state, ram)
+            if ram.ram is not None and note is not None and ram.ram.is_of(note):
+                await survey(ram)  # a slab that went with its process is still mapped here
+            else:
+                while ram.pins:  # what is read stays where it is
+                    await state.changed.wait(_LOOK_AGAIN)
+                await ram.disconnect()
+                await connect_tier(state, ram)
         except TieredCkptError as error:
             ram.error = error
             _log.info("RAM cannot be seen: %s", error)

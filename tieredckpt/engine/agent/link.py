@@ -21,7 +21,7 @@ from tieredckpt.blobs.settle import in_thread, outlast, told_to_end
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.starter import PATIENCE, Starter
 from tieredckpt.engine.agent.told import RamNews, adopt_tier, event_of, settings_of
-from tieredckpt.engine.agent.wire import Parted, Wire, accept, listen
+from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, decode
 from tieredckpt.engine.pulse import Pulse
@@ -190,6 +190,8 @@ class Link:
             wire.send(self._news.take())
             while True:
                 self._hear(await wire.read(said.FromAgent, PATIENCE), wire)
+        except Silent as error:
+            self._tell_absence(TierUnavailable(f"the agent, process {wire.peer}, does not answer: {error}"))
         except Parted as error:
             if wire is self._wire:
                 _log.info("agent %d has gone: %s", wire.peer, error)

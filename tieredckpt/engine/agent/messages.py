@@ -16,15 +16,20 @@ __all__ = [
     "Ask",
     "BadChunk",
     "Collect",
+    "Commit",
     "Evict",
     "Farewell",
+    "Find",
     "Flush",
     "FromAgent",
     "FromTrainer",
+    "GiveBack",
     "GiveWay",
     "Happened",
     "Hello",
     "InRam",
+    "Lend",
+    "MakeRoom",
     "Mend",
     "OnTier",
     "Order",
@@ -138,7 +143,62 @@ class Rewind(_Frame, frozen=True):
     line: tuple[tuple[int, int], ...]
 
 
-Order = Promote | Evict | Collect | Verify | Scrub | Flush | Reach | GiveWay | Mend | Pin | Unpin | Rewind
+class MakeRoom(_Frame, frozen=True):
+    """Whether so many bytes fit on a tier, after evictions where need be."""
+
+    tier: str
+    nbytes: int
+
+
+class Lend(_Frame, frozen=True):
+    """Keep a tier's packs as they are until `GiveBack`: the trainer streams a step there."""
+
+    tier: str
+
+
+class Find(_Frame, frozen=True):
+    """Where a lent tier has chunks intact, of which these are digests and sizes: digest, pack, offset, length."""
+
+    tier: str
+    sizes: dict[bytes, int]
+
+
+class Commit(_Frame, frozen=True):
+    """Commit a step whose packs, of these sizes, the trainer has written to a lent tier."""
+
+    tier: str
+    manifest: bytes
+    btree: bytes
+    key: str
+    """Of the nodes in ``btree``, as the manifest has it."""
+    packs: dict[str, int]
+
+
+class GiveBack(_Frame, frozen=True):
+    """The trainer has done with a lent tier."""
+
+    tier: str
+
+
+Order = (
+    Promote
+    | Evict
+    | Collect
+    | Verify
+    | Scrub
+    | Flush
+    | Reach
+    | GiveWay
+    | Mend
+    | Pin
+    | Unpin
+    | Rewind
+    | MakeRoom
+    | Lend
+    | Find
+    | Commit
+    | GiveBack
+)
 
 
 # -- the trainer ------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent.streaming import LentTiers
 from tieredckpt.engine.agent.told import TierNews, adopt_ram, happened
-from tieredckpt.engine.agent.wire import Wire
+from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, encode
@@ -25,6 +27,8 @@ __all__ = ["Service"]
 _log = logging.getLogger("tieredckpt")
 
 _SIGN_OF_LIFE = 5.0
+_LOOK_AT_TRAINER = 1.0
+"""Seconds after which it is seen whether a silent trainer lives: what it forked may keep the connection open."""
 _PROGRESS = 0.1
 """Seconds for which the bytes that were read are added up before they are told."""
 
@@ -37,6 +41,7 @@ class Service:
         self._news = [TierNews(self._state, tier) for tier in self._state.tiers if self._state.manages(tier)]
         self._work: dict[int, asyncio.Task[None]] = {}
         self._pinned: Counter[tuple[str, StepId]] = Counter()
+        self._lent = LentTiers(self._state, engine.collector)
 
     async def run(self, dead: tuple[Holder, ...]) -> said.Farewell:
         """Serve until the trainer says farewell. Raises `Parted` when it goes without."""
@@ -49,7 +54,12 @@ class Service:
             self._tell()
             self._wire.send(said.Ready(dead))
             while True:
-                word: said.FromTrainer = await self._wire.read(said.FromTrainer)
+                try:
+                    word: said.FromTrainer = await self._wire.read(said.FromTrainer, _LOOK_AT_TRAINER)
+                except Silent:
+                    if await in_thread(self._wire.peer_lives):
+                        continue
+                    raise
                 match word:
                     case said.InRam():
                         adopt_ram(self._state, word)
@@ -70,6 +80,7 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._lent.give_all_back()
             for name, step in self._pinned.elements():
                 _unpin(self._state.tier(name), step)
             self._state.changed.beat()
@@ -147,6 +158,18 @@ class Service:
                 if self._pinned[tier, step]:
                     self._pinned[tier, step] -= 1
                     _unpin(state.tier(tier), step)
+            case said.MakeRoom():
+                return await self._lent.make_room(order)
+            case said.Lend():
+                await self._lent.lend(order)
+            case said.Find():
+                return await self._lent.find(order)
+            case said.Commit(tier):
+                await self._lent.commit(order)
+                self._lent.give_back(tier)
+                await engine.collector.settle(state.tier(tier))
+            case said.GiveBack(tier):
+                self._lent.give_back(tier)
             case said.Rewind(line):
                 state.line = line
                 state.changed.beat()

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from tieredckpt.engine.lease import holder_of
+from tieredckpt.engine.lease import holder_of, lives_here
 from tieredckpt.engine.messages import decode, encode
 from tieredckpt.errors import Conflict, Corrupt
 
-__all__ = ["SOCKET", "Parted", "Wire", "accept", "connect", "listen"]
+__all__ = ["SOCKET", "Parted", "Silent", "Wire", "accept", "connect", "listen"]
 
 M = TypeVar("M")
 
@@ -35,6 +35,10 @@ class Parted(Exception):
     """The other side has gone, or says what no agent or trainer of this version says."""
 
 
+class Silent(Parted):
+    """The other side is there, and says nothing."""
+
+
 class Wire:
     """One end of a connection. Lives on one event loop."""
 
@@ -44,17 +48,21 @@ class Wire:
         self.holder = holder_of(peer, time.time())
         """Who that is, should it die."""
         self._reader, self._writer = reader, writer
+        self._coming: int | None = None
+        """Length of the frame of which no more has been read than that."""
 
     async def read(self, kind: type[M] | object, within: float | None = None) -> M:
-        """The next frame. Raises `Parted`, also when none comes ``within`` so many seconds."""
+        """The next frame. Raises `Parted`; `Silent` when none comes ``within`` so many seconds, and may come yet."""
         try:
             async with asyncio.timeout(within):
-                length = int.from_bytes(await self._reader.readexactly(4), "little")
-                if length > _FRAME_MAX:
-                    raise Parted(f"a frame of {length} bytes cannot be right")
-                data = await self._reader.readexactly(length)
+                if self._coming is None:
+                    self._coming = int.from_bytes(await self._reader.readexactly(4), "little")
+                if self._coming > _FRAME_MAX:
+                    raise Parted(f"a frame of {self._coming} bytes cannot be right")
+                data = await self._reader.readexactly(self._coming)
+                self._coming = None
         except TimeoutError:
-            raise Parted(f"it has said nothing for {within:g} s") from None
+            raise Silent(f"it has said nothing for {within:g} s") from None
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Parted("it has ended") from error
         try:
@@ -73,6 +81,10 @@ class Wire:
             return
         data = encode(message)
         self._writer.write(len(data).to_bytes(4, "little") + data)
+
+    def peer_lives(self) -> bool:
+        """Whether the other process lives, as far as the system tells: one forked from it may hold its socket."""
+        return not self.peer or lives_here(self.holder)
 
     async def close(self) -> None:
         """Send what is left, and end the connection."""
