@@ -22,6 +22,7 @@ from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.connect import connect
+from tieredckpt.engine.forks import left_behind
 from tieredckpt.engine.messages import Catalog, HeldStep, Opened, brief
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into
 from tieredckpt.engine.parts import encode_own, merge_parts
@@ -29,7 +30,7 @@ from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team, consult
 from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.format.manifest import StepId, StoreMarker
+from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 
 __all__ = ["Opening", "adopt_catalog", "catalog_of", "discard_unused"]
 
@@ -184,16 +185,21 @@ class Opening:
                 if found.rank not in parts.setdefault(step, {}) or found.rank == rank:  # its own before a copy of it
                     parts[step][found.rank] = found.part
                     homes.setdefault(step, {})[found.rank] = rank
-        whole = []
+        records: dict[tuple[int, int], StepRecord] = {}
         for step, by_rank in sorted(parts.items()):
             try:
-                merged = await in_thread(merge_parts, by_rank, pool=state.pool)
+                records[step] = (await in_thread(merge_parts, by_rank, pool=state.pool)).record
             except (Conflict, Corrupt) as error:
                 _log.warning("%s is not whole in RAM: %s", StepId(*step), error)
+        forked = left_behind(state, records.values())
+        whole = []
+        for step, record in records.items():
+            if record.id in forked:
+                del parts[step]
                 continue
-            whole.append(brief(merged.record))
-            self._agreement.parts[merged.record.id] = by_rank
-            self._commits.homes[merged.record.id] = homes[step]
+            whole.append(brief(record))
+            self._agreement.parts[record.id] = parts[step]
+            self._commits.homes[record.id] = homes[step]
         for record in whole:
             state.tiers[0].agree(record)
         state.adopt_line()

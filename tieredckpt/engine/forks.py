@@ -1,0 +1,57 @@
+"""Saves that a training left behind in RAM: it went on elsewhere from an older step, and gave their serials again.
+
+A trainer dies before its last saves were promoted, its node keeps them in RAM, and the job goes on without the node.
+When it comes back, what RAM holds is older than what the other tiers hold under the same serials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.state import State
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StepRecord
+
+__all__ = ["drop_left_behind", "left_behind"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def left_behind(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
+    """Of the steps in RAM, those that a slower tier does not have, from the first serial on that is another's there."""
+    theirs = {step.serial: held.record for tier in state.tiers[1:] for step, held in tier.held.items()}
+    others = [record for record in in_ram if record.serial in theirs and not _same(record, theirs[record.serial])]
+    if not others:
+        return set()
+    since = min(record.serial for record in others)
+    found = {
+        record.id
+        for record in in_ram
+        if record.serial >= since and not (record.serial in theirs and _same(record, theirs[record.serial]))
+    }
+    for step in sorted(found):
+        _log.warning("%s is dropped from RAM: the training has gone on elsewhere, and given its serial again", step)
+    return found
+
+
+async def drop_left_behind(state: State) -> None:
+    """Take such steps out of RAM, or where nothing is written, out of sight."""
+    first = state.tiers[0]
+    if first.ram is None:
+        return
+    for step in left_behind(state, [held.record for held in first.held.values()]):
+        if not state.read_only:
+            digests = unique_extents((await first.load_index(step)).arrays)
+            unread = await asyncio.to_thread(first.ram.retire, layout.manifest_key(step.step, step.serial))
+            if first.slab_index is not None and unread():  # else its memory comes back when the folder is opened again
+                first.slab_index.drop(digests)
+        btree_key = first.drop(step)
+        if btree_key and not state.read_only:
+            await first.store.delete(btree_key)
+
+
+def _same(record: StepRecord, other: StepRecord) -> bool:
+    return record.id == other.id and record.saved_at == other.saved_at
