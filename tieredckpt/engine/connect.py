@@ -15,6 +15,7 @@ from tieredckpt.blobs.ram import RANK_FOLDER, RamStore, shared_memory_root
 from tieredckpt.blobs.settle import in_thread, left_behind_after, whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+from tieredckpt.engine.forks import drop_left_behind
 from tieredckpt.engine.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.state import State
@@ -252,6 +253,7 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
     for tier in state.tiers:
         if tier.ram is not None and tier not in failed:
             await join(tier)  # last: what is left in RAM by another store is judged by what the others hold
+    await drop_left_behind(state)
     if not state.read_only:
         _refuse_what_cannot_fit(state)
     return failures

@@ -29,7 +29,6 @@ from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import connect, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
-from tieredckpt.engine.forks import drop_left_behind
 from tieredckpt.engine.lookup import look_up
 from tieredckpt.engine.mending import Mending
 from tieredckpt.engine.onlooking import look_on
@@ -151,7 +150,6 @@ class Engine:
             await look_on(self.state)
             if self.link is not None:
                 await self.link.open()
-            await drop_left_behind(self.state, self.collector)
             self.state.adopt_line(() if self.link is None else self.link.dead)
 
     def _begin(self) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from tieredckpt.engine.collector import Collector
+from tieredckpt.blobs.settle import in_thread
+from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.state import State
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
 
 __all__ = ["drop_left_behind", "left_behind"]
@@ -35,16 +37,21 @@ def left_behind(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
     return found
 
 
-async def drop_left_behind(state: State, collector: Collector) -> None:
+async def drop_left_behind(state: State) -> None:
     """Take such steps out of RAM, or where nothing is written there, out of sight."""
     first = state.tiers[0]
-    if first.config.kind != "ram" or state.looked_on:
+    if first.ram is None:
         return
     for step in left_behind(state, [held.record for held in first.held.values()]):
-        if first.ram is None or not first.ram.slab.writable:
+        if first.slab_index is None:
             first.drop(step)
-        else:
-            await collector.let_part_go(step, first)
+            continue
+        digests = list(unique_extents((await first.load_index(step)).arrays))
+        index_key = first.held[step].btree_key
+        unread = await in_thread(first.ram.retire, layout.manifest_key(step.step, step.serial), index_key)
+        first.unread.append((first.slab_index, unread, digests))
+        first.drop(step)
+        await first.store.delete(index_key)
 
 
 def _same(record: StepRecord, other: StepRecord) -> bool:
