@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tieredckpt.config import to_toml
 from tieredckpt.engine.agent import link
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
+from tieredckpt.engine.source import StepSource
 from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.preempt import EXIT_STATUS, preemption
@@ -262,17 +264,18 @@ async def test_a_step_that_the_trainer_reads_stays_on_the_agents_tier(
     async with CheckpointStore.open(settings(shared_memory, folder(disk, retain={"kind": "last_n", "n": 1}))) as store:
         await (await store.save(1, tree(1))).reached("disk")
         state = store.engine.state
-
-        async def beside_a_reader() -> tuple[str, ...]:
-            from tieredckpt.engine.source import StepSource
-
-            async with StepSource.open(state, state.find(1), only=state.tier("disk")):
-                await store.engine.flush()
-                saved = await store.engine.by_hand.promote(1, "disk")
-                assert saved == 0
-                return tuple(tier.name for tier in state.holders(state.find(1)))
-
-        assert "disk" in await store.engine_loop.call(beside_a_reader())
+        reading = AsyncExitStack()
+        source = StepSource.open(state, state.find(1), only=state.tier("disk"))
+        await store.engine_loop.call(reading.enter_async_context(source))
+        await (await store.save(2, tree(2))).reached("disk")
+        await store.flush()
+        assert "disk" in await store.where(1)
+        with pytest.raises(Conflict, match="is being read from tier 'disk'"):
+            await store.evict(1, "disk")
+        await store.engine_loop.call(reading.aclose())
+        await (await store.save(3, tree(3))).reached("disk")
+        await store.flush()
+        assert "disk" not in await store.where(1)
 
 
 async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_the_trainers(
