@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -10,13 +11,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agents import agent_of, end_agent, eventually, log_of, until, wait_for_end
 from chfs_servers import LookalikeServers
-from insight import slab_of, tier_of
+from insight import bytes_of_listed_steps, slab_of, tier_of
 from lookalike import missing
 from scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, tree
 
@@ -25,6 +27,7 @@ from tieredckpt.config import to_toml
 from tieredckpt.engine.agent import link
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
+from tieredckpt.engine.source import StepSource
 from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.preempt import EXIT_STATUS, preemption
@@ -235,25 +238,38 @@ async def test_a_store_whose_tiers_another_agent_writes_to_is_refused_with_who_t
         await store.flush()
 
 
+def is_read(manifest: Path) -> bool:
+    """Whether somebody holds a lock on a step of RAM."""
+    with manifest.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
     shared_memory: Path, ram_folder: Path, disk: Path
 ) -> None:
-    # RAM has room for three steps, and each is replaced by the next while the agent still writes.
     tiers = {
-        "ram": ram(shared_memory, capacity="1 MiB", on_close="keep"),
-        "disk": folder(disk, rate_limit="2 MB/s", retain="all"),
+        "ram": ram(shared_memory, capacity="1 MiB", on_close="keep"),  # for five steps
+        "disk": folder(disk, rate_limit="300 KB/s", retain="all"),
     }
     async with CheckpointStore.open(config(tiers, promote_in="agent", when_full="replace")) as store:
-        for step in range(1, 13):
+        await store.save(1, tree(1))
+        (manifest,) = ram_folder.glob("steps/*/manifest.ocdbt")
+        await asyncio.to_thread(eventually, lambda: is_read(manifest), "the agent reads the step")
+        await store.save(2, tree(2))
+        await store.evict(1, "ram")
+        assert slab_of(store).used > await bytes_of_listed_steps(store)
+        for step in range(3, 13):
             assert not (await store.save(step, tree(step))).skipped
         await store.flush()
+        assert await store.where(1) == ("disk",)
         for info in await store.steps():
-            restored = await store.restore(info.step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, tree(info.step))
             assert all(each.intact for each in await store.verify(info.step))
         await store.collect()
-        assert slab_of(store).used <= slab_of(store).capacity
+        assert slab_of(store).used == await bytes_of_listed_steps(store)
 
 
 async def test_a_step_that_the_trainer_reads_stays_on_the_agents_tier(
@@ -262,17 +278,18 @@ async def test_a_step_that_the_trainer_reads_stays_on_the_agents_tier(
     async with CheckpointStore.open(settings(shared_memory, folder(disk, retain={"kind": "last_n", "n": 1}))) as store:
         await (await store.save(1, tree(1))).reached("disk")
         state = store.engine.state
-
-        async def beside_a_reader() -> tuple[str, ...]:
-            from tieredckpt.engine.source import StepSource
-
-            async with StepSource.open(state, state.find(1), only=state.tier("disk")):
-                await store.engine.flush()
-                saved = await store.engine.by_hand.promote(1, "disk")
-                assert saved == 0
-                return tuple(tier.name for tier in state.holders(state.find(1)))
-
-        assert "disk" in await store.engine_loop.call(beside_a_reader())
+        reading = AsyncExitStack()
+        source = StepSource.open(state, state.find(1), only=state.tier("disk"))
+        await store.engine_loop.call(reading.enter_async_context(source))
+        await (await store.save(2, tree(2))).reached("disk")
+        await store.flush()
+        assert "disk" in await store.where(1)
+        with pytest.raises(Conflict, match="is being read from tier 'disk'"):
+            await store.evict(1, "disk")
+        await store.engine_loop.call(reading.aclose())
+        await (await store.save(3, tree(3))).reached("disk")
+        await store.flush()
+        assert "disk" not in await store.where(1)
 
 
 async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_the_trainers(

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from tieredckpt.engine.lease import holder_of, lives_here
+from tieredckpt.blobs.settle import in_thread
+from tieredckpt.engine.lease import Holder, holder_of, lives_here
 from tieredckpt.engine.messages import decode, encode
 from tieredckpt.errors import Conflict, Corrupt
 
@@ -26,6 +27,8 @@ M = TypeVar("M")
 SOCKET = "agent.sock"
 """Name of the socket in the folder."""
 
+_CONNECT = 5.0
+"""Seconds that a connection may take: a trainer that hangs accepts none."""
 _FRAME_MAX = 256 << 20
 _BACKLOG_MAX = 256 << 20
 """Bytes that wait for a peer which does not read, before it counts as gone."""
@@ -42,10 +45,10 @@ class Silent(Parted):
 class Wire:
     """One end of a connection. Lives on one event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: int) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: int, holder: Holder) -> None:
         self.peer = peer
         """Number of the other process; 0 where the system does not tell."""
-        self.holder = holder_of(peer, time.time())
+        self.holder = holder
         """Who that is, should it die."""
         self._reader, self._writer = reader, writer
         self._coming: int | None = None
@@ -119,18 +122,24 @@ async def accept(sock: socket.socket) -> Wire:
 
 async def connect(folder: Path) -> Wire | None:
     """A connection to who listens in the folder; None where nobody does. Raises `Conflict` for another user."""
+    try:
+        sock = await in_thread(_connected, folder)
+    except OSError:
+        return None
+    return await _wire(sock)
+
+
+def _connected(folder: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)
+        sock.settimeout(_CONNECT)
         with _short(folder) as place:
-            await asyncio.get_running_loop().sock_connect(sock, f"{place}/{SOCKET}")
-    except OSError:
-        sock.close()
-        return None
+            sock.connect(f"{place}/{SOCKET}")
+        sock.setblocking(False)
     except BaseException:
         sock.close()
         raise
-    return await _wire(sock)
+    return sock
 
 
 async def _wire(sock: socket.socket) -> Wire:
@@ -138,11 +147,12 @@ async def _wire(sock: socket.socket) -> Wire:
         process, user = _peer(sock)
         if user != os.getuid():
             raise Conflict(f"process {process} of user {user} is at the agent's socket, which is not theirs")
+        holder = await in_thread(holder_of, process, time.time())
         reader, writer = await asyncio.open_unix_connection(sock=sock)
     except BaseException:
         sock.close()
         raise
-    return Wire(reader, writer, process)
+    return Wire(reader, writer, process, holder)
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
