@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from insight import flip, flip_chunk, tier_of
 from scenes import CHUNK, assert_same, config, folder, ram
 
@@ -380,5 +380,5 @@ class CatalogMachine(RuleBasedStateMachine):
             return known(tier_of(store.store, "disk"))
 
 
-TestCatalogs = CatalogMachine.TestCase
-TestCatalogs.settings = settings(max_examples=8, stateful_step_count=12)
+def test_whatever_catalogs_there_are_a_store_knows_what_it_would_know_without_them() -> None:
+    run_state_machine_as_test(CatalogMachine, settings=settings(max_examples=8, stateful_step_count=12))
