@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from insight import flip, flip_chunk, slab_of, tier_of
 from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
@@ -207,6 +207,7 @@ async def test_damage_of_any_kind_that_came_while_nobody_looked_is_mended(
     bad=st.lists(st.sampled_from(EVERYWHERE), unique=True, min_size=1, max_size=6),
     again=st.booleans(),
 )
+@example(bad=[(flip_identity, "ram"), (flip_identity, "disk")], again=True)  # two markers that are wrong in one way
 def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
     lost = [damage for damage in CHUNKS if {(damage, tier) for tier in TIERS} <= set(bad)]
     commits = {tier for damage, tier in bad if damage in COMMITS}

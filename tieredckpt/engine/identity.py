@@ -71,7 +71,7 @@ async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -
         return result
     for i, (tier, marker) in enumerate(zip(tiers, markers, strict=True)):
         others = {store for j, store in enumerate(stores) if j != i}
-        if marker is None or marker.store in others:
+        if marker is None:
             continue
         try:
             store = await store_of_steps(tier)
