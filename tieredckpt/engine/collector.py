@@ -107,6 +107,12 @@ class Collector:
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
 
+    def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
+        """Tell of those that a new look at the tier has not found any more."""
+        for step in steps:
+            if step not in tier.held and step not in tier.damaged:
+                self._gone(step, tier)
+
     async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
         slab_index = tier.slab_index
         assert slab_index is not None
