@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -18,7 +19,10 @@ from tieredckpt.errors import Corrupt
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+__all__ = ["VERSION", "RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+
+VERSION = version("tieredckpt")
+"""Of the library: a trainer and its agent run one."""
 
 _TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agent_log", "rack"}
 """Settings that an agent does not go by."""
