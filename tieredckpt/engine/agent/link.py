@@ -83,7 +83,11 @@ class Link:
         """Have an agent. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
         for tier in self._slower():
             tier.pin_elsewhere = partial(self._pinned, tier)
-        await self._listen()
+        ram = self._state.tiers[0]
+        if ram.blobs is not None:
+            await self._listen()
+        else:  # it is tried again, and listened in then
+            self._tell_absence(TierUnavailable(f"no agent can be met while tier {ram.name!r} fails: {ram.error}"))
         self._tasks = [
             asyncio.create_task(self._starter.run(), name="tieredckpt agent of this store"),
             asyncio.create_task(self._keep_telling(), name="tieredckpt news for the agent"),
