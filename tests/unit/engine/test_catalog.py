@@ -29,7 +29,7 @@ from tieredckpt.engine.upkeep import catalogue
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import decode_catalog, encode_catalog
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.testing.life import slow_stores
 from tieredckpt.testing.memory import MemoryBlobs, Objects
 from tieredckpt.testing.tiers import FaultyTiers
@@ -323,6 +323,25 @@ async def test_a_tier_that_takes_no_catalog_loses_nothing(place: Place, faults: 
     assert place.catalogs == []
     async with place.opened() as store:
         await assert_all_there(store, 1)
+
+
+async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_index = Tier.load_index
+
+    async def leave(tier: Tier, step: StepId) -> StepIndex:
+        index = await load_index(tier, step)
+        if step.step == 1:
+            await tier.retract(step)
+        return index
+
+    await place.trained(1, 2, 3)
+    monkeypatch.setattr(Tier, "load_index", leave)
+    async with place.opened() as store:
+        with pytest.raises(NotFound):
+            await store.restore(1)
+        await assert_all_there(store, 2, 3)
 
 
 async def test_where_a_store_tells_no_times_packs_are_believed_and_steps_are_read(shared_memory: Path) -> None:
