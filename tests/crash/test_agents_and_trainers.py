@@ -23,12 +23,13 @@ from lookalike import missing
 from scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
+from tieredckpt.blobs.ram import RamStore
 from tieredckpt.config import to_toml
 from tieredckpt.engine.agent import link
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
 from tieredckpt.engine.source import StepSource
-from tieredckpt.errors import Conflict, Invalid, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
@@ -319,6 +320,28 @@ async def test_memory_that_was_taken_away_is_made_anew_and_the_agent_finds_it(
         await (await store.save(3, tree(3))).reached("disk")
         assert await store.where(3) == ("ram", "disk")
         assert await store.where(1) == ("disk",)
+
+
+async def test_a_store_opens_without_the_memory_that_it_lacks_and_restores(
+    shared_memory: Path, ram_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        await store.save(1, tree(1))
+    shutil.rmtree(ram_folder)
+
+    def lacks(*_: Any, **__: Any) -> RamStore:
+        raise NoSpace("shared memory is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(RamStore, "open", lacks)
+        store = await CheckpointStore.open(settings(shared_memory, folder(disk)))
+        heard = Heard(store)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+    await heard.first(TierRecovered, lambda event: event.tier == "disk")
+    await (await store.save(2, tree(2))).reached("disk")
+    await store.close()
 
 
 def test_a_warned_trainer_ends_when_its_agent_has_made_the_newest_step_durable(

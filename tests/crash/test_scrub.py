@@ -227,6 +227,7 @@ async def test_a_step_whose_commit_is_damaged_everywhere_is_told_as_damaged_and_
 @example(bad=[(flip_index, tier) for tier in TIERS], again=True)
 @example(bad=[(flip_footer, "far"), *((flip_one_chunk, tier) for tier in TIERS)], again=False)
 @example(bad=[(flip_identity, "disk"), (flip_identity, "far")], again=True)
+@example(bad=[(flip_identity, "ram"), (flip_identity, "disk")], again=True)  # two markers that are wrong in one way
 def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
     commits = {tier for damage, tier in bad if damage in COMMITS}
     # Where the commit is damaged, what lists the chunks is the pack's footer; the slab has none.

@@ -229,9 +229,10 @@ class RamStore:
 
 def _is_at(path: Path, fd: int) -> bool:
     try:
-        return os.path.samestat(path.lstat(), os.fstat(fd))
+        there, held = path.lstat(), os.fstat(fd)
     except FileNotFoundError:
         return False
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _remove(folder: Path) -> None:

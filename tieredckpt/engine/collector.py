@@ -107,6 +107,12 @@ class Collector:
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
 
+    def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
+        """Tell of those that a new look at the tier has not found any more."""
+        for step in steps:
+            if step not in tier.held and step not in tier.damaged:
+                self._gone(step, tier)
+
     async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
         slab_index = tier.slab_index
         assert slab_index is not None
@@ -116,7 +122,7 @@ class Collector:
         unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
         btree_key = tier.drop(step)
         tier.unread.append((slab_index, unread, digests))
-        self._reclaim_unread(tier)
+        await self._reclaim_unread(tier)
         if btree_key:
             await tier.store.delete(btree_key)
 
@@ -138,14 +144,18 @@ class Collector:
         await tier.retract(step)
         self._state.changed.beat()
 
-    def _reclaim_unread(self, tier: Tier) -> None:
-        waiting = []
-        for slab_index, unread, digests in tier.unread:
-            if unread():
-                slab_index.drop(digests)  # not the tier's of today: RAM may have been made anew since
+    async def _reclaim_unread(self, tier: Tier) -> None:
+        if tier.unread:
+            await whole(self._look_who_reads(tier))
+
+    async def _look_who_reads(self, tier: Tier) -> None:
+        looked_at, tier.unread[:] = tuple(tier.unread), ()  # so that nobody else gives it back besides
+        unread = await in_thread(lambda: [gone() for _, gone, _ in looked_at])
+        for each, gone in zip(looked_at, unread, strict=True):
+            if gone:
+                each[0].drop(each[2])  # not the tier's of today: RAM may have been made anew since
             else:
-                waiting.append((slab_index, unread, digests))
-        tier.unread[:] = waiting
+                tier.unread.append(each)
 
     async def apply_retention(self, tier: Tier) -> None:
         """Let the steps go that the tier's policy does not retain.
@@ -172,7 +182,7 @@ class Collector:
         Steps that still wait for their promotion stay. Steps that the policy retains leave RAM when a slower
         tier holds them: the slab is a cache.
         """
-        self._reclaim_unread(tier)
+        await self._reclaim_unread(tier)
         if enough():
             return True
         for step in tuple(tier.parts):
@@ -210,7 +220,7 @@ class Collector:
             orphans: also delete packs and files that no step was ever known to use, once they are older than
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
-        self._reclaim_unread(tier)
+        await self._reclaim_unread(tier)
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
         await self.find_out(tier)  # before its packs are taken for dead

@@ -13,6 +13,7 @@ from tieredckpt.blobs.settle import told_to_end
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import reopen
+from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.source import SilentSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -58,6 +59,8 @@ class Promoter:
         """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
         """When those are tried again that a silent tier may have."""
+        self._unsure: set[StepId] = set()
+        """Steps whose deletion had failed before the tier was to be looked at anew."""
         self._rests = 0
         """How often nothing was found due."""
         self._waiters = 0
@@ -125,7 +128,10 @@ class Promoter:
         if tier.marker is None and tier.blobs is not None and tier.ram is None:
             await reopen(self._state, tier)
         tier.marker = None  # what it holds is not known
+        self._unsure.update(step for step, error in tier.damaged.items() if isinstance(error, HalfDeleted))
         await self._connect(tier)
+        self._collector.tell_gone(self._unsure, tier)
+        self._unsure.clear()
 
     async def _is_itself(self) -> bool:
         tier = self.tier

@@ -314,8 +314,10 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
     silent: TierUnavailable | None = None
     for tier in state.holders(step):
         held = tier.held.get(step)
-        if held is None or held.whole:
-            return None if held is None else held.record
+        if held is None:
+            continue  # it left while another tier was asked
+        if held.whole:
+            return held.record
         try:
             record = (await tier.load_index(step)).record
         except (Corrupt, NotFound) as error:
@@ -326,7 +328,8 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
             _report_silent(state, tier, error)
             silent = error
         else:
-            tier.held[step] = Held(record, held.btree_key)
+            if tier.held.get(step) is held:  # and neither left meanwhile nor was committed anew
+                tier.held[step] = Held(record, held.btree_key)
             return record
     if silent is not None:
         raise silent

@@ -49,10 +49,10 @@ async def survey(tier: Tier, store: str | None = None) -> None:
     for step in unread:
         if tier.index_bytes[step] > _LARGE_INDEX:
             await read(step)
-    believed_steps = sorted(records)
-    while believed_steps and believed_steps[-1] > max(tier.held, default=believed_steps[0]):
-        await read(believed_steps.pop())
-    for step in believed_steps:
+    rest = sorted(records)
+    while rest and (not tier.held or max(tier.held) < rest[-1]):
+        await read(rest.pop())
+    for step in rest:
         record, btree_key = records[step]
         tier.held[step] = Held(record, btree_key, whole=False)
     if tier.slab_index is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,18 @@ def part(count: int, rank: int, size: int) -> Tree:
 
 @contextlib.asynccontextmanager
 async def opened_together(
-    kind: str, place: Path, nodes: Sequence[str], *, dies: bool = False
+    kind: str, place: Path, nodes: Sequence[str], hear: Callable[[Event], None], *, dies: bool = False
 ) -> AsyncIterator[list[CheckpointStore]]:
-    """The stores of new processes on these nodes, closed in the end, or left with everything undone."""
+    """The stores of new processes on these nodes, closed in the end, or left with everything undone.
+
+    ``hear`` is told every event of rank 0 from the start.
+    """
     world = World(len(nodes), nodes=nodes)
     stores = [
         CheckpointStore.open(ranks_config(kind, place, node), ranks=world.coordinator(rank))
         for rank, node in enumerate(nodes)
     ]
+    stores[0].subscribe(hear)
     try:
         await asyncio.gather(*stores)
         yield stores
@@ -165,8 +169,7 @@ class _Living:
 
     @contextlib.asynccontextmanager
     async def _opened(self, *, dies: bool = False) -> AsyncIterator[list[CheckpointStore]]:
-        async with opened_together(self._kind, self._place, NODES, dies=dies) as stores:
-            stores[0].subscribe(self._hear)
+        async with opened_together(self._kind, self._place, NODES, self._hear, dies=dies) as stores:
             yield stores
 
     def _hear(self, event: Event) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -77,34 +78,45 @@ def _owed_to(nodes: Sequence[str], crash: Crash, owed: Owed) -> dict[str, set[in
 
 async def _survive(life: RanksLife, crash: Crash, owed: dict[str, set[int]], place: Path, comeback: str) -> int:
     objects = rebuild(crash, place, in_memory=life.kind != "posix")
+    evicted: set[tuple[str, int]] = set()
+
+    def hear(event: Event) -> None:
+        if isinstance(event, StepEvicted):
+            evicted.add((event.tier, event.serial))
+
     with slow_stores(lambda: slow_store(life.kind, objects)):
-        async with _opened(life.kind, place, comeback) as stores:
-            return await _Comeback(life, stores, owed).live()
+        async with _opened(life.kind, place, comeback, hear) as stores:
+            return await _Comeback(life, stores, owed, evicted).live()
 
 
 @contextlib.asynccontextmanager
-async def _opened(kind: str, place: Path, comeback: str) -> AsyncIterator[list[CheckpointStore]]:
+async def _opened(
+    kind: str, place: Path, comeback: str, hear: Callable[[Event], None]
+) -> AsyncIterator[list[CheckpointStore]]:
     nodes = COMEBACKS[comeback]
     if len(nodes) > 1:
-        async with opened_together(kind, place, nodes) as stores:
+        async with opened_together(kind, place, nodes, hear) as stores:
             yield stores
     else:
-        async with CheckpointStore.open(ranks_config(kind, place, nodes[0]), ranks=None) as store:
+        opening = CheckpointStore.open(ranks_config(kind, place, nodes[0]), ranks=None)
+        opening.subscribe(hear)
+        async with opening as store:
             yield [store]
 
 
 class _Comeback:
     """The stores of all who came back, held to what is owed to them."""
 
-    def __init__(self, life: RanksLife, stores: Sequence[CheckpointStore], owed: dict[str, set[int]]) -> None:
+    def __init__(
+        self,
+        life: RanksLife,
+        stores: Sequence[CheckpointStore],
+        owed: dict[str, set[int]],
+        evicted: AbstractSet[tuple[str, int]],
+    ) -> None:
         self._life, self._stores, self._owed = life, stores, owed
-        self._evicted: set[tuple[str, int]] = set()
-        """What the life had no time to evict is evicted now, at any moment of what follows."""
-        stores[0].subscribe(self._hear)
-
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, StepEvicted):
-            self._evicted.add((event.tier, event.serial))
+        self._evicted = evicted
+        """What the life had no time to evict is evicted now, at any moment from the opening on."""
 
     async def live(self) -> int:
         """Check everything, and go on; how many steps were listed."""

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import cataloguing
 from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.upkeep import catalogue
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.catalog import decode_catalog, encode_catalog
+from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.testing.faulty import Faulty
 from tieredckpt.testing.life import slow_stores
 from tieredckpt.testing.memory import MemoryBlobs, Objects
@@ -188,16 +191,53 @@ async def test_a_catalog_that_the_device_cannot_read_costs_time_alone_and_is_wri
     assert after != before
 
 
-async def test_the_catalog_of_another_store_is_not_believed(place: Place, tmp_path: Path) -> None:
-    other = Place(tmp_path / "ram", tmp_path / "other")
+async def test_the_catalog_of_another_store_is_not_believed(place: Place) -> None:
     await place.trained(1, 2)
-    async with CheckpointStore.open(config({"disk": folder(other.disk, retain="all")})) as store:
-        await store.save(1, state(1))
-    (own,), (foreign,) = place.catalogs, other.catalogs
-    own.write_bytes(foreign.read_bytes())
-    async with place.opened() as store:
+    (catalog,) = place.catalogs
+    other = replace(decode_catalog(catalog.read_bytes(), ""), store="00000000-0000-4000-8000-000000000000")
+    catalog.write_bytes(encode_catalog(other))
+    async with place.opened(read_only=True) as store:
         assert reads(store)[1] > 0
         await assert_all_there(store, 1, 2)
+
+
+async def test_the_newest_step_is_read_whatever_a_catalog_says_of_it(place: Place) -> None:
+    for newest in (1, 2, 3):
+        await place.trained(newest)
+        async with place.opened() as store:
+            held = tier_of(store, "disk").held
+            assert {step.serial for step, each in held.items() if each.whole} == {newest}
+            assert held[StepId(newest, newest)].record.provenance["process"] == str(os.getpid())
+
+
+async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -> None:
+    async with place.opened() as store:
+        for step in (1, 2, 3):
+            await (await store.save(step, state(step))).reached("disk")
+        await store.engine_loop.call(catalogue(tier_of(store, "disk")))
+        await flip_chunk(store, "disk", 1, "new")
+        assert [each.repaired for each in await store.verify(1, "disk", repair=True)] == [True]
+    async with place.opened() as store:
+        assert reads(store)[1] == 0
+        assert not tier_of(store, "disk").held[StepId(1, 1)].whole
+        restored = await store.restore(1, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, state(1))
+
+
+async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> None:
+    await place.trained(1, 2)
+    async with place.opened(read_only=True) as store:
+        (key,) = await store.engine_loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
+    again = place.disk / layout.pack_key("ab" * 16)
+    again.parent.mkdir()
+    shutil.copy(place.disk / key, again)
+    async with place.opened() as store:
+        before = known(tier_of(store, "disk"))
+    async with place.opened(read_only=True) as store:
+        assert reads(store)[1] == 0
+        assert known(tier_of(store, "disk")) == before
+        assert len(tier_of(store, "disk").spares) == 4
 
 
 async def test_a_commit_that_changed_since_is_read_and_not_believed(place: Place) -> None:
@@ -218,6 +258,9 @@ async def test_a_pack_of_another_size_is_read_and_not_believed(place: Place, cap
     async with place.opened() as store:
         assert f"pack {key} has no readable footer" in caplog.text
         assert len(tier_of(store, "disk").chunks) < chunks
+    caplog.clear()
+    async with place.opened():
+        assert f"pack {key} has no readable footer" in caplog.text  # as long as it is there
 
 
 def rot(path: Path) -> None:
@@ -300,6 +343,25 @@ async def test_a_tier_that_takes_no_catalog_loses_nothing(place: Place, faults: 
     assert place.catalogs == []
     async with place.opened() as store:
         await assert_all_there(store, 1)
+
+
+async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_index = Tier.load_index
+
+    async def leave(tier: Tier, step: StepId) -> StepIndex:
+        index = await load_index(tier, step)
+        if step.step == 1:
+            await tier.retract(step)
+        return index
+
+    await place.trained(1, 2, 3)
+    monkeypatch.setattr(Tier, "load_index", leave)
+    async with place.opened() as store:
+        with pytest.raises(NotFound):
+            await store.restore(1)
+        await assert_all_there(store, 2, 3)
 
 
 async def test_where_a_store_tells_no_times_packs_are_believed_and_steps_are_read(shared_memory: Path) -> None:

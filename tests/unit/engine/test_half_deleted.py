@@ -10,7 +10,7 @@ from scenes import Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import TierUnavailable
-from tieredckpt.events import StepEvicted
+from tieredckpt.events import StepEvicted, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
 
 MANIFEST = "steps/*/manifest*"
@@ -77,3 +77,23 @@ async def test_what_was_deleted_by_hand_is_gone_though_the_answer_was_lost(
         await store.flush()
         (info, _) = await store.steps()
         assert (info.tiers, info.damaged) == (("ram",), ())
+
+
+async def test_what_a_new_look_at_the_tier_does_not_find_is_told_to_be_gone(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    one = folder(tmp_path / "disk", retain={"kind": "last_n", "n": 1})
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": one})) as store:
+        heard = Heard(store)
+        await store.save(1, tree(1))
+        await store.flush()
+        disk = faults["disk"]
+        disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=True)
+        disk.fail("stat", TierUnavailable("no answer"), key=MANIFEST)  # the tier fails before it is found out,
+        disk.flip("get", 300, key="tieredckpt.json")  # and does not look like itself when it comes back
+        await store.save(2, tree(2))
+        await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (1, "disk"))
+        assert faults.struck["wrong bytes", "get"] == 1
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("ram",)), (2, ("ram", "disk"))]

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Literal
 
 from tieredckpt.blobs.locks import let_go
@@ -18,7 +17,7 @@ from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.orders import Service
 from tieredckpt.engine.agent.process import claim
-from tieredckpt.engine.agent.told import adopt_ram, settings_of
+from tieredckpt.engine.agent.told import VERSION, adopt_ram, settings_of
 from tieredckpt.engine.agent.wire import Parted, Wire, connect
 from tieredckpt.engine.connect import connect as connect_tier
 from tieredckpt.engine.connect import ram_folder
@@ -231,7 +230,7 @@ class Agent:
         in_ram: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
         if not isinstance(hello, said.Hello) or not isinstance(in_ram, said.InRam):
             raise Parted("it does not begin with its name and what it has")
-        if (hello.version, hello.settings) != (version("tieredckpt"), settings_of(self._config)):
+        if (hello.version, hello.settings) != (VERSION, settings_of(self._config)):
             self._give_up(wire, hello)
         try:
             if self._opened:
@@ -251,8 +250,7 @@ class Agent:
         """Leave a trainer to an agent that fits it."""
         if self._life == "with trainer":
             raise _Outdated("the trainer has another configuration or version now, and starts an agent of its own")
-        own = version("tieredckpt")
-        differs = "configuration" if hello.version == own else f"version ({hello.version}, not {own})"
+        differs = "configuration" if hello.version == VERSION else f"version ({hello.version}, not {VERSION})"
         refusal = Conflict(
             f"the agent, process {os.getpid()}, has another {differs} than the trainer; end it, or start it with "
             f"the trainer's"

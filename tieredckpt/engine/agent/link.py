@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
 from tieredckpt.blobs.settle import in_thread, outlast, told_to_end
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.starter import PATIENCE, Starter
-from tieredckpt.engine.agent.told import RamNews, adopt_tier, event_of, settings_of
+from tieredckpt.engine.agent.told import VERSION, RamNews, adopt_tier, event_of, settings_of
 from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, decode
@@ -84,7 +83,11 @@ class Link:
         """Have an agent. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
         for tier in self._slower():
             tier.pin_elsewhere = partial(self._pinned, tier)
-        await self._listen()
+        ram = self._state.tiers[0]
+        if ram.blobs is not None:
+            await self._listen()
+        else:  # it is tried again, and listened in then
+            self._tell_absence(TierUnavailable(f"no agent can be met while tier {ram.name!r} fails: {ram.error}"))
         self._tasks = [
             asyncio.create_task(self._starter.run(), name="tieredckpt agent of this store"),
             asyncio.create_task(self._keep_telling(), name="tieredckpt news for the agent"),
@@ -178,7 +181,7 @@ class Link:
                 return
             wire.send(
                 said.Hello(
-                    version("tieredckpt"),
+                    VERSION,
                     settings_of(state.config),
                     state.marker.store,
                     state.made_up,
@@ -197,6 +200,8 @@ class Link:
                 _log.info("agent %d has gone: %s", wire.peer, error)
         except Corrupt as error:
             _log.error("agent %d is not understood: %s", wire.peer, error)
+        except Exception:
+            _log.exception("unexpected failure in hearing agent %d", wire.peer)
         finally:
             if wire is self._wire:
                 self._wire = None

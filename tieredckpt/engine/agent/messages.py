@@ -230,6 +230,8 @@ class InRam(_Frame, frozen=True):
     line: tuple[tuple[int, int], ...]
     last_serial: int
     signals: tuple[str, ...]
+    used: int
+    """Bytes of RAM."""
 
 
 class Ask(_Frame, frozen=True):

@@ -70,7 +70,7 @@ class Starter:
                 await self._start()
                 failures += 1  # until it is ready
             if not self._ready() and time.monotonic() - since > PATIENCE:
-                self._absent(TierUnavailable(f"the agent has said nothing for {PATIENCE:g} s; see {self._folder()}"))
+                self._absent(TierUnavailable(f"no agent was ready for {PATIENCE:g} s; see its log"))
 
     async def ended(self, within: float) -> None:
         """Return when the agent that was started here has ended, or after so many seconds."""

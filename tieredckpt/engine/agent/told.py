@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -18,7 +19,10 @@ from tieredckpt.errors import Corrupt
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+__all__ = ["VERSION", "RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+
+VERSION = version("tieredckpt")
+"""Of the library: a trainer and its agent run one."""
 
 _TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agent_log", "rack"}
 """Settings that an agent does not go by."""
@@ -70,7 +74,8 @@ class RamNews:
         """What changed since the last call; None for nothing."""
         state = self._state
         anew, held, gone = self._steps.changes()
-        news = InRam(anew, held, gone, state.line, state.last_serial, tuple(sorted(state.signals)))
+        signals, used = tuple(sorted(state.signals)), state.tiers[0].used
+        news = InRam(anew, held, gone, state.line, state.last_serial, signals, used)
         rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
         if not (anew or held or gone) and rest == self._last:
             return None
@@ -127,7 +132,7 @@ def adopt_ram(state: State, news: InRam) -> None:
     """At the agent: know of RAM, the live line and the signals what the trainer knows."""
     _adopt_steps(state.tiers[0], news)
     state.line, state.last_serial = news.line, news.last_serial
-    state.signals = set(news.signals)
+    state.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
     state.changed.beat()
 
 
