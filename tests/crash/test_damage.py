@@ -20,8 +20,10 @@ from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.packs import stored_size
-from tieredckpt.errors import Corrupt
+from tieredckpt.engine.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.events import ChunkRepaired, StepRestored
+from tieredckpt.format.manifest import StepId
 
 TIERS = ("ram", "disk", "far")
 KEYS = ("a", "b", "c")
@@ -458,3 +460,25 @@ async def test_a_store_of_which_every_commit_is_damaged_says_so(place: Path) -> 
     async with opened(place, "disk", "far") as store:
         with pytest.raises(Corrupt, match=r"no step can be read: the commit of step 1 .* on tier 'far' is damaged"):
             await store.restore()
+
+
+async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_come_back(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with saved(place, "disk", "far") as store:
+        path = next(Path(tier_of(store, "disk").store.location).glob("steps/*/btree"))
+    good = path.read_bytes()
+    flipped(path)
+    read_index = Tier.read_index
+
+    async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
+        index = await read_index(tier, step)
+        await tier.retract(step)
+        return index
+
+    async with opened(place, "disk", "far") as store:
+        path.write_bytes(good)
+        monkeypatch.setattr(Tier, "read_index", leave)
+        with pytest.raises(NotFound):
+            await store.verify(1, tier="disk")
+        assert await store.where(1) == ("far",)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieredckpt.blobs.base import BlobInfo
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, decode_catalog
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -105,21 +105,21 @@ def stamp_of(btree: str, files: Mapping[str, BlobInfo]) -> Stamp | None:
 
 
 async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
-    """The catalogs that can be read, by file. Raises `TierUnavailable`."""
+    """The catalogs that can be read, by file. Raises `TierUnavailable` when they cannot be listed."""
+    infos = [info async for info in tier.store.list(layout.CATALOGS) if layout.parse_catalog_key(info.key) is not None]
+    # Until they are believed they vouch for nothing, and go with the next write.
+    tier.catalogued.files.update({info.key: CatalogFile(info.size) for info in infos})
     found: list[tuple[str, Catalog]] = []
-    for info in [info async for info in tier.store.list(layout.CATALOGS)]:
-        if layout.parse_catalog_key(info.key) is None:
-            continue
-        tier.catalogued.files[info.key] = CatalogFile(
-            info.size
-        )  # which vouches for nothing, and goes with the next write
+    for info in infos:
         try:
             data = await tier.store.get(info.key, limit=MAX_CATALOG)
             catalog = await asyncio.to_thread(decode_catalog, data, info.key)
             if catalog.store != store:
                 raise Corrupt(f"{info.key} is of store {catalog.store}")
-        except (Corrupt, NotFound) as error:
+        except (Corrupt, NotFound, TierUnavailable) as error:
             _log.warning("tier %r: a catalog is not used, and what it lists is read: %s", tier.name, error)
+            if isinstance(error, TierUnavailable):
+                break  # whether the tier is silent or that file alone, the steps show, after one wait and not many
             continue
         found.append((info.key, catalog))
     return found

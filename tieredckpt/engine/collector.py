@@ -17,6 +17,7 @@ from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
+from tieredckpt.engine.survey import look_again
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
 from tieredckpt.events import StepEvicted
@@ -224,6 +225,8 @@ class Collector:
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
         await self.find_out(tier)  # before its packs are taken for dead
+        if orphans:
+            await self._read_again(tier)
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
@@ -240,6 +243,13 @@ class Collector:
             files = await self._sweep(tier, oldest_kept) if orphans else 0
         self._state.changed.beat()
         return Collected(tier.name, len(dead), nbytes, files)
+
+    async def _read_again(self, tier: Tier) -> None:
+        """Read commits once more that could not be read: their packs would go as what no step is known to use."""
+        for step, error in tuple(tier.damaged.items()):
+            if step in tier.damaged and not isinstance(error, HalfDeleted):
+                await look_again(tier, step)
+                self._state.changed.beat()
 
     async def _find_strays(self, tier: Tier) -> None:
         """Get to know packs whose put failed after it had happened, and those of other writers."""

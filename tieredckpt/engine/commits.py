@@ -118,12 +118,16 @@ class Commits:
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int] | None:
         """The step's record and the bytes written; None where another promotion of it came first."""
-        ranks, sizes = await in_thread(holders, parts, partial(undoubted, tier), pool=self._state.pool)
+        find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
+        ranks, sizes = await find()
+        counted_on = set(tier.packs)
         need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
         await make_room(self._state, self._collector, step, tier, need)
         async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
             if step in tier.held:
                 return None
+            if counted_on - tier.packs.keys():  # the steps that made room had chunks of this one
+                ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, sizes)
             lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)

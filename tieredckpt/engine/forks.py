@@ -21,19 +21,21 @@ _log = logging.getLogger("tieredckpt")
 
 
 def left_behind(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
-    """Of the steps in RAM, those that a slower tier does not have, from the first serial on that is another's there."""
+    """Of the steps in RAM, those from a serial on that is another's on a slower tier, up to the next that both have.
+
+    What follows a step that both have was saved by a training that knew of it.
+    """
     theirs = {step.serial: held.record for tier in state.tiers[1:] for step, held in tier.held.items()}
-    others = [record for record in in_ram if record.serial in theirs and not _same(record, theirs[record.serial])]
-    if not others:
-        return set()
-    since = min(record.serial for record in others)
-    found = {
-        record.id
-        for record in in_ram
-        if record.serial >= since and not (record.serial in theirs and _same(record, theirs[record.serial]))
-    }
-    for step in sorted(found):
-        _log.warning("%s is dropped from RAM: the training has gone on elsewhere, and given its serial again", step)
+    found: set[StepId] = set()
+    behind = False
+    for record in sorted(in_ram, key=lambda record: record.id):
+        if (other := theirs.get(record.serial)) is not None:
+            behind = not _same(record, other)
+        if behind:
+            found.add(record.id)
+            _log.warning(
+                "%s is dropped from RAM: the training has gone on elsewhere, and given its serial again", record.id
+            )
     return found
 
 

@@ -136,6 +136,8 @@ class Lease:
                 continue
             holder = await self._read(info.key)
             if holder is None:
+                if info.modified and await self._age(info) >= self._ttl:  # a crash has left it so
+                    await self.store.delete(info.key)
                 continue
             if await asyncio.to_thread(_was_given_back, holder, info.key):
                 await self.store.delete(info.key)
@@ -148,12 +150,13 @@ class Lease:
 
     async def _is_alive(self, holder: Holder, info: BlobInfo) -> bool:
         lives = await asyncio.to_thread(_process_lives, holder)
-        return await self._age(holder, info) < self._ttl if lives is None else lives
+        if lives is not None:
+            return lives
+        age = await self._age(info) if info.modified else time.time() - holder.renewed_at
+        return age < self._ttl
 
-    async def _age(self, holder: Holder, info: BlobInfo) -> float:
-        """Seconds since the last sign of life of a holder on another machine."""
-        if not info.modified:
-            return time.time() - holder.renewed_at
+    async def _age(self, info: BlobInfo) -> float:
+        """Seconds since another lease was written, by the clock of a store that has one."""
         try:
             mine = await self.store.stat(self._key)
         except NotFound:

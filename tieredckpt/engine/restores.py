@@ -84,6 +84,8 @@ class Restores:
         self._guards_restore = asyncio.Lock()
         self._number = 0
         """Of the restore under way, the same on all ranks."""
+        self._found = False
+        """Whether there is a step to restore, so that all ranks are to say whether they can read it."""
         self._begun = False
         """Whether this rank has said that it can read, or cannot."""
         self._reading = False
@@ -103,6 +105,7 @@ class Restores:
         if chosen.step is None:
             self._state.chosen = None
             return None
+        self._found = True
         manifest, btree = await self._pass_index(topic, chosen)
         index = await in_thread(decode_step, manifest, btree, chosen.btree_key, pool=self._state.pool)
         found = StepId(chosen.serial, chosen.step)
@@ -126,7 +129,7 @@ class Restores:
                 self._leave_behind()
                 raise
             except Exception as error:
-                if self._state.chosen is not None and not self._begun:
+                if self._found and not self._begun:
                     await self.begin(error)
                 if self._reading:
                     await self._sharing.decline(self._sharing.leave())
@@ -135,7 +138,7 @@ class Restores:
 
         async with self._guards_restore:
             self._number = await self.meeting.meet()
-            self._begun = self._reading = False
+            self._found = self._begun = self._reading = False
             try:
                 await consult(self._team, f"restored/{self._number}", mine(), _agree)
             finally:

@@ -17,7 +17,7 @@ from tieredckpt.blobs.settle import together
 from tieredckpt.engine.catalog import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.tier import Held, Tier
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
@@ -107,36 +107,44 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
 
 
 async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
-    if await _read_step(tier, step):
-        stamp = stamp_of(tier.held[step].btree_key.rpartition("/")[2], folders[step])
-        if stamp is None:
-            tier.catalogued.timeless = True
-        elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
+    match await _read_step(tier, step):
+        case Held() as held:
+            tier.held[step] = held
+            stamp = stamp_of(held.btree_key.rpartition("/")[2], folders[step])
+            if stamp is None:
+                tier.catalogued.timeless = True
+            elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
+                tier.catalogued.forget(step)
+        case TieredCkptError() as error:
+            tier.damaged[step] = error
             tier.catalogued.forget(step)
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
 
 
-async def _read_step(tier: Tier, step: StepId) -> bool:
-    """Know a step as held, or as damaged; whether it is held."""
+async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
+    """The step as it is held, or what is wrong with its commit; None when it is not there any more."""
     try:
         manifest, btree, btree_key = await tier.read_index(step)
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
         if record.id != step:
             raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
     except (Corrupt, NotFound) as error:
-        if not isinstance(error, NotFound) or not await _left(tier, step):
-            tier.damaged[step] = error
-            tier.catalogued.forget(step)
-            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-        return False
-    tier.held[step] = Held(record, btree_key)
-    return True
+        return None if isinstance(error, NotFound) and await _left(tier, step) else error
+    return Held(record, btree_key)
 
 
 async def look_again(tier: Tier, step: StepId) -> None:
     """Read a commit once more that could not be read: a medium may fail, or lie, just once. Raises what it raises."""
-    if await _read_step(tier, step):
+    before = tier.damaged[step]
+    found = await _read_step(tier, step)
+    if tier.damaged.get(step) is not before:
+        return  # meanwhile it was evicted, or committed anew
+    if isinstance(found, Held):
         del tier.damaged[step]
+        tier.held[step] = found
         _log.warning("tier %r: %s can be read there after all", tier.name, step)
+    elif found is not None:
+        tier.damaged[step] = found
 
 
 async def _left(tier: Tier, step: StepId) -> bool:

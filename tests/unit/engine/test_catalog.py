@@ -20,16 +20,17 @@ from insight import flip, flip_chunk, tier_of
 from scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import Survives
+from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import cataloguing
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.upkeep import catalogue
-from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import decode_catalog, encode_catalog
 from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.testing.faulty import Faulty
 from tieredckpt.testing.life import slow_stores
 from tieredckpt.testing.memory import MemoryBlobs, Objects
 from tieredckpt.testing.tiers import FaultyTiers
@@ -169,6 +170,25 @@ async def test_a_damaged_catalog_costs_time_alone_and_is_written_anew(
     async with place.opened() as store:
         assert "a catalog" not in caplog.text
         await assert_all_there(store, 1, 2, 3)
+
+
+async def test_a_catalog_that_the_device_cannot_read_costs_time_alone_and_is_written_anew(
+    place: Place, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.trained(1, 2, 3)
+    (before,) = place.catalogs
+    wrap = faults.wrap
+
+    def with_a_bad_sector(name: str, store: BlobStore) -> Faulty:
+        faulty = wrap(name, store)
+        faulty.fail("get", TierUnavailable("Input/output error"), key=f"catalogs/{before.name}", times=None)
+        return faulty
+
+    monkeypatch.setattr(faults, "wrap", with_a_bad_sector)
+    async with place.opened() as store:
+        await assert_all_there(store, 1, 2, 3)
+    (after,) = place.catalogs
+    assert after != before
 
 
 async def test_the_catalog_of_another_store_is_not_believed(place: Place) -> None:

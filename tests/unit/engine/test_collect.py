@@ -20,6 +20,7 @@ from insight import flip_chunk, index_of, tier_of
 from scenes import CHUNK, SOON, Heard, assert_same, config, crash, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.folders import new_temporary
 from tieredckpt.engine import collector
 from tieredckpt.engine.by_hand import ByHand
@@ -31,6 +32,7 @@ from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import decode_step
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.testing.faulty import Faulty
 from tieredckpt.testing.tiers import FaultyTiers
 
 GRACE = 3600.0
@@ -511,3 +513,29 @@ async def assert_sound(store: CheckpointStore, place: Place, trees: dict[int, An
         for found in await store.verify(info.step):
             assert found.intact, (n, found)
     await assert_restores(store, 9, changed(9, keeps=3))
+
+
+async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    settings = config({"disk": folder(disk, retain="all")}, grace=GRACE)
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2, 3):
+            await store.save(step, changed(step))
+    for path in disk.glob("packs/*/*"):
+        os.utime(path, (time.time() - 2 * GRACE,) * 2)
+    wrap = faults.wrap
+
+    def lying_once(name: str, blobs: BlobStore) -> Faulty:
+        faulty = wrap(name, blobs)
+        faulty.flip("get", 100, key="steps/0000000002-*/manifest.ocdbt")
+        return faulty
+
+    monkeypatch.setattr(faults, "wrap", lying_once)
+    async with CheckpointStore.open(settings) as store:
+        assert [info.step for info in await store.steps()] == [1, 3]
+        await store.collect()
+        restored = await store.restore(2, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, changed(2))

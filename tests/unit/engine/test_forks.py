@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort import assert_whole, cohort
-from scenes import CHUNK, assert_same, config, crash, folder, ram
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.events import StepPromoted
 from tieredckpt.testing.tiers import FaultyTiers
 
 
@@ -73,6 +74,28 @@ async def test_what_only_memory_has_is_still_the_newest_where_nobody_went_on(pla
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, state(30))
+
+
+async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path, faults: FaultyTiers) -> None:
+    await left_behind(place, faults)
+    async with CheckpointStore.open(on("b", place)) as store:
+        await store.restore()
+        await store.save(2, state(2))
+    faults.refuse("disk")
+    store = await CheckpointStore.open(on("a", place))  # which cannot know what b has saved
+    heard = Heard(store)
+    await store.restore()
+    await store.save(4, state(4))
+    faults.allow("disk")
+    await heard.first(StepPromoted, lambda event: event.step == 4)
+    held = faults["disk"].hold("put", key="packs/*", times=None)
+    await store.save(5, state(5))
+    await crash(store)
+    held.release()
+    async with CheckpointStore.open(on("a", place)) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, state(5))
 
 
 async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memory: Path, faults: FaultyTiers) -> None:

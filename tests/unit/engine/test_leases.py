@@ -132,10 +132,18 @@ async def test_the_clock_of_another_host_makes_it_neither_dead_nor_immortal(
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"host": 1}', b"\xff\xfe", b"x" * 10_000], ids=repr)
-async def test_a_torn_lease_holds_nothing(on_disk: StoreConfig, disk: Path, torn: bytes) -> None:
-    lease(disk, time.time()).write_bytes(torn)
+async def test_a_torn_lease_holds_nothing_and_is_removed_once_nobody_can_be_at_it(
+    on_disk: StoreConfig, disk: Path, torn: bytes
+) -> None:
+    path = lease(disk, time.time())
+    path.write_bytes(torn)
     async with CheckpointStore.open(on_disk) as store:
         await store.save(1, tree(1))
+        assert path.exists()
+    long_ago = time.time() - 2 * on_disk.lease_ttl
+    os.utime(path, (long_ago, long_ago))
+    async with CheckpointStore.open(on_disk):
+        assert not path.exists()
 
 
 async def test_a_writer_that_another_took_over_from_stops_writing(

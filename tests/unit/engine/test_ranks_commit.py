@@ -91,6 +91,17 @@ async def test_what_a_later_step_has_alike_is_not_written_again(place: Place) ->
         assert [event.written for event in ranks.heard[3].of(StepPromoted)][1] == 0
 
 
+async def test_a_chunk_that_left_with_the_step_that_made_room_is_written_again(place: Place) -> None:
+    settings = {"capacity": "1700 KiB", "retain": {"kind": "last_n", "n": 1}}
+    async with place.open(2, disk_settings=settings) as ranks:
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+        saves = await ranks.all(lambda store, rank: store.save(3, part(3, rank, 2) | {"common": common(1)}))
+        await ranks.reached(saves, "disk")
+        assert [event.step for event in ranks.heard[0].of(StepEvicted) if event.tier == "disk"] == [1]
+        assert all(each.intact for each in await ranks[0].verify(3, tier="disk"))
+
+
 async def test_stock_tensorstore_reads_what_many_ranks_committed(place: Place) -> None:
     async with place.open() as ranks:
         await ranks.reached(await ranks.save(1), "disk")

@@ -12,7 +12,8 @@ from scenes import SOON, crash
 
 from tieredckpt.checkpoint import Restored
 from tieredckpt.engine import team
-from tieredckpt.errors import Closed, RanksUnavailable
+from tieredckpt.engine.messages import Chosen
+from tieredckpt.errors import Closed, Corrupt, RanksUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,29 @@ async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
         for restored in await ranks.restored():
             assert_whole(restored, 1)
         await ranks.reached(await ranks.save(2), "disk")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_a_rank_that_cannot_take_up_what_was_chosen_fails_the_restore_at_once(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=3 * SOON) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        ranked = ranks[rank].engine.ranked
+        assert ranked is not None
+        pass_index = ranked.restores._pass_index
+
+        async def cut(topic: str, chosen: Chosen) -> tuple[bytes, bytes]:
+            manifest, nodes = await pass_index(topic, chosen)
+            return manifest, nodes[:-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ranked.restores, "_pass_index", cut)
+            async with asyncio.timeout(SOON):
+                outcomes = await asyncio.gather(*(store.restore() for store in ranks.stores), return_exceptions=True)
+        assert all(isinstance(outcome, Corrupt) for outcome in outcomes), outcomes
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
 
 
 async def test_an_ask_that_was_cancelled_is_not_counted(shared_memory: Path, tmp_path: Path) -> None:
