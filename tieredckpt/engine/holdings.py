@@ -63,10 +63,14 @@ class HeldSteps(dict[StepId, Held]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._changed: set[StepId] = set()
+        self._changed: set[StepId] | None = None
+        """None until somebody asks: of a tier that nobody asks about, nothing piles up."""
 
     def news(self) -> set[StepId]:
-        """The steps that came, went or were replaced since the last call."""
+        """The steps that came, went or were replaced since the last call; at the first one all."""
+        if self._changed is None:
+            self._changed = set()
+            return set(self)
         found: set[StepId] = set()
         while True:
             try:
@@ -74,30 +78,34 @@ class HeldSteps(dict[StepId, Held]):
             except KeyError:
                 return found
 
+    def _tell(self, *steps: StepId) -> None:
+        if self._changed is not None:
+            self._changed.update(steps)
+
     # Each tells of a change when it has been made: who looks before is told, and who looks between looks again.
 
     def __setitem__(self, step: StepId, held: Held) -> None:
         super().__setitem__(step, held)
-        self._changed.add(step)
+        self._tell(step)
 
     def __delitem__(self, step: StepId) -> None:
         super().__delitem__(step)
-        self._changed.add(step)
+        self._tell(step)
 
     def pop(self, step: StepId, *default: Any) -> Any:
         found = super().pop(step, *default)
-        self._changed.add(step)
+        self._tell(step)
         return found
 
     def popitem(self) -> tuple[StepId, Held]:
         step, held = super().popitem()
-        self._changed.add(step)
+        self._tell(step)
         return step, held
 
     def clear(self) -> None:
         gone = tuple(self)
         super().clear()
-        self._changed.update(gone)
+        self._tell(*gone)
 
     def setdefault(self, step: StepId, held: Held) -> Held:
         if step not in self:
@@ -107,7 +115,7 @@ class HeldSteps(dict[StepId, Held]):
     def update(self, *others: Any, **none: Any) -> None:
         added = dict(*others, **none)
         super().update(added)
-        self._changed.update(added)
+        self._tell(*added)
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
         self.update(other)
