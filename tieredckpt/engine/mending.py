@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.collector import Collector
@@ -36,16 +37,16 @@ class Mending:
         state = self._state
         mine = [each for each in damage if each.tier in state.tiers and state.manages(each.tier)]
         torn = [(tier, error) for tier, error in unreadable if state.manages(tier)]
-        works = [self.mend(step, mine, torn)] if mine or torn else []
+        works = [partial(self.mend, step, mine, torn)] if mine or torn else []
         if self._link is not None:
             theirs = [each for each in damage if each not in mine]
             elsewhere = [each for each in unreadable if each not in torn]
-            works += [self._link.mend(step, theirs, elsewhere)] if theirs or elsewhere else []
+            works += [partial(self._link.mend, step, theirs, elsewhere)] if theirs or elsewhere else []
 
         async def work() -> None:
             for each in works:
                 try:
-                    await each
+                    await each()
                 except TieredCkptError as error:
                     _log.error("%s could not be mended: %s", step, error)
 

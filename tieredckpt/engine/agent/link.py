@@ -9,12 +9,12 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tieredckpt.blobs.settle import in_thread, outlast, told_to_end
 from tieredckpt.engine.agent import messages as said
@@ -262,8 +262,8 @@ class Link:
         if tier.blobs is None and news.known:
             self._behind(self._open(tier))
 
-    def _behind(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    def _behind(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="tieredckpt what an agent's word asks for")
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
