@@ -55,6 +55,8 @@ class Budget:
     every_of_ranks: int
     """The same for a life of several ranks, each of which is survived by three sets of ranks."""
     kills: int
+    agent_kills: int
+    """Of trainers and of the agents that promote for them."""
     seconds: float
     """Of the soak."""
     pace: float
@@ -66,8 +68,12 @@ class Budget:
 
 
 BUDGETS: Mapping[str, Budget] = {
-    "short": Budget(every=40, every_of_ranks=400, kills=10, seconds=20.0, pace=0.02, times=1, inputs=100),
-    "documented": Budget(every=1, every_of_ranks=20, kills=300, seconds=600.0, pace=0.05, times=15, inputs=3000),
+    "short": Budget(
+        every=40, every_of_ranks=400, kills=10, agent_kills=3, seconds=20.0, pace=0.02, times=1, inputs=100
+    ),
+    "documented": Budget(
+        every=1, every_of_ranks=20, kills=300, agent_kills=60, seconds=600.0, pace=0.05, times=15, inputs=3000
+    ),
 }
 """A look that takes a minute or two, and what the documentation records."""
 
@@ -90,7 +96,8 @@ class Figures:
     """All of it."""
 
     crashes: list[Crashes] = field(default_factory=list)
-    killed: Killed | None = None
+    killed: list[Killed] = field(default_factory=list)
+    """Trainers, and trainers and agents."""
     soaked: Soaked | None = None
     calls: Counter[str] = field(default_factory=Counter)
     """Calls of the system that failed, by name."""
@@ -106,9 +113,9 @@ class Figures:
             ("  states that they left, and that were survived", _number(sum(each.states for each in self.crashes))),
             ("  steps compared bit for bit after them", _number(sum(each.steps for each in self.crashes))),
         ]
-        if self.killed is not None:
-            rows += [("kills survived", _number(sum(self.killed.kills.values())))]
-            rows += [(f"  {point}", _number(number)) for point, number in sorted(self.killed.kills.items())]
+        kills = self._kills()
+        rows += [("kills survived", _number(kills.total()))]
+        rows += [(f"  {point}", _number(number)) for point, number in sorted(kills.items())]
         if self.soaked is not None:
             rows += fault_rows(self.soaked)
         rows += [
@@ -120,16 +127,20 @@ class Figures:
             rows += soak_rows(self.soaked)
         return [*rows, ("losses", "; ".join(self.losses) or "none"), ("seconds", f"{self.seconds:.0f}")]
 
+    def _kills(self) -> Counter[str]:
+        """By the point at which they came."""
+        return sum((each.kills for each in self.killed), Counter())
+
     def to_json(self) -> dict[str, Any]:
         """The same with every number by its name."""
-        soaked, killed = self.soaked or Soaked(), self.killed or Killed()
+        soaked = self.soaked or Soaked()
         faults: dict[str, dict[str, int]] = {}
         for (kind, verb), number in sorted(soaked.faults.items()):
             faults.setdefault(kind, {})[verb] = number
         return {
             "crash_points": sum(each.points for each in self.crashes),
             "crashes": [vars(each) for each in self.crashes],
-            "kills": dict(sorted(killed.kills.items())),
+            "kills": dict(sorted(self._kills().items())),
             "faults": faults,
             "system_calls": dict(sorted(self.calls.items())),
             "inputs_fuzzed": sum(self.inputs.values()),
@@ -273,12 +284,18 @@ def measure(budget: Budget, around: Callable[[str], Any], *, seed: int = 0) -> F
     for what, run in crash(budget.every, budget.every_of_ranks):
         if (crashed := attempt(what, run)) is not None:
             found.crashes.append(crashed)
-    found.killed = attempt("killing trainers", lambda: kill(budget.kills, seed, None))
+    for what, killing in (
+        ("killing trainers", partial(kill, budget.kills, seed, None)),
+        ("killing trainers and agents", partial(kill, budget.agent_kills, seed, None, by_agent=True)),
+    ):
+        if (killed := attempt(what, killing)) is not None:
+            found.killed.append(killed)
     found.soaked = attempt("a soak", lambda: run_soak(budget.seconds, seed, budget.pace, None))
     found.calls = attempt("calls of the system fail", lambda: fail_calls(budget.times)) or Counter()
     for name, fuzzed in fuzz_decoders(budget.inputs, seed):
         found.inputs[name] = attempt(f"fuzzing {name}", fuzzed) or 0
-    found.losses += [*(found.killed.lost if found.killed else []), *(found.soaked.lost if found.soaked else [])]
+    found.losses += [lost for killed in found.killed for lost in killed.lost]
+    found.losses += found.soaked.lost if found.soaked else []
     found.losses += [f"growth: {line}" for line in (found.soaked.growing if found.soaked else [])]
     found.seconds = time.monotonic() - begin
     return found
