@@ -26,11 +26,11 @@ ALLOWED: Mapping[str, tuple[float, int]] = {
     "bytes of files": (0.25, 256 << 10),
     "files": (0.25, 8),
     "descriptors": (0.0, 4),
-    "threads": (0.0, 4),
+    "threads": (0.0, 16),
     "tasks": (0.0, 3),
 }
 """By how much each may be more at the end: a share of what it was, and so much besides. What is retained varies
-with what was promoted last, and a pool starts its threads one by one as they are first needed.
+with what was promoted last, and pools start their threads one by one as they are first needed, some of them late.
 """
 
 _WARM_UP = 0.2
