@@ -58,7 +58,7 @@ async def test_damage_that_is_not_mended_is_found_out(
         return []
 
     monkeypatch.setattr("tieredckpt.engine.verifier.heal", nothing)
-    found = await soak(30.0, shared_memory, tmp_path, seed=1, every=0.0)
+    found = await soak(80.0, shared_memory, tmp_path, seed=1, every=0.0)
     assert found.lost
 
 
@@ -73,7 +73,7 @@ async def test_steps_that_leave_unheard_are_found_out(
             tier.drop(other)
 
     monkeypatch.setattr(Tier, "retract", and_another)
-    found = await soak(30.0, shared_memory, tmp_path, seed=1, every=0.0)
+    found = await soak(80.0, shared_memory, tmp_path, seed=1, every=0.0)
     assert any("was heard to hold" in line for line in found.lost)
 
 

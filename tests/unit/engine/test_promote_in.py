@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agents import end_agent
+from cohort import cohort
 from insight import flip_chunk, tier_of
 from scenes import Heard, assert_same, config, crash, files_under, folder, ram, tree
 
@@ -216,3 +217,10 @@ async def test_a_store_that_follows_goes_on_where_the_last_one_was(place: Place)
     async with place.opened() as store:
         assert [info.tiers for info in await store.steps()] == [("ram", "disk")] * 2
         assert tier_of(store, "disk").healthy
+
+
+async def test_several_ranks_are_told_that_they_promote_themselves(shared_memory: Path, tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="promote_in = 'agent' is for a store of one rank, and there are 2"):
+        async with cohort(2, shared_memory, tmp_path, promote_in="agent"):
+            pass
+    assert files_under(tmp_path) == {}
