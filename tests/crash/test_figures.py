@@ -17,7 +17,7 @@ from tieredckpt.testing.decoders import DECODERS
 from tieredckpt.testing.figures import Budget
 from tieredckpt.testing.replay import Lost
 
-LEAST = Budget(every=10_000, every_of_ranks=10_000, kills=2, seconds=2.0, pace=0.0, times=1, inputs=3)
+LEAST = Budget(every=10_000, every_of_ranks=10_000, kills=2, agent_kills=1, seconds=2.0, pace=0.0, times=1, inputs=3)
 """One of everything."""
 
 
@@ -50,7 +50,7 @@ def test_everything_is_tried_and_told_in_numbers() -> None:
         *(("object", failure) for failure in ("process", "node")),
         *(("3 ranks, object", death) for death in ("all processes", "one node", "all nodes")),
     }
-    assert sum(found["kills"].values()) == LEAST.kills
+    assert sum(found["kills"].values()) == LEAST.kills + LEAST.agent_kills
     assert found["faults"]
     assert found["system_calls"]["fsync"]
     assert found["decoders"].keys() == {decoder.name for decoder in DECODERS}
@@ -60,7 +60,7 @@ def test_everything_is_tried_and_told_in_numbers() -> None:
 
 
 def test_what_is_lost_in_one_part_is_told_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: Any) -> None:
+    def lost(*_: Any, **__: Any) -> None:
         raise Lost("serial 3 was acknowledged, and is held nowhere")
 
     for part in ("_crash", "_crash_ranks", "kill", "fail_calls"):
