@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tieredckpt.engine.heal import Unmended
+from tieredckpt.engine.source import Damage
 from tieredckpt.engine.tier import Tier
 from tieredckpt.testing.gauges import ALLOWED, trends
 from tieredckpt.testing.soak import Soaked, soak
@@ -54,10 +57,10 @@ async def test_ten_minutes_under_random_faults_lose_and_leak_nothing(shared_memo
 async def test_damage_that_is_not_mended_is_found_out(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing(*_: Any) -> list[Any]:
-        return []
+    async def give_up(_: object, __: object, ___: object, damage: Iterable[Damage]) -> list[Unmended]:
+        return [Unmended((each.key,), each.error) for each in damage]
 
-    monkeypatch.setattr("tieredckpt.engine.verifier.heal", nothing)
+    monkeypatch.setattr("tieredckpt.engine.verifier.heal", give_up)
     found = await soak(80.0, shared_memory, tmp_path, seed=1, every=0.0)
     assert found.lost
 
