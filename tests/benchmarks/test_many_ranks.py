@@ -179,7 +179,7 @@ def test_a_promotion_costs_rank_0_no_second_merge(tmp_path: Path, ranks: int, ar
     agreed = time.process_time() - began
     gc.collect()
     began = time.process_time()
-    having, sizes = holders(said, ())
+    having, sizes = holders(said, lambda _: False)
     share_out(having, sizes)
     index = placed(whole, extents_of(said), {})
     encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), checksum=True)
