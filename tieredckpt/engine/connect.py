@@ -166,7 +166,7 @@ async def _refuse_to_lose(state: State, tier: Tier, marker: StoreMarker) -> None
     """
     newest = max((held.record.saved_at for other in state.tiers for held in other.held.values()), default=0.0)
     async for info in tier.store.list(layout.STEPS):
-        if info.key.endswith("/manifest.ocdbt") and info.modified > newest:
+        if info.key.endswith(f"/{layout.MANIFEST}") and info.modified > newest:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} holds steps of another store ({marker.store}) that are "
                 f"newer than anything on the other tiers; delete that folder if nobody needs them, or give this store "

@@ -10,9 +10,9 @@ import msgspec
 from tieredckpt.engine.tier import MARKER_MAX, Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StoreMarker, decode_marker, find_record
+from tieredckpt.format.manifest import StepId, StoreMarker, find_record
 
-__all__ = ["agreed", "marker_is", "marker_of", "store_of_steps"]
+__all__ = ["agreed", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -81,14 +81,6 @@ async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -
             _log.warning("tier %r: its marker says %s, its steps and another tier %s", tier.name, marker.store, store)
             result[i] = StoreMarker(store=store)
     return result
-
-
-async def marker_is(tier: Tier, marker: StoreMarker) -> bool:
-    """Whether the marker lies on the tier as it should. Raises `TierUnavailable`."""
-    try:
-        return decode_marker(await tier.store.get(layout.MARKER, limit=MARKER_MAX), tier.store.location) == marker
-    except (Corrupt, NotFound):
-        return False
 
 
 async def _is_of_another_format(tier: Tier) -> bool:

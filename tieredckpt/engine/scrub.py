@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.identity import marker_is
 from tieredckpt.engine.repack import rewrite
 from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.state import State
@@ -67,7 +66,7 @@ async def _check_marker(state: State, tier: Tier, *, repair: bool) -> Verified |
     assert tier.marker is not None
     problem = f"tier {tier.name!r}: {layout.MARKER} is not what was written"
     try:
-        if await marker_is(tier, tier.marker):
+        if await tier.probe():
             return None
         if repair:
             await tier.mark(tier.marker)
