@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from records import first_record
 from scenes import config, folder
 
 from tieredckpt import CheckpointStore
@@ -30,7 +31,7 @@ from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
 from tieredckpt.format.grid import plan_block
-from tieredckpt.format.manifest import StepRecord, StoreMarker, encode_marker, encode_step
+from tieredckpt.format.manifest import StoreMarker, encode_marker, encode_step
 from tieredckpt.format.merging import merge
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
@@ -64,18 +65,13 @@ def write_rank(root: Path, rank: int, ranks: int, structure: DictNode, store: st
         layout.block_key(name, box.offset): PartArray(grid, np.dtype("<f4"), [chunk])
         for name, chunk in zip(names, zip(digests, extents, strict=True), strict=True)
     }
-    record = StepRecord(
+    record = first_record(
+        structure,
         store=store,
         step=STEP,
         serial=SERIAL,
         line=((SERIAL, SERIAL),),
-        restored_from=None,
-        saved_at=0.0,
         nbytes=CHUNK * len(names),
-        metrics={},
-        provenance={},
-        policy={},
-        structure=structure,
         rank=rank,
         ranks=ranks,
     )

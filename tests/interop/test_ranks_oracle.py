@@ -16,6 +16,7 @@ from cuts import boxes_between, cuts, meshes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from records import first_record
 
 from tieredckpt.engine.specs import spec_of
 from tieredckpt.format import layout
@@ -23,7 +24,7 @@ from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
 from tieredckpt.format.grid import cell_box, cells, plan_block
-from tieredckpt.format.manifest import StepIndex, StepRecord, decode_step, encode_step
+from tieredckpt.format.manifest import StepIndex, decode_step, encode_step
 from tieredckpt.format.merging import merge
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, PartChunk, decode_part, encode_part
@@ -66,21 +67,7 @@ class Ranks:
         path = self.root / pack
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        record = StepRecord(
-            store=self.store,
-            step=7,
-            serial=1,
-            line=((1, 1),),
-            restored_from=None,
-            saved_at=0.0,
-            nbytes=0,
-            metrics={},
-            provenance={},
-            policy={},
-            structure=self.structure,
-            rank=rank,
-            ranks=ranks,
-        )
+        record = first_record(self.structure, store=self.store, step=7, rank=rank, ranks=ranks)
         self.parts.append(decode_part(encode_part(Part(record, arrays)), f"parts/{rank}"))
 
     def commit(self) -> StepIndex:

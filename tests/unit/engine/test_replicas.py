@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from records import first_record
 from scenes import CHUNK, config, ram
 
 from tieredckpt.engine.collector import Collector
@@ -26,7 +27,7 @@ from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format import grid
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepRecord, StoreMarker
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.testing.ranks import InProcess, World
 from tieredckpt.tree.flatten import flatten
@@ -68,11 +69,17 @@ class Node:
                 offset = tier.slab_index.add(digest(data), found[0], data.size)
                 chunks.append(Chunk(digest(data), Extent(tier.ram.slab_key, offset, data.size)))
             arrays[key] = ArrayIndex(cells, array.dtype, chunks)
-        record = StepRecord(
-            store=STORE, step=step, serial=step, line=((1, step),), restored_from=None, saved_at=time.time(),
-            nbytes=sum(array.nbytes for array in tree.values()), metrics={}, provenance={}, policy={},
-            structure=flat.structure, rank=0, ranks=2,
-        )  # fmt: skip
+        record = first_record(
+            flat.structure,
+            store=STORE,
+            step=step,
+            serial=step,
+            line=((1, step),),
+            saved_at=time.time(),
+            nbytes=sum(array.nbytes for array in tree.values()),
+            rank=0,
+            ranks=2,
+        )
         await tier.commit(record, arrays)
         return record.id
 

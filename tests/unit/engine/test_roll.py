@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from records import first_record
 
 from tieredckpt.config import PosixTier
 from tieredckpt.engine.holdings import Sizes
@@ -25,18 +26,15 @@ async def _nowhere() -> Any:
 
 
 def record(step: StepId, version: int) -> StepRecord:
-    return StepRecord(
+    return first_record(
+        NoneNode(),
         store=STORE,
         step=step.step,
         serial=step.serial,
         line=((step.serial, step.serial),),
-        restored_from=None,
         saved_at=1000.0 * step.serial,
         nbytes=version,
         metrics={"loss": step.serial},
-        provenance={},
-        policy={},
-        structure=NoneNode(),
     )
 
 

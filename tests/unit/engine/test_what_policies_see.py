@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import first_record
 from scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
@@ -246,18 +247,8 @@ def holder(process: int, taken_at: float, renewed_at: float) -> Holder:
 
 
 def record(process: int, saved_at: float, **provenance: str) -> StepRecord:
-    return StepRecord(
-        store="",
-        step=1,
-        serial=1,
-        line=(),
-        restored_from=None,
-        saved_at=saved_at,
-        nbytes=0,
-        metrics={},
-        provenance={"host": "node", "process": str(process), **provenance},
-        policy={},
-        structure=None,
+    return first_record(
+        None, store="", line=(), saved_at=saved_at, provenance={"host": "node", "process": str(process), **provenance}
     )
 
 

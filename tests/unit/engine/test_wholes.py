@@ -11,6 +11,7 @@ import pytest
 from cohort import assert_whole, cohort
 from hypothesis import given
 from hypothesis import strategies as st
+from records import first_record
 from scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore
@@ -21,7 +22,7 @@ from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.grid import plan, plan_block
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.structure import ArrayNode, DictNode
 
@@ -54,21 +55,7 @@ def part(rank: int, ranks: int, rows: int, contents: int, inline: bool) -> StepI
             offset += 8192
         key = layout.block_key(name, box.offset) if name == "cut" else name
         arrays[key] = ArrayIndex(grid, np.dtype("<f4"), chunks)
-    record = StepRecord(
-        store=STORE,
-        step=1,
-        serial=1,
-        line=((1, 1),),
-        restored_from=None,
-        saved_at=0.0,
-        nbytes=0,
-        metrics={},
-        provenance={},
-        policy={},
-        structure=DictNode(list(names), list(nodes)),
-        rank=rank,
-        ranks=ranks,
-    )
+    record = first_record(DictNode(list(names), list(nodes)), store=STORE, rank=rank, ranks=ranks)
     return StepIndex(record, arrays)
 
 

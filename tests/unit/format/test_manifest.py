@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from records import first_record
 
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.boxes import Box
@@ -30,19 +29,7 @@ def test_every_array_gets_its_own_digests_back(names: set[str], checksum: bool) 
         key: ArrayIndex(grid, np.dtype(np.uint8), [_chunk(i, 0), _chunk(i, 1)]) for i, key in enumerate(keys.values())
     }
     nodes = [ArrayNode(key, "uint8", (4,), "numpy") for key in keys.values()]
-    record = StepRecord(
-        store=str(uuid.UUID(int=1)),
-        step=1,
-        serial=1,
-        line=((1, 1),),
-        restored_from=None,
-        saved_at=0.0,
-        nbytes=4 * len(arrays),
-        metrics={},
-        provenance={},
-        policy={},
-        structure=DictNode(list(keys), nodes),
-    )
+    record = first_record(DictNode(list(keys), nodes), nbytes=4 * len(arrays))
     path = btree_key(1, 1)
     files = encode_step(record, arrays, btree_path=path, checksum=checksum)
     decoded = decode_step(files.manifest, files.btree, path)
@@ -65,21 +52,7 @@ def _blocks(record: StepRecord, blocks: dict[str, tuple[int, ...]], dtype: str =
 
 
 def _record(rank: int | None, ranks: int = 2) -> StepRecord:
-    return StepRecord(
-        store=str(uuid.UUID(int=1)),
-        step=1,
-        serial=1,
-        line=((1, 1),),
-        restored_from=None,
-        saved_at=0.0,
-        nbytes=16,
-        metrics={},
-        provenance={},
-        policy={},
-        structure=DictNode(["w"], [WHOLE]),
-        rank=rank,
-        ranks=ranks,
-    )
+    return first_record(DictNode(["w"], [WHOLE]), nbytes=16, rank=rank, ranks=ranks)
 
 
 TOP, BOTTOM = block_key("w", (0, 0)), block_key("w", (4, 0))

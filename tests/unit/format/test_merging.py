@@ -12,6 +12,7 @@ import pytest
 from cuts import boxes_between, cuts
 from hypothesis import given
 from hypothesis import strategies as st
+from records import first_record
 
 from tieredckpt.errors import Conflict
 from tieredckpt.format import layout
@@ -42,18 +43,15 @@ def node(key: str, shape: tuple[int, ...] = SHAPE) -> ArrayNode:
 
 
 def record(rank: int, ranks: int, structure: Node) -> StepRecord:
-    return StepRecord(
+    return first_record(
+        structure,
         store=STORE,
         step=5,
         serial=3,
         line=((1, 3),),
-        restored_from=None,
         saved_at=10.0 + rank,
         nbytes=1,
         metrics={"loss": float(rank), f"rank {rank}": 1.0},
-        provenance={},
-        policy={},
-        structure=structure,
         rank=rank,
         ranks=ranks,
     )

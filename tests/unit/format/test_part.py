@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import uuid
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from records import first_record
 
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout
@@ -30,22 +30,8 @@ def record(rank: int | None = 1, **changes: Any) -> StepRecord:
     whole = ArrayNode("whole", "bfloat16", (3,), "numpy")
     cut = ArrayNode("cut", "datetime64[s]", (8, 4), "numpy")
     empty = ArrayNode("empty", "int8", (0, 2), "torch")
-    fields: dict[str, Any] = {
-        "store": str(uuid.UUID(int=1)),
-        "step": 1,
-        "serial": 1,
-        "line": ((1, 1),),
-        "restored_from": None,
-        "saved_at": 0.0,
-        "nbytes": 6 + 128,
-        "metrics": {"loss": "nan"},
-        "provenance": {},
-        "policy": {},
-        "structure": DictNode(["whole", "cut", "empty"], [whole, cut, empty]),
-        "rank": rank,
-        "ranks": 4,
-    }
-    return StepRecord(**fields | changes)
+    fields: dict[str, Any] = {"nbytes": 6 + 128, "metrics": {"loss": "nan"}, "rank": rank, "ranks": 4}
+    return first_record(DictNode(["whole", "cut", "empty"], [whole, cut, empty]), **fields | changes)
 
 
 def chunk(number: int, nbytes: int, kind: int) -> PartChunk:
