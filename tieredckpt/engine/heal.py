@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
@@ -87,19 +88,16 @@ async def _mend_inline(
                     continue
                 nbytes = array.grid.cell_nbytes
                 async with state.scratch.lend(aligned(nbytes)) as memory:
-                    try:
-                        good_tier = await source.read(key, ordinal, memory, bad=tier)
-                    except (Corrupt, TierUnavailable) as error:
-                        left.append(Unmended((layout.array_key(key),), error))
+                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                         continue
-                    origin.append((key, good_tier.name, nbytes))
-                    good = [*mended.get(key, array).chunks]
-                    good[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
-                    mended[key] = ArrayIndex(array.grid, array.dtype, good)
+                    origin.append((key, good.name, nbytes))
+                    better = [*mended.get(key, array).chunks]
+                    better[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
+                    mended[key] = ArrayIndex(array.grid, array.dtype, better)
     if mended:
-        better = StepIndex(source.index.record, {**source.index.arrays, **mended})
+        index = StepIndex(source.index.record, {**source.index.arrays, **mended})
         why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
-        await heal_index(state, collector, step, tier, why, better)
+        await heal_index(state, collector, step, tier, why, index)
         for key, name, nbytes in origin:
             state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name, nbytes))
     return left
@@ -116,10 +114,7 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                 chunks.pop(chunk.digest)
                 nbytes = array.grid.cell_nbytes
                 async with state.scratch.lend(aligned(nbytes)) as memory:
-                    try:
-                        good = await source.read(key, ordinal, memory, bad=tier)
-                    except (Corrupt, TierUnavailable) as error:
-                        left.append(Unmended((layout.array_key(key),), error))
+                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                         continue
                     lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
@@ -146,11 +141,10 @@ async def _mend_packs(
                     continue
                 nbytes = array.grid.cell_nbytes
                 async with state.scratch.lend(aligned(nbytes)) as memory:
-                    try:
-                        origin[chunk.digest] = (await source.read(key, ordinal, memory, bad=tier)).name, nbytes
-                    except (Corrupt, TierUnavailable) as error:
+                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                         lost[chunk.digest] = chunk.where
-                        left.append(Unmended((layout.array_key(key),), error))
+                    else:
+                        origin[chunk.digest] = good.name, nbytes
     async with tier.guards_packs:
         for digest in chunks:
             tier.forget(digest)  # also what is lost: a step to come that has it writes it anew
@@ -161,6 +155,17 @@ async def _mend_packs(
         state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name, nbytes))
     await collector.collect(tier, orphans=False)
     return left
+
+
+async def _read_good(
+    source: StepSource, tier: Tier, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unmended]
+) -> Tier | None:
+    """Fill ``memory`` with a chunk that is damaged on a tier; whence, or None, and then it is added to ``left``."""
+    try:
+        return await source.read(key, ordinal, memory, bad=tier)
+    except (Corrupt, TierUnavailable) as error:
+        left.append(Unmended((layout.array_key(key),), error))
+        return None
 
 
 async def heal_index(
