@@ -234,6 +234,8 @@ class Collector:
                 await self._find_strays(tier)
             live = await self._live_packs(tier)
             oldest_kept = time.time() - self._state.config.grace
+            # A commit that cannot be read may be readable later, so its packs are kept like those of a writer at work.
+            live |= tier.damaged.may_use(since=oldest_kept if orphans else 0.0)
             dead = [
                 key
                 for key in tier.packs
