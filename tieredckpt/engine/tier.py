@@ -243,10 +243,12 @@ class Tier:
     async def read_index(self, step: StepId) -> tuple[bytes, bytes, str]:
         """The manifest of a step, its index nodes and their key. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
         manifest = await self.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
-        btree_key = ocdbt.read_root(manifest).path
-        if not btree_key.startswith(layout.step_folder(step.step, step.serial)):
-            raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step")
-        return manifest, await self.store.get(btree_key, limit=_BTREE_MAX), btree_key
+        root = ocdbt.read_root(manifest)
+        if not root.path.startswith(layout.step_folder(step.step, step.serial)):
+            raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {root.path!r}, outside the step")
+        # Not the most that any nodes take: others wait for what is said here, and so long is waited for an answer.
+        nbytes = max(root.offset + root.length, root.tree_bytes)
+        return manifest, await self.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
 
     async def load_index(self, step: StepId) -> StepIndex:
         """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
