@@ -18,6 +18,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine import connect, engine
 from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.lease import Lease
+from tieredckpt.engine.promoter import Promoter
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
@@ -77,6 +78,45 @@ async def test_a_tier_that_is_dead_at_open_is_caught_up_later(
         await heard.first(TierRecovered)
         await checkpoint.reached("disk")
         assert await store.where(1) == ("ram", "disk")
+
+
+async def test_an_index_that_is_slow_to_come_holds_nothing_else_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    async with CheckpointStore.open(two_tiers) as store:
+        slow = faults["disk"].hold("get", key="steps/*/btree")
+        reading = asyncio.create_task(store.verify(1, "disk"))
+        await slow.reached()
+        saved = await store.save(2, tree(2))
+        async with asyncio.timeout(SOON):
+            await saved.reached("disk")
+        slow.release()
+        (verified,) = await reading
+        assert verified.intact
+
+
+async def test_a_flush_ends_though_a_tier_is_tried_again_and_again_meanwhile(
+    three_tiers: StoreConfig, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = Promoter.rest
+    async with CheckpointStore.open(three_tiers) as store:
+        failing = tier_of(store, "disk")
+
+        async def rest_and_see_the_disk_fail_once_more(self: Promoter) -> None:
+            await rest(self)
+            if self.tier is not failing:
+                attempts = len(faults["disk"].calls)
+                await self._state.changed.until(lambda: len(faults["disk"].calls) > attempts)
+                await self._state.changed.until(lambda: not failing.promotions)
+
+        monkeypatch.setattr(Promoter, "rest", rest_and_see_the_disk_fail_once_more)
+        faults["disk"].full_after(0)
+        await store.save(1, tree(1))
+        async with asyncio.timeout(SOON):
+            with pytest.raises(NoSpace, match=r"tier 'disk' lacks step 1 "):
+                await store.flush()
+        assert await store.where(1) == ("ram", "far")
 
 
 @pytest.mark.parametrize("verb", ["put", "list", "get", "stat", "delete"])
