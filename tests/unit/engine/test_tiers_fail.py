@@ -106,12 +106,12 @@ async def test_a_flush_ends_though_a_tier_is_tried_again_and_again_meanwhile(
         async def rest_and_see_the_disk_fail_once_more(self: Promoter) -> None:
             await rest(self)
             if self.tier is not failing:
-                attempts = len(faults["disk"].calls)
-                await self._state.changed.until(lambda: len(faults["disk"].calls) > attempts)
+                refused = faults.struck["no space", "put"]
+                await self._state.changed.until(lambda: faults.struck["no space", "put"] > refused)
                 await self._state.changed.until(lambda: not failing.promotions)
 
         monkeypatch.setattr(Promoter, "rest", rest_and_see_the_disk_fail_once_more)
-        faults["disk"].full_after(0)
+        faults["disk"].fail("put", NoSpace("full"), key="packs/*", times=None)
         await store.save(1, tree(1))
         async with asyncio.timeout(SOON):
             with pytest.raises(NoSpace, match=r"tier 'disk' lacks step 1 "):
