@@ -166,6 +166,31 @@ async def test_a_commit_whose_answer_is_lost_is_taken_back(
         assert len(list(disk.rglob("manifest.ocdbt"))) == 1
 
 
+async def test_a_commit_that_could_not_be_taken_back_is_so_before_its_packs_go(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    """A newer step is promoted instead, and the older one is due no more."""
+    newest = {"kind": "last_n", "n": 1}
+    tiers = config({"ram": ram(shared_memory, on_close="release"), "disk": folder(disk, retain=newest)})
+    async with CheckpointStore.open(tiers) as store:
+        heard = Heard(store)
+        faults["disk"].fail("put", TierUnavailable("done, but nobody heard"), key="steps/*/manifest.ocdbt", after=True)
+        faults["disk"].fail("delete", TierUnavailable("not done"), key="steps/*/manifest.ocdbt")
+        held = faults["disk"].hold("put", key="steps/*/btree*", nth=2)
+        faults["disk"].fail("put", TierUnavailable("no answer"), key="steps/*/btree*", nth=2)
+        await store.save(1, tree(1))
+        await held.reached()
+        assert len(list(disk.rglob("manifest.ocdbt"))) == 1
+        await store.save(2, tree(2))
+        held.release()
+        await heard.first(StepPromoted, lambda event: event.step == 2)
+        await store.collect()
+        assert await store.where(1) == ("ram",)
+    async with CheckpointStore.open(tiers) as store:
+        assert [info.step for info in await store.steps()] == [2]
+        assert all(found.intact for found in await store.verify(2))
+
+
 async def test_a_folder_that_was_moved_away_and_back_is_caught_up(
     two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
 ) -> None:
