@@ -232,6 +232,7 @@ async def test_ranks_in_threads_without_an_event_loop_do_the_same(place: Place) 
     for thread in threads:
         thread.start()
     await asyncio.gather(*(asyncio.to_thread(thread.join, SOON) for thread in threads))
+    assert not any(thread.is_alive() for thread in threads)
     assert problems == []
 
 
