@@ -24,7 +24,7 @@ settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 _SHARED_MEMORY = Path("/dev/shm")
-_GRACE = 5.0
+_GRACE = 30.0
 """Seconds that what ends by itself, or belongs to a run beside this one, is given to go away."""
 
 
