@@ -78,7 +78,9 @@ class Soaked:
         return [str(trend) for trend in self.trends if trend.grows]
 
 
-async def soak(seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0) -> Soaked:
+async def soak(
+    seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0, rounds: int = 4 * _ROUNDS
+) -> Soaked:
     """Let a store live for so long.
 
     Args:
@@ -87,11 +89,12 @@ async def soak(seconds: float, memory: Path, disk: Path, *, seed: int = 0, every
         disk: a folder for the slower tiers.
         seed: of what is done and what fails.
         every: seconds from one save to the next.
+        rounds: of a save and an order there are at least, however long they take: some of everything happens.
     """
     found = Soaked()
     with tried_again_soon(), faulty_tiers(remembered=0) as faults:
         soaking = _Soaking(found, faults, random.Random(seed), memory, disk)  # noqa: S311
-        await soaking.live(seconds, every)
+        await soaking.live(seconds, every, rounds)
         found.faults = faults.struck
     return found
 
@@ -125,12 +128,12 @@ class _Soaking:
         self._acknowledged: dict[str, set[int]] = {"ram": set(), **{name: set() for name in SLOWER}}
         self._samples: list[Mapping[str, int]] = []
 
-    async def live(self, seconds: float, every: float) -> None:
-        """Go on until the time is over, and end in calm."""
+    async def live(self, seconds: float, every: float, least: int) -> None:
+        """Go on until the time is over and so many rounds have been, and end in calm."""
         begin = time.monotonic()
         await self._open()
         rounds = 0
-        while time.monotonic() - begin < seconds and not self._found.lost:
+        while (time.monotonic() - begin < seconds or rounds < least) and not self._found.lost:
             due = time.monotonic() + every
             self._trouble.stir()
             await self._within("a save", self._save())
