@@ -277,9 +277,10 @@ def is_read(manifest: Path) -> bool:
     return False
 
 
-def stop_when_it_reads(agent: int, manifest: Path) -> None:
-    eventually(lambda: is_read(manifest), "the agent reads the step")
-    os.kill(agent, signal.SIGSTOP)  # which it goes on to do for as long as the test needs that
+def stop_when_it_reads(agent: int, manifest: Path, disk: Path) -> None:
+    """Stop an agent that reads a step, of which it knows by then where it lies, for as long as the test needs that."""
+    eventually(lambda: is_read(manifest) and any(disk.glob("packs/*/*")), "the agent reads the step")
+    os.kill(agent, signal.SIGSTOP)
 
 
 async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
@@ -293,7 +294,7 @@ async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
         await store.save(1, tree(1))
         (manifest,) = ram_folder.glob("steps/*/manifest.ocdbt")
         agent = agent_of(ram_folder)
-        await asyncio.to_thread(stop_when_it_reads, agent, manifest)
+        await asyncio.to_thread(stop_when_it_reads, agent, manifest, disk)
         try:
             await store.save(2, tree(2))
             await store.evict(1, "ram")
