@@ -24,7 +24,7 @@ from typing import Any
 
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.inventory import StepInfo
@@ -264,7 +264,7 @@ class _Soaking:
         if await self._store.engine_loop.call(self._invert(tier, info, key)):
             self._found.damaged += 1
         if self._chance.random() < 0.5:
-            await self._restore_one(info)
+            await self._restore_in_calm(info)
 
     async def _invert(self, name: str, info: StepInfo, key: str) -> bool:
         held = self._store.engine.state
@@ -283,7 +283,11 @@ class _Soaking:
         return True
 
     async def _scrub(self) -> None:
-        for verified in await self._store.scrub(repair=True):
+        found = await self._store.scrub(repair=True)
+        while any(not each.intact and not each.damaged for each in found):
+            await self._arrived()  # it was slower than the tier's deadline, which says nothing of what is there
+            found = await self._store.scrub(repair=True)
+        for verified in found:
             self._found.compared += 1
             if not verified.intact:
                 self._found.lost.append(f"{verified.id} on {verified.tier!r}: {verified.problem}")
@@ -300,11 +304,18 @@ class _Soaking:
         for info in infos:
             try:
                 if not info.abandoned:
-                    await self._restore_one(info)
+                    await self._restore_in_calm(info)
             except (Conflict, NotFound):  # evicted meanwhile
                 continue
             except Corrupt as error:
                 self._found.lost.append(str(error))
+
+    async def _restore_in_calm(self, info: StepInfo) -> None:
+        while True:
+            try:
+                return await self._restore_one(info)
+            except TierUnavailable:
+                await self._arrived()  # as when it is scrubbed
 
     async def _restart(self) -> None:
         """End the process, in order or not, perhaps with its memory or with a tier that is not there at first."""
