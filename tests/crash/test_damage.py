@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -101,6 +102,35 @@ async def test_a_commit_that_could_not_be_read_once_is_read_again_by_whoever_ver
         assert not found.problem
         assert await store.where(1) == ("disk",)
         assert await restored(store) == {"disk": TOTAL}
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["lied about", "damaged for good"])
+async def test_what_an_unreadable_commit_uses_outlives_the_other_steps_that_use_it(
+    for_good: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = place / "of-test" / "disk"
+    async with opened(place, "disk") as store:
+        await store.save(1, state(1))
+        await store.save(2, state(1))
+        await store.save(3, state(3))
+    (manifest,) = disk.glob("steps/*1-*/manifest.ocdbt")
+    flip(manifest, 40)
+    async with opened(place, "disk") as store:
+        (found,) = await store.verify(1)
+        assert found.problem
+        await store.collect()  # which sees that step 2 uses the same packs,
+        await store.evict(2, "disk")  # and now it does no more
+        if for_good:
+            now = time.time
+            monkeypatch.setattr(time, "time", lambda: now() + 1e6)
+            packs = set(disk.glob("packs/*/*"))
+            await store.collect()
+            assert set(disk.glob("packs/*/*")) < packs  # the grace is over
+        else:
+            flip(manifest, 40)
+            (found,) = await store.verify(1)
+            assert not found.problem
+            assert await restored(store) == {"disk": TOTAL}
 
 
 # -- chunks -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
 
-Small objects go through aiofiles, large transfers through `transfer`; both on threads of the store's own, so
+Small durable objects go through aiofiles, everything else through `transfer`; both on threads of the store's own, so
 that a file system that hangs starves no other tier. A cancelled verb waits for its thread, which looks for
 that before every block, since until then the caller's memory is in use.
 """
@@ -112,11 +112,12 @@ class PosixStore:
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         path = self._path(key)
         nbytes = sum(memoryview(part).nbytes for part in parts)
-        if nbytes >= transfer.DIRECT_FROM:
-            await self._on_thread(partial(self._write_large, path, parts, nbytes, create_only))
+        if nbytes >= transfer.DIRECT_FROM or not self._fsync:
+            # What waits for no device is written sooner than it is handed from one thread's turn to the next.
+            await self._on_thread(partial(self._write_in_one_turn, path, parts, nbytes, create_only))
             return
         stop = transfer.Stop()
-        write = self._write_small(path, b"".join(parts), create_only, stop)
+        write = self._write_and_sync(path, b"".join(parts), create_only, stop)
         await self._settle(asyncio.ensure_future(write), stop.set)
 
     async def stat(self, key: str) -> BlobInfo:
@@ -250,7 +251,7 @@ class PosixStore:
                     raise
         return self._folders.open(path, os.O_RDONLY), False
 
-    async def _write_small(self, path: Path, data: bytes, create_only: bool, stop: transfer.Stop) -> None:
+    async def _write_and_sync(self, path: Path, data: bytes, create_only: bool, stop: transfer.Stop) -> None:
         folders, pool, exact = self._folders, self._pool, create_only and self._links
         try:
             create = aiofiles.os.wrap(folders.create)
@@ -260,8 +261,7 @@ class PosixStore:
                 try:
                     await file.write(data)
                     await file.flush()
-                    if self._fsync:
-                        await aiofiles.os.wrap(os.fsync)(fd, executor=pool)
+                    await aiofiles.os.wrap(os.fsync)(fd, executor=pool)
                 finally:
                     await file.close()
                 if stop.is_set():
@@ -275,17 +275,18 @@ class PosixStore:
         except OSError as error:
             raise _of_put(await self._mapped(error, path, "written"), path) from error
 
-    def _write_large(
+    def _write_in_one_turn(
         self, path: Path, parts: Sequence[Buffer], nbytes: int, create_only: bool, stop: transfer.Stop
     ) -> None:
         folders, exact = self._folders, create_only and self._links
-        flags = transfer.O_DIRECT if self._direct else 0
+        direct = self._direct and nbytes >= transfer.DIRECT_FROM
+        flags = transfer.O_DIRECT if direct else 0
         try:
             temporary, fd = folders.create(path, flags, self._file_mode, create_only=create_only)
             try:
                 try:
                     transfer.reserve(fd, nbytes)
-                    transfer.write(fd, transfer.as_arrays(parts), stop, direct=self._direct)
+                    transfer.write(fd, transfer.as_arrays(parts), stop, direct=direct)
                     if self._fsync:
                         os.fsync(fd)
                 finally:

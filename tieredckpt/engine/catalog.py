@@ -112,7 +112,7 @@ async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
     found: list[tuple[str, Catalog]] = []
     for info in infos:
         try:
-            data = await tier.store.get(info.key, limit=MAX_CATALOG)
+            data = await tier.store.get(info.key, limit=min(info.size, MAX_CATALOG))
             catalog = await asyncio.to_thread(decode_catalog, data, info.key)
             if catalog.store != store:
                 raise Corrupt(f"{info.key} is of store {catalog.store}")

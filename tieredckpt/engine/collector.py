@@ -230,10 +230,13 @@ class Collector:
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
+            await self._take_back(tier)
             if orphans:
                 await self._find_strays(tier)
             live = await self._live_packs(tier)
             oldest_kept = time.time() - self._state.config.grace
+            # A commit that cannot be read may be readable later, so its packs are kept like those of a writer at work.
+            live |= tier.damaged.may_use(since=oldest_kept if orphans else 0.0)
             dead = [
                 key
                 for key in tier.packs
@@ -250,6 +253,12 @@ class Collector:
             if step in tier.damaged and not isinstance(error, HalfDeleted):
                 await look_again(tier, step)
                 self._state.changed.beat()
+
+    async def _take_back(self, tier: Tier) -> None:
+        """Undo first commits that failed, and may be there all the same: no step is held by their packs."""
+        for step in tuple(tier.doubtful - tier.held.keys()):
+            await tier.store.delete(layout.manifest_key(step.step, step.serial))
+            tier.doubtful.discard(step)
 
     async def _find_strays(self, tier: Tier) -> None:
         """Get to know packs whose put failed after it had happened, and those of other writers."""

@@ -196,15 +196,16 @@ class Commits:
         reading = asyncio.Semaphore(_PARALLEL_READS)
 
         async def read(rank: int) -> None:
+            promised, nbytes = expected[rank]
             async with reading:
                 key = layout.part_key(step.step, step.serial, rank)
                 # What is wrong here is the tier's and not the step's, for the rank still has its part.
                 anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
                 try:
-                    written[rank] = await tier.store.get(key, limit=_PART_MAX)
-                except NotFound as error:
+                    written[rank] = await tier.store.get(key, limit=min(nbytes, _PART_MAX))
+                except (Corrupt, NotFound) as error:
                     raise TierUnavailable(anew) from error
-            if digest(written[rank]) != expected[rank]:
+            if digest(written[rank]) != promised:
                 raise TierUnavailable(anew)
 
         await together([read(rank) for rank in parts])
@@ -253,7 +254,7 @@ class Commits:
         streamed = await self._streamed_packs(step, tier)
         before = tier.packs.keys() - streamed.keys()
         tier.packs.update(streamed)
-        found: dict[int, bytes] = {}
+        found: dict[int, tuple[bytes, int]] = {}
         failure = None
         try:
             if tier.blobs is None:
@@ -261,7 +262,7 @@ class Commits:
             for part, digests in todo.items():
                 written = await self._write(step, tier, part, digests)
                 await tier.store.put(layout.part_key(step.step, step.serial, part), [written])
-                found[part] = digest(written)
+                found[part] = digest(written), len(written)
         except TieredCkptError as error:
             failure = Failure.of(error)
         except Exception as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+import time
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["Held", "HeldSteps", "Sizes"]
+__all__ = ["DamagedSteps", "Held", "HeldSteps", "Sizes"]
 
 K = TypeVar("K")
 
@@ -120,3 +122,22 @@ class HeldSteps(dict[StepId, Held]):
     def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
         self.update(other)
         return self
+
+
+class DamagedSteps(dict[StepId, TieredCkptError]):
+    """The steps whose commit is there and cannot be read, and the packs that each may use all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packs: dict[StepId, tuple[float, frozenset[str]]] = {}
+
+    def condemn(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
+        """Count a step among them; ``packs`` are those that it uses or, where that is not known, all there are."""
+        self[step] = error
+        self._packs[step] = time.time(), frozenset(packs)
+
+    def may_use(self, since: float) -> set[str]:
+        """The packs of steps that are here since then (epoch seconds) or later."""
+        for step in self._packs.keys() - self.keys():
+            del self._packs[step]
+        return {key for condemned_at, packs in self._packs.values() if condemned_at >= since for key in packs}

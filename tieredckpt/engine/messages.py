@@ -344,8 +344,8 @@ class Done(msgspec.Struct, frozen=True):
 
     packs: dict[str, int] = {}
     """Sizes of the packs that it wrote, by key."""
-    parts: dict[int, bytes] = {}
-    """Digests of the parts that it wrote, by the rank that saved them."""
+    parts: dict[int, tuple[bytes, int]] = {}
+    """Digests and sizes of the parts that it wrote, by the rank that saved them."""
     seconds: float = 0.0
     failure: Failure | None = None
 

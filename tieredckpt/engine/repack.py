@@ -32,6 +32,10 @@ async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str
                 tier.orphans.pop(key, None)  # known to have been used: no grace needed
     await collector.forget_packs(tier, packs)
     for step in users:
-        if step in tier.held:  # and was not evicted meanwhile
-            written += await copy_step(state, collector, step, tier, again=True, leaving=packs)
+        try:
+            if step in tier.held:
+                written += await copy_step(state, collector, step, tier, again=True, leaving=packs)
+        except NotFound:
+            if step in tier.held:  # and was not evicted meanwhile
+                raise
     return written

@@ -73,7 +73,7 @@ class State:
     signals: set[str] = field(default_factory=set)
     """What the trainer has raised; changed from its thread, or from a signal handler there."""
     promotions_ended: int = 0
-    """How many promotions, done or failed, there have been."""
+    """How many promotions there have been, those left out that failed to a tier which had failed before."""
     rank: int = 0
     role: Role = Role.WHOLE
     agents_tiers: AgentsTiers | None = None
@@ -290,9 +290,12 @@ class State:
         tier.promotions += 1
         try:
             yield
+            self.promotions_ended += 1
+        except BaseException:
+            self.promotions_ended += tier.error is None  # or a tier that fails on and on would end some on and on
+            raise
         finally:
             tier.promotions -= 1
-            self.promotions_ended += 1
             self.changed.beat()
 
     def observe_promotion(self, step: StepRecord, tier: Tier) -> float:

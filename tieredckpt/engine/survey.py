@@ -116,7 +116,7 @@ async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]
             elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
                 tier.catalogued.forget(step)
         case TieredCkptError() as error:
-            tier.damaged[step] = error
+            tier.damaged.condemn(step, error, tier.packs)
             tier.catalogued.forget(step)
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
 

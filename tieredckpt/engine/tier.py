@@ -17,7 +17,7 @@ from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.catalog import Catalogued
 from tieredckpt.engine.half_deleted import HalfDeleted
-from tieredckpt.engine.holdings import Held, HeldSteps, Sizes
+from tieredckpt.engine.holdings import DamagedSteps, Held, HeldSteps, Sizes
 from tieredckpt.engine.indexes import RecentIndexes, unique_extents
 from tieredckpt.engine.known_chunks import KnownChunks
 from tieredckpt.engine.lease import Lease
@@ -73,8 +73,7 @@ class Tier:
     """In the RAM of a rank: its parts of steps that are not known to be whole."""
     unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = field(default_factory=list)
     """Steps retracted from RAM, by their chunks, that another process may still be reading: what tells, and where."""
-    damaged: dict[StepId, TieredCkptError] = field(default_factory=dict)
-    """Steps whose commit is there and cannot be read."""
+    damaged: DamagedSteps = field(default_factory=DamagedSteps)
     chunks: KnownChunks = field(default_factory=KnownChunks)
     """The dedupe index of a durable tier: every chunk in its packs."""
     spares: dict[bytes, list[Extent]] = field(default_factory=dict)
@@ -244,10 +243,12 @@ class Tier:
     async def read_index(self, step: StepId) -> tuple[bytes, bytes, str]:
         """The manifest of a step, its index nodes and their key. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
         manifest = await self.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
-        btree_key = ocdbt.read_root(manifest).path
-        if not btree_key.startswith(layout.step_folder(step.step, step.serial)):
-            raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {btree_key!r}, outside the step")
-        return manifest, await self.store.get(btree_key, limit=_BTREE_MAX), btree_key
+        root = ocdbt.read_root(manifest)
+        if not root.path.startswith(layout.step_folder(step.step, step.serial)):
+            raise Corrupt(f"tier {self.name!r}, {step}: the manifest points to {root.path!r}, outside the step")
+        # Not the most that any nodes take: others wait for what is said here, and so long is waited for an answer.
+        nbytes = max(root.offset + root.length, root.tree_bytes)
+        return manifest, await self.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
 
     async def load_index(self, step: StepId) -> StepIndex:
         """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
@@ -379,11 +380,9 @@ class Tier:
     def condemn(self, step: StepId, error: TieredCkptError) -> None:
         """Count a step as not held: its commit turned out unreadable."""
         if self.held.pop(step, None) is not None:
-            self.damaged[step] = error
+            self.damaged.condemn(step, error, self._packs_of.pop(step, self.packs))
             self.catalogued.forget(step)
             self.indexes.pop(step, None)
-            # The packs may be good, so they are kept like those of a writer at work.
-            self.orphans.update(dict.fromkeys(self._packs_of.pop(step, ()), time.time()))
 
     def has(self, digest: bytes, nbytes: int) -> bool:
         """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""

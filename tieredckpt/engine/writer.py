@@ -7,6 +7,7 @@ thread left that touches them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import platform
@@ -130,11 +131,7 @@ class Writer:
         async with AsyncExitStack() as until_committed:
             tier, located = await self._place(snapshot, refusals, until_committed)
             try:
-                record = await self._in_pool(self._record, identity, flat, snapshot, metrics)
-                arrays: dict[str, ArrayIndex] = await self._in_pool(snapshot.index, located)
-                stored = arrays
-                if flat.in_pieces and self._state.ranks == 1:
-                    stored = await self._in_pool(join, flat.structure, arrays)
+                record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.last_serial = identity.serial
@@ -183,6 +180,14 @@ class Writer:
 
     # -- what is remembered -------------------------------------------------------------------------------
 
+    def _index(
+        self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float], located: Located
+    ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
+        """The record of a step, its arrays as this rank has them, and as they are stored."""
+        arrays = snapshot.index(located)
+        stored = join(flat.structure, arrays) if flat.in_pieces and self._state.ranks == 1 else arrays
+        return self._record(identity, flat, snapshot, metrics), arrays, stored
+
     def _record(self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float]) -> StepRecord:
         state = self._state
         if state.marker is None:
@@ -197,9 +202,7 @@ class Writer:
             nbytes=snapshot.nbytes,
             metrics={name: _storable(value) for name, value in metrics.items()},
             provenance={
-                "tieredckpt": version("tieredckpt"),
-                "python": platform.python_version(),
-                "numpy": np.__version__,
+                **_versions(),
                 "host": socket.gethostname(),
                 "process": str(os.getpid()),
                 **state.history.provenance(
@@ -221,6 +224,12 @@ class Writer:
             if key in self._digests and len(self._digests[key]) == len(digests)
         }
         self._digests = now
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    """Of what makes the saves; found out once, for that parses the package's metadata."""
+    return {"tieredckpt": version("tieredckpt"), "python": platform.python_version(), "numpy": np.__version__}
 
 
 def _storable(value: float) -> float | str:

@@ -17,11 +17,13 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from tieredckpt.blobs.settle import outlast
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -123,6 +125,8 @@ class _Soaking:
         self._trouble = Trouble(faults, chance)
         self._store: CheckpointStore
         self._step = self._count = 0
+        self._ordered = ""
+        """What was asked for last, until it has ended."""
         self._saved: dict[int, int] = {}
         """By serial, which save it was: all that its tree depends on."""
         self._acknowledged: dict[str, set[int]] = {"ram": set(), **{name: set() for name in SLOWER}}
@@ -150,11 +154,21 @@ class _Soaking:
         self._found.seconds = time.monotonic() - begin
 
     async def _within(self, what: str, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
         try:
-            async with asyncio.timeout(_PATIENCE):
-                await work
-        except TimeoutError:
-            self._found.lost.append(f"{what} had not ended after {_PATIENCE:.0f} s")
+            await asyncio.wait([task], timeout=_PATIENCE)
+            if not task.done():
+                where = await self._store.engine_loop.call(_where_tasks_are())
+                order = f" ({self._ordered})" if self._ordered else ""
+                self._found.lost.append(
+                    f"{what}{order} had not ended after {_PATIENCE:.0f} s; the engine was at\n{where}"
+                )
+                return
+        finally:
+            if not task.done():
+                task.cancel()
+                await outlast(task)
+        await task
 
     # -- the trainer --------------------------------------------------------------------------------------
 
@@ -191,24 +205,27 @@ class _Soaking:
 
     async def _order(self) -> None:
         """Something that a trainer, or somebody at its side, asks for; it may fail, and may not be wrong."""
-        orders: list[Callable[[StepInfo], Awaitable[object]]] = [
-            self._restore_one,
-            self._verify_one,
-            lambda _: self._store.flush(),
-            lambda _: self._store.collect(),
-            lambda info: self._store.promote(info.step, self._chance.choice(SLOWER)),
-            lambda info: self._store.evict(info.step, self._chance.choice(info.tiers)),
-            self._roll_back,
-        ]
+        orders: dict[str, Callable[[StepInfo], Awaitable[object]]] = {
+            "restore": self._restore_one,
+            "verify": self._verify_one,
+            "flush": lambda _: self._store.flush(),
+            "collect": lambda _: self._store.collect(),
+            "promote": lambda info: self._store.promote(info.step, self._chance.choice(SLOWER)),
+            "evict": lambda info: self._store.evict(info.step, self._chance.choice(info.tiers)),
+            "roll back to": self._roll_back,
+        }
         infos = [info for info in await self._store.steps() if info.tiers and not info.abandoned]
         if not infos or self._chance.random() < 0.3:
             return
-        order, info = self._chance.choice(orders), self._chance.choice(infos)
+        name, info = self._chance.choice(list(orders)), self._chance.choice(infos)
+        self._ordered = f"{name} {info.step}"
         with self._trouble.passing():
             try:
-                await order(info)
+                await orders[name](info)
             except TieredCkptError:
                 self._found.refused += 1
+            finally:
+                self._ordered = ""
 
     async def _restore_one(self, info: StepInfo) -> None:
         restored = await self._store.restore(info.step, resume=False)
@@ -346,6 +363,24 @@ class _Soaking:
 
 async def _tasks() -> int:
     return len(asyncio.all_tasks())
+
+
+async def _where_tasks_are() -> str:
+    """Where each task of the running loop waits, the innermost frames last."""
+    found = []
+    for task in asyncio.all_tasks():
+        frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in _awaited(task)]
+        at = " < ".join(f"{Path(file).stem}.{name}:{line}" for file, line, name in reversed(frames))
+        found.append(f"{task.get_name()}: {at}")
+    return "\n".join(sorted(found))
+
+
+def _awaited(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """The frames of what a task awaits, which `asyncio.Task.get_stack` leaves out but for the first."""
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield frame
+        coroutine = coroutine.cr_await
 
 
 def _flip(path: Path, at: int) -> None:

@@ -37,7 +37,7 @@ async def test_what_retention_could_not_delete_is_held_or_gone_and_never_damaged
         assert [event.step for event in heard.of(StepEvicted) if event.tier == "disk"] == [1, 2]
         await store.collect()
         assert len(list(disk.glob("steps/*/*"))) == 2
-        assert len(list(disk.glob("packs/*/*"))) == (2 if after else 1)  # of the one, until the grace is over
+        assert len(list(disk.glob("packs/*/*"))) == 1
 
 
 async def test_what_could_not_be_deleted_by_hand_is_held_as_before(

@@ -18,6 +18,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine import connect, engine
 from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.lease import Lease
+from tieredckpt.engine.promoter import Promoter
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
@@ -79,6 +80,45 @@ async def test_a_tier_that_is_dead_at_open_is_caught_up_later(
         assert await store.where(1) == ("ram", "disk")
 
 
+async def test_an_index_that_is_slow_to_come_holds_nothing_else_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    async with CheckpointStore.open(two_tiers) as store:
+        slow = faults["disk"].hold("get", key="steps/*/btree")
+        reading = asyncio.create_task(store.verify(1, "disk"))
+        await slow.reached()
+        saved = await store.save(2, tree(2))
+        async with asyncio.timeout(SOON):
+            await saved.reached("disk")
+        slow.release()
+        (verified,) = await reading
+        assert verified.intact
+
+
+async def test_a_flush_ends_though_a_tier_is_tried_again_and_again_meanwhile(
+    three_tiers: StoreConfig, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = Promoter.rest
+    async with CheckpointStore.open(three_tiers) as store:
+        failing = tier_of(store, "disk")
+
+        async def rest_and_see_the_disk_fail_once_more(self: Promoter) -> None:
+            await rest(self)
+            if self.tier is not failing:
+                refused = faults.struck["no space", "put"]
+                await self._state.changed.until(lambda: faults.struck["no space", "put"] > refused)
+                await self._state.changed.until(lambda: not failing.promotions)
+
+        monkeypatch.setattr(Promoter, "rest", rest_and_see_the_disk_fail_once_more)
+        faults["disk"].fail("put", NoSpace("full"), key="packs/*", times=None)
+        await store.save(1, tree(1))
+        async with asyncio.timeout(SOON):
+            with pytest.raises(NoSpace, match=r"tier 'disk' lacks step 1 "):
+                await store.flush()
+        assert await store.where(1) == ("ram", "far")
+
+
 @pytest.mark.parametrize("verb", ["put", "list", "get", "stat", "delete"])
 async def test_one_failure_anywhere_in_a_promotion_is_made_good(
     two_tiers: StoreConfig, faults: FaultyTiers, verb: str
@@ -124,6 +164,31 @@ async def test_a_commit_whose_answer_is_lost_is_taken_back(
         await heard.first(TierRecovered)
         await store.flush()
         assert len(list(disk.rglob("manifest.ocdbt"))) == 1
+
+
+async def test_a_commit_that_could_not_be_taken_back_is_so_before_its_packs_go(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    """A newer step is promoted instead, and the older one is due no more."""
+    newest = {"kind": "last_n", "n": 1}
+    tiers = config({"ram": ram(shared_memory, on_close="release"), "disk": folder(disk, retain=newest)})
+    async with CheckpointStore.open(tiers) as store:
+        heard = Heard(store)
+        faults["disk"].fail("put", TierUnavailable("done, but nobody heard"), key="steps/*/manifest.ocdbt", after=True)
+        faults["disk"].fail("delete", TierUnavailable("not done"), key="steps/*/manifest.ocdbt")
+        held = faults["disk"].hold("put", key="steps/*/btree*", nth=2)
+        faults["disk"].fail("put", TierUnavailable("no answer"), key="steps/*/btree*", nth=2)
+        await store.save(1, tree(1))
+        await held.reached()
+        assert len(list(disk.rglob("manifest.ocdbt"))) == 1
+        await store.save(2, tree(2))
+        held.release()
+        await heard.first(StepPromoted, lambda event: event.step == 2)
+        await store.collect()
+        assert await store.where(1) == ("ram",)
+    async with CheckpointStore.open(tiers) as store:
+        assert [info.step for info in await store.steps()] == [2]
+        assert all(found.intact for found in await store.verify(2))
 
 
 async def test_a_folder_that_was_moved_away_and_back_is_caught_up(

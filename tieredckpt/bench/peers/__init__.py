@@ -13,13 +13,14 @@ OURS = "tieredckpt"
 
 def all_peers() -> tuple[Peer, ...]:
     """Every peer, installed or not, this library first. Loads none of their frameworks."""
-    from tieredckpt.bench.peers import dcp, orbax, ours, safetensors, torch_save, zarr3
+    from tieredckpt.bench.peers import dcp, deepspeed, orbax, ours, safetensors, torch_save, zarr3
 
     return (
         *ours.PEERS,
         *orbax.PEERS,
         *dcp.PEERS,
         *torch_save.PEERS,
+        *deepspeed.PEERS,
         *safetensors.PEERS,
         *zarr3.PEERS,
     )

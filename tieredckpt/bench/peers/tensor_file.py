@@ -10,7 +10,7 @@ from tieredckpt.bench.peers.base import Setting, sync_files
 from tieredckpt.bench.peers.tensors import arrays_of, tensors_of
 from tieredckpt.bench.workloads import State
 
-__all__ = ["DURABILITY", "TensorFile", "Tensors"]
+__all__ = ["DURABILITY", "TensorFile", "Tensors", "load_tensors"]
 
 DURABILITY = "none of its own; the bench syncs its file"
 
@@ -55,3 +55,11 @@ class TensorFile:
 
     def close(self) -> None:
         """Nothing runs in the background."""
+
+
+def load_tensors(path: Path) -> Tensors:
+    """What `torch.save` wrote."""
+    import torch
+
+    found: Tensors = torch.load(path, weights_only=True)
+    return found

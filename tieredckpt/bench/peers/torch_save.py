@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tieredckpt.bench.peers.base import Peer, absent
-from tieredckpt.bench.peers.tensor_file import DURABILITY, TensorFile, Tensors
+from tieredckpt.bench.peers.tensor_file import DURABILITY, TensorFile, Tensors, load_tensors
 
 __all__ = ["PEERS"]
 
@@ -17,13 +17,6 @@ def _write(tensors: Tensors, path: Path) -> None:
     torch.save(tensors, path)
 
 
-def _read(path: Path) -> Tensors:
-    import torch
-
-    found: Tensors = torch.load(path, weights_only=True)
-    return found
-
-
 PEERS = (
     Peer(
         "torch.save",
@@ -32,6 +25,6 @@ PEERS = (
         "blocking",
         ("new",),
         absent("torch"),
-        partial(TensorFile, write=_write, read=_read),
+        partial(TensorFile, write=_write, read=load_tensors),
     ),
 )
