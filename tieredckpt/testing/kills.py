@@ -219,6 +219,8 @@ def _one(trainers: _Trainers, job: Job, story: Story, chance: random.Random) -> 
             killer.start()
     for timer in (killer, watchdog):
         timer.cancel()
+    if killer.is_alive():
+        killer.join()  # it is at work: what it kills must not be of the next one
     return int(rest), struck.is_set()
 
 
