@@ -42,14 +42,21 @@ def lose_servers(lost: bool) -> None:
         new.replace(LOOKALIKE / "switches")
 
 
+def wait_for(told: threading.Event) -> None:
+    """Give the store the time to notice what became of the look-alike."""
+    if "CHFS_SERVER" not in os.environ:
+        told.wait(60)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.ERROR)  # the events tell what the log would
-    back = threading.Event()
+    gone, back = threading.Event(), threading.Event()
 
     def told(event: Event) -> None:
         match event:
             case TierFailed(tier=tier):
                 print(f"{tier} failed, training goes on")
+                gone.set()
             case TierRecovered(tier=tier):
                 print(f"{tier} is back")
                 back.set()
@@ -70,9 +77,9 @@ def main() -> None:
             saved = store.save(step, state)
             if step == first + 5:
                 saved.reached("shared")  # past CHFS
+                wait_for(gone)
                 lose_servers(False)
-        if "CHFS_SERVER" not in os.environ:
-            back.wait(30)
+        wait_for(back)
         store.flush()
         print(f"step {step} is on {', '.join(store.where(step))}")
 

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,23 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine.agent.process import LOCK, LOG, lives
 
 
-def agent_of(folder: Path) -> int:
-    """The process that is the agent of a RAM folder."""
+def agent_of(folder: Path, *, after: int | None = None) -> int:
+    """The process that is the agent of a RAM folder; the next one, once there is one, ``after`` another."""
+    if after is not None:
+        eventually(lambda: _holder(folder) not in (None, after), "there is another agent")
     assert lives(folder), f"there is no agent; its log:\n{log_of(folder)}"
-    found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
+    found = _holder(folder)
     assert found is not None
-    return int(found[1])
+    return found
+
+
+def _holder(folder: Path) -> int | None:
+    """Who last said that it is the agent of a folder."""
+    try:
+        found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
+    except FileNotFoundError:
+        return None
+    return int(found[1]) if found is not None else None
 
 
 def log_of(folder: Path) -> str:
@@ -39,10 +51,10 @@ def wait_for_end(process: int) -> None:
 
 
 def end_agent(folder: Path) -> None:
-    """Kill the agent of a folder, if there is one."""
-    if lives(folder):
-        process = agent_of(folder)
-        os.kill(process, signal.SIGKILL)
+    """Kill the agent of a folder, if there is one; it may end by itself at any moment."""
+    if lives(folder) and (process := _holder(folder)) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
         wait_for_end(process)
 
 

@@ -17,7 +17,7 @@ from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
 E = TypeVar("E", bound=Event)
 
 CHUNK = 16 << 10
-SOON = 20.0
+SOON = 60.0
 """Seconds after which what should have happened by itself counts as never happening."""
 
 

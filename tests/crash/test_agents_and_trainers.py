@@ -10,8 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,14 @@ from tieredckpt.preempt import EXIT_STATUS, preemption
 
 DYING = """
 import json, os, signal, sys
+from agents import agent_of
 from scenes import tree
 from tieredckpt import CheckpointStore
 store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
 for step in map(int, sys.argv[2:]):
     store.save(step, tree(step))
+if store.config.promote_in == "agent":
+    os.kill(agent_of(store.config.tiers[0].path), signal.SIGSTOP)  # or it might have ended before the test looks
 os.kill(os.getpid(), signal.SIGKILL)
 """
 TESTS = Path(__file__).parents[1]
@@ -68,7 +71,7 @@ def settings(shared_memory: Path, disk: dict[str, Any], **more: Any) -> StoreCon
 
 
 def save_and_die(settings: StoreConfig, *steps: int) -> None:
-    """A trainer that is killed as soon as the last save has returned."""
+    """A trainer that is killed as soon as the last save has returned; if it has an agent, that is stopped."""
     done = subprocess.run(
         [sys.executable, "-c", DYING, json.dumps(settings.model_dump(mode="json")), *map(str, steps)],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
@@ -79,11 +82,37 @@ def save_and_die(settings: StoreConfig, *steps: int) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+def go_on(ram_folder: Path) -> int:
+    """Let the agent go on that was stopped when its trainer died; its process."""
+    agent = agent_of(ram_folder)
+    os.kill(agent, signal.SIGCONT)
+    return agent
+
+
+@asynccontextmanager
+async def opened_before_it_goes_on(settings: StoreConfig, ram_folder: Path) -> AsyncIterator[CheckpointStore]:
+    """A store that the agent which was stopped finds listening when it goes on."""
+
+    def listening() -> int | None:
+        path = ram_folder / SOCKET
+        return path.stat().st_ino if path.exists() else None
+
+    def then_go_on() -> None:
+        eventually(lambda: listening() not in (None, of_the_dead), "the store listens")
+        go_on(ram_folder)
+
+    of_the_dead = listening()
+    going_on = asyncio.create_task(asyncio.to_thread(then_go_on))
+    async with CheckpointStore.open(settings) as store:
+        await going_on
+        yield store
+
+
 async def test_what_a_killed_trainer_had_saved_is_promoted_by_its_agent_which_ends_then(
     slow: StoreConfig, ram_folder: Path, disk: Path
 ) -> None:
     await asyncio.to_thread(save_and_die, slow, 1, 2)
-    agent = agent_of(ram_folder)
+    agent = go_on(ram_folder)
     assert os.getsid(agent) == agent
     await asyncio.to_thread(wait_for_end, agent)
     assert not list(disk.glob("leases/*"))
@@ -101,7 +130,7 @@ async def test_memory_that_ends_with_the_trainer_is_promoted_by_its_agent_all_th
     nearest = {"kind": "ram", "path": ram_folder, "capacity": "128 MiB"}  # more than there is: a memfd
     tiers = {"ram": nearest, "disk": folder(disk, rate_limit="500 KB/s")}
     await asyncio.to_thread(save_and_die, config(tiers, promote_in="agent"), 1, 2)
-    await asyncio.to_thread(wait_for_end, agent_of(ram_folder))
+    await asyncio.to_thread(wait_for_end, go_on(ram_folder))
     async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as store:
         restored = await store.restore()
         assert restored is not None
@@ -143,7 +172,7 @@ async def test_a_worker_that_outlives_its_trainer_keeps_no_agent_waiting(
 async def test_a_trainer_that_comes_back_finds_the_agent_that_lives(slow: StoreConfig, ram_folder: Path) -> None:
     await asyncio.to_thread(save_and_die, slow, 1)
     agent = agent_of(ram_folder)
-    async with CheckpointStore.open(slow) as store:
+    async with opened_before_it_goes_on(slow, ram_folder) as store:
         assert agent_of(ram_folder) == agent
         restored = await store.restore()
         assert restored is not None
@@ -165,8 +194,7 @@ async def test_in_place_of_a_killed_agent_another_brings_the_step_once(
         await until(store, lambda: tier_of(store, "disk").promotions > 0)
         os.kill(first, signal.SIGKILL)
         await ckpt.reached("disk")
-        second = agent_of(ram_folder)
-        assert second != first
+        second = await asyncio.to_thread(agent_of, ram_folder, after=first)
         assert [event.step for event in heard.of(StepPromoted)] == [1]
         assert not heard.of(TierFailed)
         await store.collect()
@@ -249,6 +277,12 @@ def is_read(manifest: Path) -> bool:
     return False
 
 
+def stop_when_it_reads(agent: int, manifest: Path, disk: Path) -> None:
+    """Stop an agent that reads a step, of which it knows by then where it lies, for as long as the test needs that."""
+    eventually(lambda: is_read(manifest) and any(disk.glob("packs/*/*")), "the agent reads the step")
+    os.kill(agent, signal.SIGSTOP)
+
+
 async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
     shared_memory: Path, ram_folder: Path, disk: Path
 ) -> None:
@@ -259,10 +293,14 @@ async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
     async with CheckpointStore.open(config(tiers, promote_in="agent", when_full="replace")) as store:
         await store.save(1, tree(1))
         (manifest,) = ram_folder.glob("steps/*/manifest.ocdbt")
-        await asyncio.to_thread(eventually, lambda: is_read(manifest), "the agent reads the step")
-        await store.save(2, tree(2))
-        await store.evict(1, "ram")
-        assert slab_of(store).used > await bytes_of_listed_steps(store)
+        agent = agent_of(ram_folder)
+        await asyncio.to_thread(stop_when_it_reads, agent, manifest, disk)
+        try:
+            await store.save(2, tree(2))
+            await store.evict(1, "ram")
+            assert slab_of(store).used > await bytes_of_listed_steps(store)
+        finally:
+            os.kill(agent, signal.SIGCONT)
         for step in range(3, 13):
             assert not (await store.save(step, tree(step))).skipped
         await store.flush()
@@ -298,8 +336,9 @@ async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_t
 ) -> None:
     await asyncio.to_thread(save_and_die, slow, 1)
     before = agent_of(ram_folder)
-    async with CheckpointStore.open(settings(shared_memory, folder(disk, retain="all"))) as store:
-        wait_for_end(before)
+    other = settings(shared_memory, folder(disk, retain="all"))
+    async with opened_before_it_goes_on(other, ram_folder) as store:
+        await asyncio.to_thread(wait_for_end, before)
         assert agent_of(ram_folder) != before
         for step in range(2, 9):
             await store.save(step, tree(step))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tieredckpt.engine.agent.process import LOCK
+from tieredckpt.testing import kills
 from tieredckpt.testing.doomed import AGENT_POINTS, POINTS
 from tieredckpt.testing.kills import Killed, Story, kill_trainers
 
@@ -75,3 +80,39 @@ def test_after_the_loss_of_memory_only_what_was_promoted_is_owed() -> None:
     assert found.lost == []
     story.hear("restored", "2")
     assert found.lost != []
+
+
+CLAIMING = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.readline()
+os.ftruncate(lock, 0)
+os.pwrite(lock, f"process {os.getpid()} on here".encode(), 0)
+sys.stdin.read()
+"""
+
+
+def test_an_agent_that_has_not_said_yet_who_it_is_is_killed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, forerunner = tmp_path / LOCK, os.getpid()
+    lock.write_text(f"process {forerunner} on here")
+    command = [sys.executable, "-c", CLAIMING, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "held\n"
+        killed: list[int] = []
+
+        def kill(process: int) -> None:
+            killed.append(process)
+            if process == forerunner:  # which is what the lock says: so the agent is a moment too late
+                print(file=agent.stdin, flush=True)
+            else:
+                agent.kill()
+
+        monkeypatch.setattr(kills, "_kill", kill)
+        assert kills._kill_agent(tmp_path)
+    assert killed == [forerunner, agent.pid]

@@ -132,6 +132,7 @@ async def test_a_background_save_that_failed_is_reported_and_the_next_one_works(
         faults["disk"].fail("put", TierUnavailable("the quota server is down"), key="packs/*")
         lost = await store.save(1, tree(1))
         waiting = asyncio.create_task(lost.reached("disk"))
+        await asyncio.sleep(0)  # it waits before the tier fails, and is told of that
         await held.reached()
         held.release()
         with pytest.raises(TierUnavailable, match=r"step 1 .*'disk'.*the quota server is down"):
@@ -178,7 +179,9 @@ def _raises(error: BaseException) -> Any:
 async def test_waiting_for_a_tier_that_does_not_answer_ends_with_its_error(
     shared_memory: Path, disk: Path, faults: FaultyTiers, how: str
 ) -> None:
-    settings = config({"ram": ram(shared_memory), "disk": folder(disk, deadline="0.2 s", min_bandwidth="1 GB/s")})
+    # No shorter: a slow machine would miss it before anything hangs.
+    patience = {"deadline": "2 s", "min_bandwidth": "1 GB/s"} if how == "silent" else {}
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk, **patience)})
     async with asyncio.timeout(SOON), CheckpointStore.open(settings) as store:
         if how == "dead":
             faults.kill("disk", TierUnavailable("the server is gone"))
@@ -299,11 +302,12 @@ def training(settings: dict[str, Any], first: int, last: int, *point: str) -> It
 
 
 async def test_who_reads_memory_while_the_trainer_saves_sees_whole_steps(shared: dict[str, Any]) -> None:
-    last, seen, from_ram = 60, set(), 0
-    with training(shared, 1, last) as child:
+    seen: set[int] = set()
+    from_ram = 0
+    with training(shared, 1, 1_000_000) as child:  # as many as are needed, however slow the reader is
         assert child.stdout is not None
         child.stdout.readline()
-        while last not in seen:
+        while len(seen) < 12 or not from_ram:
             assert child.poll() is None
             async with CheckpointStore.open(shared, read_only=True) as beside:
                 try:
@@ -318,8 +322,6 @@ async def test_who_reads_memory_while_the_trainer_saves_sees_whole_steps(shared:
                     assert_same(restored.tree, state(restored.step))
                 from_ram += "ram" in copied.sources
             seen.add(copied.step)
-    assert from_ram
-    assert len(seen) > 1
 
 
 async def test_who_is_killed_while_it_reads_leaves_no_lock_behind(shared: dict[str, Any]) -> None:

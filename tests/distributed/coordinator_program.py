@@ -19,7 +19,7 @@ from tieredckpt.engine.coordinators.auto import coordinator_of
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.ranks import Coordinator, barrier, broadcast, exchange, gather
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 WAITING: list[asyncio.Task[None]] = []
 LARGE = 9 << 20
 """Bytes of a message; more than the store of torch.distributed takes at once."""

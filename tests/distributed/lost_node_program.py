@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from distributed.launch import Rank, rank_of_this_process
+from distributed.launch import SOON, Rank, rank_of_this_process
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.events import StepReplicated
 
 ROWS, COLUMNS = 1024, 256
 STEP = 3
-SOON = 60.0
 
 
 def node_of(rank: int) -> str:
@@ -25,7 +24,7 @@ def node_of(rank: int) -> str:
 def config_of(me: Rank) -> dict[str, Any]:
     """RAM of this rank's node, and a folder that all share and nothing is promoted to."""
     return {
-        "store": {"name": "lost-node", "chunk_size": "64 KiB", "rank_deadline": "60 s"},
+        "store": {"name": "lost-node", "chunk_size": "64 KiB", "rank_deadline": SOON},
         "tiers": {
             "ram": {
                 "kind": "ram",

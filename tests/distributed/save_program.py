@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import numpy as np
-from distributed.launch import Rank, rank_of_this_process
+from distributed.launch import SOON, Rank, rank_of_this_process
 
 from tieredckpt import CheckpointStore, Shard, SyncStore
 from tieredckpt.engine.tier import Tier
@@ -22,7 +22,7 @@ def config_of(me: Rank) -> dict[str, Any]:
         "store": {
             "name": "save-and-restore",
             "chunk_size": "64 KiB",
-            "rank_deadline": me.arguments.get("deadline", "60 s"),
+            "rank_deadline": SOON,
             "replicated": ["common/**"],
         },
         "tiers": {
@@ -81,6 +81,9 @@ def die(me: Rank, store: SyncStore) -> None:
     store.subscribe(hear)
     store.save(1, state(me, 1)).reached("disk")
     assert agreed.is_set()
+    ranked = store.store.engine.ranked
+    assert ranked is not None
+    ranked.team.deadline = me.arguments["deadline"]  # from here on: they have met, and go on at the same time
     if me.rank == me.arguments["victim"]:
 
         async def hang(*_: object) -> None:
@@ -90,7 +93,7 @@ def die(me: Rank, store: SyncStore) -> None:
         Tier.commit = hang
     store.save(2, state(me, 2))
     me.mark("saved")
-    assert heard.wait(60)
+    assert heard.wait(SOON)
     me.tell({"ranks": failed[0].ranks, "reason": failed[0].reason})
     me.mark("heard")
 

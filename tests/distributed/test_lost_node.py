@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from distributed.launch import launch
+from distributed.launch import SOON, launch
+
+pytestmark = pytest.mark.timeout(3 * SOON)
 
 PROGRAM = Path(__file__).with_name("lost_node_program.py")
 RANKS = 4

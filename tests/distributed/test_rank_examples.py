@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from distributed.launch import free_port, mpiexec, need
+import pytest
+from distributed.launch import SOON, free_port, mpiexec, need
+
+pytestmark = pytest.mark.timeout(3 * SOON)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SECONDS = 90
 
 
 def run(folder: Path, *commands: Sequence[str]) -> list[str]:
@@ -28,7 +30,7 @@ def run(folder: Path, *commands: Sequence[str]) -> list[str]:
         for command in commands
     ]
     try:
-        told = [each.communicate(timeout=SECONDS) for each in running]
+        told = [each.communicate(timeout=SOON) for each in running]
     finally:
         for each in running:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed import save_program
-from distributed.launch import launch
+from distributed.launch import SOON, launch
 
 from tieredckpt import CheckpointStore
+
+pytestmark = pytest.mark.timeout(4 * SOON)
 
 PROGRAM = Path(__file__).with_name("save_program.py")
 
@@ -29,7 +31,7 @@ def test_a_death_in_the_middle_of_a_save_costs_that_save_and_nothing_else(
     def arguments(task: str, **more: Any) -> dict[str, Any]:
         return paths | {"task": task} | more
 
-    dying = arguments("die", victim=victim, deadline="3 s")
+    dying = arguments("die", victim=victim, deadline=6.0)
     with launch(engine, PROGRAM, ranks=ranks, folder=tmp_path / "die", arguments=dying, notice=30) as job:
         job.wait_for("saving", rank=victim)
         for rank in range(victim):

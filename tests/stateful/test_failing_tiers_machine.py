@@ -69,7 +69,11 @@ class FailingTiersMachine(RuleBasedStateMachine):
         return self.opened
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(work, SOON))
+        async def soon() -> T:
+            async with asyncio.timeout(SOON):
+                return await work
+
+        return self.runner.run(soon())
 
     def hear(self, event: Event) -> None:
         match event:

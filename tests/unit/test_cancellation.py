@@ -385,6 +385,7 @@ async def test_a_cancelled_save_ends_only_when_no_thread_reads_the_arrays_any_mo
         await _until(lambda: touched.now > 0)
         saving.cancel()
         done, _ = await asyncio.wait([saving], timeout=0.1)
+        await scene.store.engine_loop.call(_some_turns())  # the engine has heard of it, and told the threads
         touched.gate.set()
         assert not done
         with pytest.raises(asyncio.CancelledError):
@@ -557,6 +558,12 @@ async def test_a_caller_cancelled_while_it_closes_has_closed(settings: StoreConf
         restored = await again.restore()
         assert restored is not None
         assert_same(restored.tree, tree(1))
+
+
+async def _some_turns() -> None:
+    """Let a loop do what it has been told before, and what follows from that."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def _new_threads(before: set[threading.Thread]) -> set[threading.Thread]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy"
-SECONDS = 60
+SECONDS = 180
 
 
 @pytest.fixture(scope="module")

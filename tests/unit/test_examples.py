@@ -12,7 +12,7 @@ import pytest
 from lookalike import missing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SECONDS = 60
+SECONDS = 180
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,8 @@ def test_a_killed_trainer_goes_on_from_ram(tmp_path: Path) -> None:
     lines = run("resume_after_kill.py", tmp_path)
     killed = lines.index("  killed")
     assert lines[killed - 1] == "  saved step 12"
-    step = int(lines[killed + 1].removeprefix("  restored step ").removesuffix(" from ram"))
-    assert step >= 12
-    assert lines[killed + 2 : -1] == [f"  saved step {later}" for later in range(step + 1, 21)]
+    assert lines[killed + 1] == "  restored step 12 from ram"
+    assert lines[killed + 2 : -1] == [f"  saved step {later}" for later in range(13, 21)]
     assert lines[-1] == "  finished at step 20, mean weight 0.882178"
 
 

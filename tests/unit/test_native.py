@@ -151,7 +151,7 @@ def test_another_thread_runs_python_while_a_large_buffer_is_checksummed(
     other.start()
     go.release()
     # From here on this thread keeps the GIL, unless the function gives it up.
-    for _ in range(100):
+    for _ in range(1000):
         function(data)
         if ran:
             break

@@ -43,6 +43,7 @@ def test_every_file_is_formatted() -> None:
     assert_passes("ruff", "-m", "ruff", "format", "--check", "--quiet", "--no-cache", ".")
 
 
+@pytest.mark.timeout(1800)  # without its cache mypy reads all that is imported
 def test_types_are_complete_and_agree() -> None:
     assert_passes("mypy", "-m", "mypy", "--no-error-summary")
 

@@ -59,7 +59,8 @@ async def test_a_call_under_way_never_comes_back_to_a_rank_that_was_killed(outco
     world = World(2)
     ranks = await met(world)
     taking = asyncio.create_task(ranks[1].take(0, "word", timeout=ENOUGH if outcome == "message" else SHORT))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # it has begun to wait
+    assert world.calls[-1] == (1, "take", "word")
     world.kill_now(1)
     if outcome == "message":
         await ranks[0].post([1], "word", b"unheard")
@@ -90,13 +91,19 @@ async def test_a_rank_hangs_until_it_is_released() -> None:
 async def test_a_rank_lags_from_the_call_on_that_was_named() -> None:
     world = World(2)
     ranks = await met(world)
-    world.delay(1, SHORT, "post", nth=2)
+    world.delay(1, SHORT, "post", topic="slow", nth=2)
+    world.delay(1, 100 * ENOUGH, "post", topic="slower", nth=2)
     seconds = []
-    for number in range(3):
+    for _ in range(3):
         begin = time.monotonic()
-        await ranks[1].post([0], str(number), b"")
+        await ranks[1].post([0], "slow", b"")
         seconds.append(time.monotonic() - begin)
-    assert seconds[0] < SHORT <= min(seconds[1:])
+    assert min(seconds[1:]) >= SHORT
+    async with asyncio.timeout(ENOUGH):
+        await ranks[1].post([0], "slower", b"")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(SHORT):
+            await ranks[1].post([0], "slower", b"")
     await close(ranks)
 
 

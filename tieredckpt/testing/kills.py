@@ -219,6 +219,8 @@ def _one(trainers: _Trainers, job: Job, story: Story, chance: random.Random) -> 
             killer.start()
     for timer in (killer, watchdog):
         timer.cancel()
+    if killer.is_alive():
+        killer.join()  # it is at work: what it kills must not be of the next one
     return int(rest), struck.is_set()
 
 
@@ -229,15 +231,22 @@ def _kill(process: int) -> None:
 
 def _kill_agent(folder: Path) -> bool:
     """Kill the agent of a RAM folder, if it has one; it is dead when this returns."""
-    if not lives(folder):
+    if not lives(folder) or (process := _agent_of(folder)) is None:
         return False
-    found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
-    if found is None:
-        return False
-    _kill(int(found[1]))
+    _kill(process)
     while lives(folder):
         time.sleep(_MOMENT)
+        if _agent_of(folder) not in (None, process):  # one that had the lock, and had not said yet who it is
+            return _kill_agent(folder)
     return True
+
+
+def _agent_of(folder: Path) -> int | None:
+    """Who last said that it is the agent of a RAM folder."""
+    with contextlib.suppress(FileNotFoundError):
+        found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
+        return int(found[1]) if found is not None else None
+    return None
 
 
 def _look(config: dict[str, Any], story: Story, found: Killed) -> None:

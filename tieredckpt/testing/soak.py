@@ -26,7 +26,7 @@ from typing import Any
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved, TierFailed
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.inventory import StepInfo
@@ -80,7 +80,9 @@ class Soaked:
         return [str(trend) for trend in self.trends if trend.grows]
 
 
-async def soak(seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0) -> Soaked:
+async def soak(
+    seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0, rounds: int = 4 * _ROUNDS
+) -> Soaked:
     """Let a store live for so long.
 
     Args:
@@ -89,11 +91,12 @@ async def soak(seconds: float, memory: Path, disk: Path, *, seed: int = 0, every
         disk: a folder for the slower tiers.
         seed: of what is done and what fails.
         every: seconds from one save to the next.
+        rounds: of a save and an order there are at least, however long they take: some of everything happens.
     """
     found = Soaked()
     with tried_again_soon(), faulty_tiers(remembered=0) as faults:
         soaking = _Soaking(found, faults, random.Random(seed), memory, disk)  # noqa: S311
-        await soaking.live(seconds, every)
+        await soaking.live(seconds, every, rounds)
         found.faults = faults.struck
     return found
 
@@ -131,12 +134,12 @@ class _Soaking:
         """Tiers that have failed since the store was to be opened."""
         self._samples: list[Mapping[str, int]] = []
 
-    async def live(self, seconds: float, every: float) -> None:
-        """Go on until the time is over, and end in calm."""
+    async def live(self, seconds: float, every: float, least: int) -> None:
+        """Go on until the time is over and so many rounds have been, and end in calm."""
         begin = time.monotonic()
         await self._open()
         rounds = 0
-        while time.monotonic() - begin < seconds and not self._found.lost:
+        while (time.monotonic() - begin < seconds or rounds < least) and not self._found.lost:
             due = time.monotonic() + every
             self._trouble.stir()
             await self._within("a save", self._save())
@@ -283,7 +286,7 @@ class _Soaking:
         if await self._store.engine_loop.call(self._invert(tier, info, key)):
             self._found.damaged += 1
         if self._chance.random() < 0.5:
-            await self._restore_one(info)
+            await self._restore_in_calm(info)
 
     async def _invert(self, name: str, info: StepInfo, key: str) -> bool:
         held = self._store.engine.state
@@ -302,7 +305,11 @@ class _Soaking:
         return True
 
     async def _scrub(self) -> None:
-        for verified in await self._store.scrub(repair=True):
+        found = await self._store.scrub(repair=True)
+        while any(not each.intact and not each.damaged for each in found):
+            await self._arrived()  # it was slower than the tier's deadline, which says nothing of what is there
+            found = await self._store.scrub(repair=True)
+        for verified in found:
             self._found.compared += 1
             if not verified.intact:
                 self._found.lost.append(f"{verified.id} on {verified.tier!r}: {verified.problem}")
@@ -319,11 +326,18 @@ class _Soaking:
         for info in infos:
             try:
                 if not info.abandoned:
-                    await self._restore_one(info)
+                    await self._restore_in_calm(info)
             except (Conflict, NotFound):  # evicted meanwhile
                 continue
             except Corrupt as error:
                 self._found.lost.append(str(error))
+
+    async def _restore_in_calm(self, info: StepInfo) -> None:
+        while True:
+            try:
+                return await self._restore_one(info)
+            except TierUnavailable:
+                await self._arrived()  # as when it is scrubbed
 
     async def _restart(self) -> None:
         """End the process, in order or not, perhaps with its memory or with a tier that is not there at first."""

@@ -27,7 +27,7 @@ __all__ = ["ERRORS", "fail_each_call"]
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
 """What a disk, a quota and an administrator do."""
 
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 """Seconds after which a tier that works again counts as given up."""
 
 

@@ -214,12 +214,12 @@ def test_counting_an_enormous_grid_costs_nothing_until_its_cells_are_asked_for()
 
 @pytest.mark.benchmark
 def test_a_million_cells_and_ten_thousand_tiny_arrays_are_planned_in_a_blink() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert deque(cells(plan((1_000_000, 4), 4, 16)), 1).pop() == Cell((999_999, 0), 15_999_984, 16)
     for _ in range(10_000):
         list(cells(plan((768,), 4, 16 << 20)))
     # Measured: 0.4 s for the cells, 30 ms for the arrays; the bound only catches a change of order.
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 20
 
 
 @given(mesh=meshes(), itemsize=itemsizes, target=st.integers(1, 3000))
@@ -280,6 +280,6 @@ def test_a_block_outside_its_array_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [(1 << 61) - 1, 1 << 60])
 def test_the_largest_blocks_are_planned_in_a_blink(size: int) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert plan_block(Box((0,), (size,)), (3 * size,), 1, 1 << 50).size > 1
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5

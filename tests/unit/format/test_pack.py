@@ -198,8 +198,8 @@ def test_any_other_bytes_are_corrupt(footer: bytes, size: int) -> None:
 def test_a_hundred_thousand_entries_take_well_under_a_second() -> None:
     digests = np.random.default_rng(0).bytes(16 * 100_000)
     entries = [PackEntry(digests[16 * i : 16 * i + 16], 4096 * i, 4096) for i in range(100_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     footer = encode_footer(entries, 4096 * 100_000)
     assert decode_footer(footer, 4096 * 100_000 + len(footer)) == entries
     # Measured: 0.1 s.
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
