@@ -298,7 +298,7 @@ class Collector:
                 if step in tier.held:  # and was not evicted meanwhile
                     raise
             except Corrupt as error:
-                tier.condemn(step, error)
+                _condemn(tier, step, error)
         return found
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
@@ -348,7 +348,7 @@ class Collector:
             except NotFound:
                 continue  # evicted meanwhile
             except Corrupt as error:
-                tier.condemn(step, error)
+                _condemn(tier, step, error)
                 continue
             for extent in unique_extents(index.arrays).values():
                 if (extent.path, extent.offset) not in seen:
@@ -383,3 +383,8 @@ class Collector:
 
 def _belongs(key: str, steps: Iterable[StepId]) -> bool:
     return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)
+
+
+def _condemn(tier: Tier, step: StepId, error: Corrupt) -> None:
+    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+    tier.condemn(step, error)
