@@ -157,7 +157,7 @@ async def test_a_writer_that_another_took_over_from_stops_writing(
         renewing = faults["disk"].hold("stat", key="leases/*")
         await renewing.reached()  # until then the folder may have a temporary file besides
         (mine,) = (disk / "leases").iterdir()
-        other = lease(disk, time.time() + 1000, taken_at=time.time() - 1)
+        other = lease(disk, time.time() + 1000, taken_at=time.time())
         mine.unlink()
         renewing.release()
         failed = await heard.first(TierFailed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import STATE_BYTES, Cluster, read, replicated, restore, save
+from clusters import STATE_BYTES, Cluster, copied, read, replicated, restore, save
 from cohort import DEADLINE
 from insight import let_wait
 from scenes import Heard, config, folder, ram
@@ -42,13 +42,12 @@ async def test_a_lost_node_comes_back_from_the_ram_of_the_others(cluster: Cluste
     for lost in ("b", "a"):
         cluster.lose(lost)
         async with cluster.open(crashing=True) as stores:
-            heard = [Heard(store) for store in stores]
             for rank, came in enumerate(await restore(stores, 2)):
                 assert came.keys() <= {"ram", PEERS}  # or its part was given back to its RAM before
                 assert came.keys() == {"ram"} or cluster.nodes[rank] == lost
                 assert read(stores[rank]) == 0
             # What the lost node had is made anew, or the other one could not be lost next.
-            await replicated(stores, heard, 2)
+            await copied(stores, 2)
 
 
 async def test_training_goes_on_after_a_lost_node(cluster: Cluster) -> None:
@@ -90,7 +89,7 @@ async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(cluster: C
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await restore(stores, 1)
-        await replicated(stores, heard, 1)
+        await copied(stores, 1)
         await save(stores, 2)
         await replicated(stores, heard, 2)  # the copies of step 1 have gone
         await stores[0].promote(1, "disk")
@@ -108,9 +107,8 @@ async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew
         await replicated(stores, heard, 1)
     after = Cluster(("c", "a", "b"), shared_memory, tmp_path / "disk", **settings)
     async with after.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
         await restore(stores, 1)
-        await replicated(stores, heard, 1)
+        await copied(stores, 1)
     after.lose("a")
     async with after.open(crashing=True) as stores:
         for store, came in zip(stores, await restore(stores, 1), strict=True):
