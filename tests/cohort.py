@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from scenes import Heard, config, crash, folder, ram
+from insight import let_wait
+from scenes import SOON, Heard, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.checkpoint import Checkpoint, Restored
@@ -20,7 +21,7 @@ from tieredckpt.testing.ranks import World
 T = TypeVar("T")
 
 DEADLINE = 1.0
-"""Seconds that the ranks of a test wait for each other, where one is to be missed."""
+"""Seconds that the ranks of a test wait for each other, while one is to be missed; `SOON` otherwise."""
 
 ROWS, COLUMNS = 96, 1024
 """Of the array that the ranks share; 96 rows can be cut by 1, 2, 3, 4, 6 and 8 ranks."""
@@ -40,6 +41,10 @@ class Cohort:
     @property
     def size(self) -> int:
         return len(self.stores)
+
+    def let_wait(self, seconds: float) -> None:
+        """From now on, the ranks wait so long for each other."""
+        let_wait(self.stores, seconds)
 
     async def all(self, work: Callable[[CheckpointStore, int], Awaitable[T]], ranks: Iterable[int] = ()) -> list[T]:
         """What every rank does, or some do, at once."""
@@ -99,7 +104,7 @@ async def cohort(
             "ram": ram(place, **({"on_close": "keep"} | (ram_settings or {}))),
             "disk": folder(disk, **(disk_settings or {})),
         }
-        chosen = config(made, **({"name": "test", "rank_deadline": 20.0} | settings))
+        chosen = config(made, **({"name": "test", "rank_deadline": SOON} | settings))
         return CheckpointStore.open(chosen, ranks=world.coordinator(rank))
 
     stores = [new(rank) for rank in range(size)]

@@ -12,9 +12,9 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -31,11 +31,13 @@ from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
 from tieredckpt.format.grid import plan_block
-from tieredckpt.format.manifest import StoreMarker, encode_marker, encode_step
+from tieredckpt.format.manifest import StepIndex, StoreMarker, encode_marker, encode_step
 from tieredckpt.format.merging import merge
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
 from tieredckpt.format.structure import ArrayNode, DictNode
+
+T = TypeVar("T")
 
 COLUMNS = 1024
 CHUNK = COLUMNS * 4
@@ -169,23 +171,35 @@ def test_a_promotion_costs_rank_0_no_second_merge(tmp_path: Path, ranks: int, ar
         write_rank(tmp_path, rank, ranks, structure, store)
     said = {rank: (tmp_path / layout.part_key(STEP, SERIAL, rank)).read_bytes() for rank in range(ranks)}
 
-    gc.collect()
-    began = time.process_time()
-    whole = without_places(merge_parts(said))
-    agreed = time.process_time() - began
-    gc.collect()
-    began = time.process_time()
-    having, sizes = holders(said, lambda _: False)
-    share_out(having, sizes)
-    index = placed(whole, extents_of(said), {})
-    encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), checksum=True)
-    promoted = time.process_time() - began
+    def agree() -> StepIndex:
+        return without_places(merge_parts(said))
+
+    def promote(whole: StepIndex) -> StepIndex:
+        having, sizes = holders(said, lambda _: False)
+        share_out(having, sizes)
+        index = placed(whole, extents_of(said), {})
+        encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), checksum=True)
+        return index
+
+    agreed, whole = least_work(agree)
+    promoted, index = least_work(lambda: promote(whole))
     sys.stdout.write(
         f"\n{ranks * arrays} chunks of {ranks} ranks: agreed on in {agreed:.2f} s of work, "
         f"promoted in {promoted:.2f} s\n"
     )
     assert index == merge_parts(said)
     assert promoted < 1.5 * agreed  # 2.5 times as long with a merge for each tier
+
+
+def least_work(work: Callable[[], T]) -> tuple[float, T]:
+    """The seconds of processor time that something takes, the least of three: what else runs costs some too."""
+    took = []
+    for _ in range(3):
+        gc.collect()
+        began = time.process_time()
+        found = work()
+        took.append(time.process_time() - began)
+    return min(took), found
 
 
 async def assert_opens(root: Path, ranks: int, names: list[str]) -> float:

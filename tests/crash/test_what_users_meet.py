@@ -184,8 +184,9 @@ async def test_waiting_for_a_tier_that_does_not_answer_ends_with_its_error(
     settings = config({"ram": ram(shared_memory), "disk": folder(disk, **patience)})
     async with asyncio.timeout(SOON), CheckpointStore.open(settings) as store:
         if how == "dead":
-            faults["disk"].kill(TierUnavailable("the server is gone"))
+            faults.kill("disk", TierUnavailable("the server is gone"))
         else:
+            faults.refuse("disk")  # or what is opened in its place would answer
             never = faults["disk"].hold("*", times=None)
         checkpoint = await store.save(1, tree(1))
         with pytest.raises(TierUnavailable, match=r"step 1 \(serial 1\) is not on tier 'disk'"):

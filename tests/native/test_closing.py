@@ -60,6 +60,6 @@ def test_closing_an_object_waits_for_the_reads_of_other_threads(tmp_path: Path) 
     assert library is not None
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(library), str(tmp_path / "servers")],
-        capture_output=True, text=True, check=False, timeout=30,
+        capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() == ["True", "True", "True"], done.stderr

@@ -28,6 +28,10 @@ __all__ = ["Collected", "Collector"]
 
 _log = logging.getLogger("tieredckpt")
 
+_PATIENCE = 60.0
+"""Seconds for which a commit that cannot be read, and of which nothing is known, keeps all packs there are: so long a
+medium may lie, and so long nothing that is evicted makes room."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -225,8 +229,7 @@ class Collector:
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
         await self.find_out(tier)  # before its packs are taken for dead
-        if orphans:
-            await self._read_again(tier)
+        await self._read_again(tier)
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
@@ -234,13 +237,13 @@ class Collector:
             if orphans:
                 await self._find_strays(tier)
             live = await self._live_packs(tier)
+            live |= {key for key, since in tier.damaged.packs(exactly=False).items() if since > time.time() - _PATIENCE}
             oldest_kept = time.time() - self._state.config.grace
-            # A commit that cannot be read may be readable later, so its packs are kept like those of a writer at work.
-            live |= tier.damaged.may_use(since=oldest_kept if orphans else 0.0)
+            kept = tier.damaged.packs(exactly=True) | tier.orphans
             dead = [
                 key
                 for key in tier.packs
-                if key not in live and (key not in tier.orphans or (orphans and tier.orphans[key] < oldest_kept))
+                if key not in live and (key not in kept or (orphans and kept[key] < oldest_kept))
             ]
             nbytes = await self._delete_packs(tier, dead)
             files = await self._sweep(tier, oldest_kept) if orphans else 0

@@ -129,15 +129,15 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._packs: dict[StepId, tuple[float, frozenset[str]]] = {}
+        self._packs: dict[StepId, tuple[float, frozenset[str], bool]] = {}
 
-    def condemn(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
-        """Count a step among them; ``packs`` are those that it uses or, where that is not known, all there are."""
+    def condemn(self, step: StepId, error: TieredCkptError, packs: Iterable[str], *, exactly: bool = False) -> None:
+        """Count a step among them; ``packs`` are ``exactly`` those that it uses, or all that there are."""
         self[step] = error
-        self._packs[step] = time.time(), frozenset(packs)
+        self._packs[step] = time.time(), frozenset(packs), exactly
 
-    def may_use(self, since: float) -> set[str]:
-        """The packs of steps that are here since then (epoch seconds) or later."""
+    def packs(self, *, exactly: bool) -> dict[str, float]:
+        """What they use ``exactly``, or may use as far as is known, and since when they are here (epoch seconds)."""
         for step in self._packs.keys() - self.keys():
             del self._packs[step]
-        return {key for condemned_at, packs in self._packs.values() if condemned_at >= since for key in packs}
+        return {key: since for since, packs, known in self._packs.values() if known is exactly for key in packs}

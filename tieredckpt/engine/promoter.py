@@ -102,7 +102,6 @@ class Promoter:
                     # Nothing but time brings a failed tier back.
                     await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
                     await self._come_back()
-                self._forget_silence()
                 await self._collector.find_out(self.tier)
                 step = self.next_due()
                 if step is not None:
@@ -114,6 +113,7 @@ class Promoter:
                     self._state.changed.beat()
                 soonest = min(self._retry_at.values(), default=math.inf) - time.monotonic()
                 await self._state.changed.wait(min(soonest, _LOOK_AGAIN))
+                self._forget_silence()  # not before all else is done, or a tier that works would never be told to
             except TieredCkptError as error:
                 self._state.report(self.tier, error)
             except Exception as error:

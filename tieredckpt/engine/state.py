@@ -292,7 +292,8 @@ class State:
             yield
             self.promotions_ended += 1
         except BaseException:
-            self.promotions_ended += tier.error is None  # or a tier that fails on and on would end some on and on
+            if tier.error is None:  # or a tier that fails on and on would end some on and on
+                self.promotions_ended += 1
             raise
         finally:
             tier.promotions -= 1

@@ -380,7 +380,8 @@ class Tier:
     def condemn(self, step: StepId, error: TieredCkptError) -> None:
         """Count a step as not held: its commit turned out unreadable."""
         if self.held.pop(step, None) is not None:
-            self.damaged.condemn(step, error, self._packs_of.pop(step, self.packs))
+            packs = self._packs_of.pop(step, None)
+            self.damaged.condemn(step, error, self.packs if packs is None else packs, exactly=packs is not None)
             self.catalogued.forget(step)
             self.indexes.pop(step, None)
 

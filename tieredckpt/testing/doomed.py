@@ -152,6 +152,7 @@ def main() -> None:
         if not process:
             status = 1
             try:
+                _say(f"pid {os.getpid()}")
                 _train(Job(**json.loads(line)))
                 status = 0
             finally:
@@ -159,7 +160,6 @@ def main() -> None:
                 if status:
                     sys.excepthook(*sys.exc_info())
                 os._exit(status)
-        _say(f"pid {process}")
         _, status = os.waitpid(process, 0)
         _say(f"ended {os.waitstatus_to_exitcode(status)}")
 

@@ -6,7 +6,9 @@
         faults.refuse("disk")                      # cannot be opened ...
         async with CheckpointStore.open(config) as store:
             faults.allow("disk")                   # ... until now
-            faults["disk"].kill()                  # a `tieredckpt.testing.faulty.Faulty`
+            faults["disk"].fail("put", error)      # a `tieredckpt.testing.faulty.Faulty`
+            faults.kill("disk")                    # dead, however often it is opened again ...
+            faults.revive("disk")                  # ... until now
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ __all__ = ["FaultyTiers", "faulty_tiers", "tried_again_soon"]
 class FaultyTiers:
     """The faulty blob stores under the tiers, by the tier's name; the latest where one was opened again.
 
-    They lie below the wrappers that retry, limit and time, as a device does.
+    They lie below the wrappers that retry, limit and time, as a device does. What is opened again has a script of its
+    own: a store may open a tier that fails anew, and the old script is none of its.
 
     Args:
         remembered: as for each `tieredckpt.testing.faulty.Faulty`.
@@ -53,6 +56,17 @@ class FaultyTiers:
     def allow(self, tier: str) -> None:
         """Let the tier be opened again."""
         self._refused.pop(tier, None)
+
+    def kill(self, tier: str, error: TieredCkptError | None = None) -> None:
+        """Let every call of the tier raise ``error``, and every attempt to open it again too, until `revive`."""
+        error = error or TierUnavailable(f"the tier {tier} is dead by script")
+        self.refuse(tier, error)
+        self[tier].kill(error)
+
+    def revive(self, tier: str) -> None:
+        """End what `kill` began."""
+        self[tier].revive()
+        self.allow(tier)
 
     def wrap(self, tier: str, store: BlobStore) -> Faulty:
         """``store`` with a script, found by the tier's name from now on."""
@@ -80,7 +94,13 @@ def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
 
     async def open_faulty(tier: TierConfig) -> BlobStore:
         faults.check(tier.name)
-        return faults.wrap(tier.name, await open_slower(tier))
+        store = await open_slower(tier)
+        try:
+            faults.check(tier.name)
+        except BaseException:  # it died meanwhile
+            await store.close()
+            raise
+        return faults.wrap(tier.name, store)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "open_slower", open_faulty)

@@ -103,9 +103,10 @@ async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memor
     async with cohort(2, shared_memory, disk, nodes=["a", "b"]) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
     async with cohort(2, shared_memory, disk, nodes=["a", "b"], crashing=True) as ranks:
-        faults["disk"].kill()
+        faults.kill("disk")
         await ranks.save(2, seed=20)
         await ranks.all(lambda store, rank: store.engine_loop.call(agreed(store, 2)))
+    faults.revive("disk")
     async with cohort(2, shared_memory, disk, nodes=["c", "d"]) as ranks:
         await ranks.restored()
         await ranks.reached(await ranks.save(2, seed=2), "disk")

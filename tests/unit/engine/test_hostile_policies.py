@@ -143,7 +143,7 @@ def _life(opened: StoreConfig, actions: Iterator[tuple[str, int]], step: int) ->
     return step
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     answers=st.lists(st.sampled_from(ANSWERS), min_size=1, max_size=30),
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 20)), min_size=4, max_size=16),

@@ -208,7 +208,7 @@ async def test_a_restore_of_some_boxes_reads_only_the_chunks_that_overlap_them(
 
 
 def test_many_blocks_come_back_as_many_other_boxes_in_time(blocking: SyncStore) -> None:
-    """To look at each pair of them in Python would take many seconds."""
+    """To look at each pair of them in Python would take ten times as long."""
     rng = np.random.default_rng(0)
     whole = rng.random((100_000, 2))
     saved, wanted = (cut_at(whole.shape, [rng.integers(0, 100_000, 1500).tolist(), []]) for _ in range(2))
@@ -216,7 +216,10 @@ def test_many_blocks_come_back_as_many_other_boxes_in_time(blocking: SyncStore) 
     like = {"w": sharded(whole, wanted, values=False)}
     begin = time.process_time()
     restored = blocking.restore(300_000, like=like)
-    assert time.process_time() - begin < 4
+    took = time.process_time() - begin
+    begin = time.process_time()
+    found = [one.intersection(other) for one in saved[:150] for other in wanted[:150]]
+    assert took < (time.process_time() - begin) * len(saved) * len(wanted) / len(found) / 2
     assert restored is not None
     assert_pieces(restored.tree["w"], whole)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +124,7 @@ class Dying(Office):
         super().__init__()
         self.boxes = office.boxes
         self.left = calls
+        self.died = asyncio.Event()
 
     async def put(self, box: str, name: str, letter: bytes) -> None:
         await self._live()
@@ -135,7 +137,22 @@ class Dying(Office):
     async def _live(self) -> None:
         self.left -= 1
         if self.left < 0:
+            self.died.set()
             await asyncio.get_running_loop().create_future()
+
+
+async def met_or_looked(office: Office, opening: dict[int, asyncio.Task[None]]) -> None:
+    """Wait until ranks have met, or have looked into their boxes so often since that they will not by what is there."""
+    looks: Counter[str] = Counter()
+
+    def count(verb: str, box: str) -> None:
+        looks[f"{verb} {box.partition('-')[0]}"] += 1
+
+    office.refuse = count
+    async with asyncio.timeout(ENOUGH):
+        while any(looks[f"take {rank}"] < 10 and not each.done() for rank, each in opening.items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)  # they tell nobody
+    office.refuse = lambda verb, box: None
 
 
 @pytest.mark.parametrize("died", range(3))
@@ -146,9 +163,13 @@ async def test_wherever_a_rank_dies_while_they_meet_its_next_process_meets_the_o
     monkeypatch.setattr(mailbox, "_HELLO_AGAIN", 0.03)
     monkeypatch.setattr(mailbox, "_GO_WITHIN", 0.1)
     ranks = boxes(office)
-    dead = ranks[died] = Mailbox(Dying(office, calls), rank=died, size=3)
+    dying = Dying(office, calls)
+    dead = ranks[died] = Mailbox(dying, rank=died, size=3)
     opening = [asyncio.create_task(each.open(timeout=ENOUGH)) for each in ranks]
-    await asyncio.sleep(0.1)
+    death = asyncio.create_task(dying.died.wait())
+    await asyncio.wait([opening[died], death], return_when=asyncio.FIRST_COMPLETED)
+    await met_or_looked(office, {rank: each for rank, each in enumerate(opening) if rank != died})
+    death.cancel()
     opening[died].cancel()
     for rank in range(3):  # who has met the dead must be started again as well
         if rank == died or opening[rank].done():
@@ -222,7 +243,7 @@ async def test_a_cancellation_that_comes_with_the_carriers_answer_is_not_lost(
     await asked.wait()
     answer.set_result(None)
     opening.cancel()
-    ended, _ = await asyncio.wait([opening], timeout=1)  # a rank that heard nothing of it goes on looking
+    ended, _ = await asyncio.wait([opening], timeout=ENOUGH)  # a rank that heard nothing of it goes on looking
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)
     assert ended
@@ -267,7 +288,7 @@ async def test_a_close_in_the_moment_of_a_look_ends_who_waits(office: Office) ->
 
     office.refuse = end
     with pytest.raises(Closed):
-        await ranks[1].take(0, "never", timeout=2.0)
+        await ranks[1].take(0, "never", timeout=ENOUGH)
     await closing[0]
     await ranks[0].close()
 

@@ -26,6 +26,8 @@ from tieredckpt.testing.ranks import InProcess, World
 Bytes = npt.NDArray[np.uint8]
 
 SOON = 20.0
+MISSED = 1.0
+"""Seconds after which a rank that does not answer is missed; those that do are faster."""
 
 
 def chunks(count: int, seed: int = 0, largest: int = 20_000) -> dict[bytes, Bytes]:
@@ -211,10 +213,10 @@ async def test_a_rank_that_dies_costs_the_others_what_they_read_themselves(
     world = World(4)
     async with ranks(world, pool, saved, {rank: list(saved) for rank in range(4)}, {}) as all_ranks:
         world.kill(2, verb, nth=nth)
-        dead = asyncio.create_task(all_ranks[2].run(timeout=0.3))
+        dead = asyncio.create_task(all_ranks[2].run(timeout=MISSED))
         alive = [rank for rank in all_ranks if rank.coordinator.rank != 2]
         async with asyncio.timeout(SOON):
-            await asyncio.gather(*(rank.run(timeout=0.3) for rank in alive))
+            await asyncio.gather(*(rank.run(timeout=MISSED) for rank in alive))
         for rank in alive:
             assert rank.is_right()
             assert rank.got
@@ -229,7 +231,7 @@ async def test_a_rank_that_never_comes_takes_no_part(pool: ThreadPoolExecutor) -
     async with ranks(world, pool, saved, {rank: list(saved) for rank in range(3)}, {}) as all_ranks:
         world.kill_now(1)
         async with asyncio.timeout(SOON):
-            await asyncio.gather(all_ranks[0].run(timeout=0.3), all_ranks[2].run(timeout=0.3))
+            await asyncio.gather(all_ranks[0].run(timeout=MISSED), all_ranks[2].run(timeout=MISSED))
         for rank in (all_ranks[0], all_ranks[2]):
             assert rank.got.keys() == saved.keys()
             assert rank.is_right()
@@ -278,7 +280,7 @@ async def test_what_goes_wrong_in_placing_is_raised_as_it_is(pool: ThreadPoolExe
             raise MemoryError("no room for the array")
 
         taker.place = place
-        given = asyncio.create_task(giver.run(timeout=0.3))
+        given = asyncio.create_task(giver.run(timeout=MISSED))
         with pytest.raises(MemoryError, match="no room for the array"):
             await taker.run()
         await given

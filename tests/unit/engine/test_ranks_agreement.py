@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from scenes import SOON
 
 from tieredckpt import Shard
 from tieredckpt.engine import team
@@ -77,7 +78,8 @@ async def test_a_save_waits_for_no_other_rank(place: Place) -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 async def test_a_rank_that_lags_past_the_deadline_costs_that_step_alone(place: Place, late: int) -> None:
-    async with place.open(rank_deadline=DEADLINE) as ranks:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
         others = [rank for rank in range(SIZE) if rank != late]
         checkpoints = await ranks.save(1, ranks=others)
         for event in await ranks.failed(others):
@@ -86,6 +88,7 @@ async def test_a_rank_that_lags_past_the_deadline_costs_that_step_alone(place: P
         for checkpoint in checkpoints:
             with pytest.raises(RanksUnavailable, match="step 1"):
                 await checkpoint.reached("ram")
+        ranks.let_wait(SOON)
         if late != 0:
             await ranks.failed([late])
             (skipped,) = await ranks.save(1, ranks=[late])  # at last
@@ -101,9 +104,11 @@ async def test_a_rank_that_lags_past_the_deadline_costs_that_step_alone(place: P
 
 
 async def test_a_rank_that_skips_a_save_does_not_fall_out_of_step(place: Place) -> None:
-    async with place.open(rank_deadline=DEADLINE) as ranks:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
         await ranks.save(1, ranks=[0, 1])
         await ranks.failed(step=1)
+        ranks.let_wait(SOON)
         await works(ranks, 2)
         assert len({store.engine.state.last_serial for store in ranks.stores}) == 1
 
@@ -119,7 +124,8 @@ async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place
 
 
 async def test_a_rank_that_dies_while_the_others_wait_fails_the_step_and_locks_nobody_up(place: Place) -> None:
-    async with place.open(rank_deadline=DEADLINE, crashing=True) as ranks:
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
         ranks.world.kill(2, "post", topic="saved/*")
         await ranks.save(1)
         await ranks.world.died(2)
@@ -129,7 +135,8 @@ async def test_a_rank_that_dies_while_the_others_wait_fails_the_step_and_locks_n
 
 
 async def test_a_leader_that_dies_leaves_the_others_with_a_clear_event(place: Place) -> None:
-    async with place.open(rank_deadline=DEADLINE, crashing=True) as ranks:
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
         ranks.world.kill(0, "take", topic="saved/*")
         await ranks.save(1)
         for event in await ranks.failed([1, 2]):
@@ -198,11 +205,13 @@ async def test_ranks_that_contradict_each_other_make_no_step(
 
 
 async def test_different_steps_at_one_time_are_not_taken_for_one(place: Place) -> None:
-    async with place.open(rank_deadline=DEADLINE) as ranks:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
         await asyncio.gather(ranks.save(1, ranks=[0, 1]), ranks.save(7, ranks=[2]))
         await ranks.failed(step=1)
         await ranks.save(2)
         await ranks.failed(step=7, ranks=[2])
+        ranks.let_wait(SOON)
         await ranks.save(3)
         await works(ranks, 4)
 
@@ -230,7 +239,8 @@ async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: 
 
 
 async def test_what_is_given_up_leaves_its_memory(place: Place) -> None:
-    async with place.open(rank_deadline=DEADLINE) as ranks:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
         await ranks.save(1, ranks=[0, 1])
         await ranks.failed(step=1)
         for store in (ranks[0], ranks[1]):

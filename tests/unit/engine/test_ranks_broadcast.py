@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import Cluster, read, save, whole
+from cohort import DEADLINE
+from insight import let_wait
 from scenes import CHUNK, SOON, Heard, assert_same
 
 from tieredckpt.engine.passing import PEERS, Passing
@@ -53,9 +55,10 @@ async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
     shared_memory: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     nbytes = sum(array.nbytes for array in state.values())
-    cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk", store={"rank_deadline": 2.0})
+    cluster = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk")
     await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
+        let_wait(stores, 2 * DEADLINE)
         held = cluster.world.hold(2, "send")
         restoring = asyncio.gather(*(store.restore() for store in stores))
         async with asyncio.timeout(SOON):

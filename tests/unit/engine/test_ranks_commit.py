@@ -138,7 +138,8 @@ async def finds(place: Place, step: int) -> None:
     ("verb", "topic"), [("take", "todo/*"), ("post", "done/*")], ids=["before it writes", "before it answers"]
 )
 async def test_a_rank_that_dies_while_it_writes_its_part_leaves_no_commit(place: Place, verb: str, topic: str) -> None:
-    async with place.open(rank_deadline=DEADLINE, crashing=True) as ranks:
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
         ranks.world.kill(2, verb, topic=topic)
         await ranks.reached(await ranks.save(1), "ram")
         for event in await ranks.failed([0, 1, 3], tier="disk"):
@@ -218,7 +219,8 @@ async def test_a_step_of_which_a_part_has_left_ram_goes_on_from_the_next_tier(pl
 
 async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "LONGER", 0.1)
-    async with place.open(2, rank_deadline=DEADLINE, crashing=True) as ranks:
+    async with place.open(2, crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
         ranks.world.kill(0, "post", topic="todo/*")
         checkpoints = await ranks.save(1)
         await checkpoints[1].reached("ram")
@@ -229,11 +231,13 @@ async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, mo
 
 async def test_an_order_that_was_given_up_does_not_spoil_the_next(place: Place) -> None:
     """The rank that was too late writes its part of the first order when that of the second is due."""
-    async with place.open(rank_deadline=DEADLINE) as ranks:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
         held = ranks.faulty(2).hold("put", key="steps/*/parts/*")
         checkpoints = await ranks.save(1)
         await held.reached()
         await ranks.failed(tier="disk")
+        ranks.let_wait(SOON)
         held.release()
         await asyncio.gather(*(heard.first(StepPromoted) for heard in ranks.heard))
         await ranks.reached(checkpoints, "disk")
@@ -246,7 +250,7 @@ async def test_a_crash_of_the_leader_between_any_two_writes_leaves_a_whole_step_
     """At its n-th write to the shared tier the leader dies, for every n there is."""
     for nth in range(1, 20):
         place = Place(shared_memory / str(nth), tmp_path / str(nth))
-        async with place.open(2, rank_deadline=DEADLINE, crashing=True) as ranks:
+        async with place.open(2, crashing=True) as ranks:
             faults = ranks.faulty(0)
             held = faults.hold("put", nth=nth)
             removed = faults.hold("delete", key="steps/*/parts/*")

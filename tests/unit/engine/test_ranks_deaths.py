@@ -23,8 +23,9 @@ async def test_a_death_at_any_call_locks_nobody_up_and_loses_no_step(
     monkeypatch.setattr(team, "_LAST_WORDS", 0.2)
     monkeypatch.setattr(team, "LONGER", 0.2)
     disk = tmp_path / "disk"
-    async with cohort(SIZE, shared_memory, disk, rank_deadline=0.5, crashing=True) as ranks:
+    async with cohort(SIZE, shared_memory, disk, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
+        ranks.let_wait(0.5)
         ranks.world.kill(victim, nth=nth)
         others = [rank for rank in range(SIZE) if rank != victim]
         async with asyncio.timeout(SOON):

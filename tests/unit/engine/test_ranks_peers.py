@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import STATE_BYTES, Cluster, read, replicated, restore, save
+from cohort import DEADLINE
+from insight import let_wait
 from scenes import Heard, config, folder, ram
 
 from tieredckpt import CheckpointStore
@@ -220,11 +222,10 @@ async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_pa
 async def test_a_rank_that_dies_while_copying_stops_no_other(
     verb: str, topic: str, shared_memory: Path, tmp_path: Path
 ) -> None:
-    cluster = Cluster(
-        TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2}, store={"rank_deadline": 0.3},
-        disk={"min_bandwidth": "1 GB/s"},
-    )  # fmt: skip
+    disk = {"min_bandwidth": "1 GB/s"}
+    cluster = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2}, disk=disk)
     async with cluster.open(crashing=True) as stores:
+        let_wait(stores, DEADLINE)
         heard = [Heard(store) for store in stores]
         cluster.world.kill(3, verb, topic=topic)
         await save(stores, 1)

@@ -102,6 +102,7 @@ async def test_a_rank_that_alone_is_warned_ends_with_the_newest_step_durable(
         with pytest.raises(SystemExit) as ended, preemption(ranks[1], seconds=SOON):
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == EXIT_STATUS
+        await asyncio.gather(*(heard.first(StepPromoted) for heard in ranks.heard))  # of which one rank alone has heard
         assert [await store.where(2) for store in ranks.stores] == [("ram", "disk")] * 3
         assert await ranks[0].where(1) == ("ram",)
 

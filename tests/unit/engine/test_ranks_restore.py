@@ -126,8 +126,9 @@ async def test_parts_that_can_never_be_whole_are_let_go_at_once(place: Place) ->
 
 
 async def test_the_newest_step_that_is_whole_is_taken_and_not_a_newer_one_in_parts(place: Place) -> None:
-    async with place.open(2, crashing=True, rank_deadline=DEADLINE) as ranks:
+    async with place.open(2, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
+        ranks.let_wait(DEADLINE)
         ranks.world.kill(1, "post", topic="saved/*")
         await ranks.save(2, ranks=[0])
         await ranks.failed([0], step=2)
@@ -164,8 +165,9 @@ async def test_all_ranks_restore_one_step_or_none(place: Place) -> None:
 
 
 async def test_a_rank_that_does_not_restore_is_not_waited_for_without_end(place: Place) -> None:
-    async with place.open(3, rank_deadline=DEADLINE) as ranks:
+    async with place.open(3) as ranks:
         await ranks.reached(await ranks.save(1), "ram")
+        ranks.let_wait(DEADLINE)
         outcomes = await asyncio.gather(ranks[0].restore(), ranks[1].restore(), return_exceptions=True)
         assert all(isinstance(outcome, RanksUnavailable) for outcome in outcomes)
         assert all(2 in outcome.ranks for outcome in outcomes if isinstance(outcome, RanksUnavailable))

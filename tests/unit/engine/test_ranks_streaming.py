@@ -69,7 +69,8 @@ async def test_declared_replicas_are_streamed_once(place: Place) -> None:
 
 
 async def test_a_rank_that_did_not_stream_leaves_no_commit(place: Place) -> None:
-    async with place.open(rank_deadline=DEADLINE) as ranks:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
         checkpoints = await ranks.save(1, ranks=[0, 2])
         for event in await ranks.failed():
             assert event.ranks == (1,)
@@ -77,6 +78,7 @@ async def test_a_rank_that_did_not_stream_leaves_no_commit(place: Place) -> None
             with pytest.raises(RanksUnavailable, match="not committed"):
                 await checkpoint.reached("disk")
         assert place.commits() == []
+        ranks.let_wait(SOON)
         await ranks.reached(await ranks.save(2), "disk")
 
 
@@ -112,7 +114,8 @@ async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobo
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "LONGER", 0.1)
-    async with place.open(rank_deadline=DEADLINE, crashing=True) as ranks:
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
         ranks.world.kill(0, "post", topic="todo/*")
         checkpoints = await ranks.save(1)
         await ranks.heard[1].first(StepAgreed)

@@ -197,7 +197,7 @@ async def test_a_copy_on_a_tier_that_does_not_answer_counts_for_nothing(
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path)})
     async with CheckpointStore.open(settings) as store:
         await (await store.save(1, tree(1))).reached("disk")
-        faults["disk"].kill()
+        faults.kill("disk")
         with pytest.raises(TierUnavailable):
             await (await store.save(2, tree(2))).reached("disk")
         with pytest.raises(Conflict, match="last good copy"):

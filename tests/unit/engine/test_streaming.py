@@ -207,13 +207,11 @@ async def test_where_nothing_slower_can_take_it_the_error_says_why(opened: Any, 
     async with opened() as store:
         await store.save(1, state(1, chunks=2))
         await store.flush()
-        faults.refuse("disk")
-        faults["disk"].kill()
+        faults.kill("disk")
         with pytest.raises(NoSpace, match=r"the tree of 384 KiB does not fit into RAM.*tier 'disk' failed \(.*dead"):
             await store.save(2, state(2))
         await assert_restores(store, {1: state(1, chunks=2)})
-        faults.allow("disk")
-        faults["disk"].revive()
+        faults.revive("disk")
 
 
 async def test_without_a_slower_tier_the_error_says_what_to_do(shared_memory: Path) -> None:

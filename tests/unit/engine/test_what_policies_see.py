@@ -187,7 +187,7 @@ async def test_the_time_to_the_slowest_tier_that_works_is_observed(
 def kill_a_trainer(settings: StoreConfig, first: int, last: int) -> None:
     command = [sys.executable, str(TRAINER), json.dumps(settings.model_dump(mode="json")), str(first), str(last)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
-        watchdog = threading.Timer(SOON, trainer.kill)
+        watchdog = threading.Timer(3 * SOON, trainer.kill)  # it imports everything first
         watchdog.start()
         assert trainer.stdout is not None
         said = [trainer.stdout.readline() for _ in range(first, last + 1)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lookalike import LookalikeBackDoor, library, missing
+from scenes import SOON
 
 from tieredckpt.blobs.chfs.store import ChfsStore
 
@@ -56,8 +57,10 @@ async def stores(chfs: Lookalike) -> AsyncIterator[Callable[..., ChfsStore]]:
             "rpc_timeout": 0.3,
             "grace": 0.2,
         }
-        made.append(ChfsStore(chfs.root, **(defaults | settings)))
-        return made[-1]
+        store = ChfsStore(chfs.root, **(defaults | settings))
+        store._within = SOON  # the worker's process may start slowly
+        made.append(store)
+        return store
 
     yield make
     chfs.switch()  # what hangs goes on, so that closing does not wait for it

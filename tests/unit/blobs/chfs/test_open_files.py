@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from scenes import SOON
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
@@ -62,7 +63,7 @@ async def test_a_cancelled_read_ends_though_opening_hangs(
     reading = asyncio.ensure_future(read(store, "key", len(LARGE)))
     await opening.wait()
     reading.cancel()
-    done, _ = await asyncio.wait([reading], timeout=5)
+    done, _ = await asyncio.wait([reading], timeout=SOON)
     chfs.switch()
     assert done
     assert reading.cancelled()
@@ -88,7 +89,8 @@ async def test_closing_waits_for_no_server(chfs: Any, stores: Callable[..., Chfs
     await store.connect()
     chfs.switch("hang.stat = *")
     looking = [asyncio.ensure_future(linked(store).ask(frames.Stat("/nothing"))) for _ in range(9)]
-    await asyncio.wait_for(linked(store).ask(frames.Close(7)), 5)
+    async with asyncio.timeout(SOON):
+        await linked(store).ask(frames.Close(7))
     assert not any(look.done() for look in looking)
     chfs.switch()
     await asyncio.gather(*looking, return_exceptions=True)
@@ -110,10 +112,11 @@ async def test_what_a_reader_opened_during_a_put_is_not_read_after_it(
 ) -> None:
     await store.put("key", [SMALL])
     creating = await asked(linked(store), frames.Create, monkeypatch)
-    chfs.switch("delay.stat = 200")  # creating begins by that
+    chfs.switch("hang.stat = *")  # creating begins by that
     putting = asyncio.ensure_future(store.put("key", [LARGE]))
     await creating.wait()
     assert await read(store, "key", 10) == SMALL[:10]
+    chfs.switch()
     await putting
     into = bytearray(10)
     await store.get_into("key", 2 * len(SMALL), memoryview(into))  # in the first chunk now, behind that of before
@@ -153,7 +156,8 @@ async def test_many_objects_are_read_with_few_open(store: ChfsStore) -> None:
 async def test_a_command_that_cannot_be_sent_fails(store: ChfsStore) -> None:
     await store.connect()
     with pytest.raises(TierUnavailable, match="nothing could be sent"):
-        await asyncio.wait_for(linked(store).ask(frames.Stat("/" + "x" * 300_000)), 5)
+        async with asyncio.timeout(SOON):
+            await linked(store).ask(frames.Stat("/" + "x" * 300_000))
     await store.put("key", [SMALL])
 
 

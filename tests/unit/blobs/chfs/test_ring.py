@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from scenes import SOON
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
@@ -115,8 +116,9 @@ async def test_exclusive_puts_leave_nothing_beside_the_winner(chfs: Any, store: 
 
 
 async def test_a_cancelled_exclusive_put_has_won_or_left_the_name_free(
-    chfs: Any, store: ChfsStore, monkeypatch: pytest.MonkeyPatch
+    chfs: Any, stores: Callable[..., ChfsStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = stores(grace=SOON)
     await store.connect()
     assert store.link is not None
     claiming, ask = asyncio.Event(), store.link.ask
@@ -127,7 +129,7 @@ async def test_a_cancelled_exclusive_put_has_won_or_left_the_name_free(
         return await ask(command, **more)
 
     monkeypatch.setattr(store.link, "ask", noting)
-    chfs.switch("delay.symlink = 50")  # ends within the time of grace, so that the link is there
+    chfs.switch("delay.symlink = 50")  # ends long before the time of grace does, so that the link is there
     putting = asyncio.ensure_future(store.put("lock", [b"mine"], create_only=True))
     await claiming.wait()
     putting.cancel()

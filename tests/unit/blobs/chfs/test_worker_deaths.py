@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from scenes import SOON
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
@@ -176,7 +177,7 @@ async def test_a_closed_store_leaves_no_process_and_no_descriptor(stores: Callab
         process = worker(store)
         await store.close()
         assert not process.is_running()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while len(os.listdir("/proc/self/fd")) > before:
         # A thread that has copied from the arena forgets it only after its result is known.
         assert time.monotonic() < deadline, os.listdir("/proc/self/fd")
@@ -212,7 +213,7 @@ def test_a_worker_ends_with_its_trainer(chfs: Any, switch: str) -> None:
         trainer.stdin.write("go on\n")
         trainer.stdin.flush()
         trainer.kill()
-        _, alive = psutil.wait_procs([process], timeout=10)
+        _, alive = psutil.wait_procs([process], timeout=SOON)
     assert not alive
 
 
@@ -232,7 +233,7 @@ async def test_a_worker_whose_answers_make_no_sense_is_replaced_and_nobody_waits
     link = store.link
     assert link is not None
     link._decoder = msgspec.msgpack.Decoder(kind)  # so that what comes is nonsense
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON):
         with pytest.raises(TierUnavailable, match="what it sent is no answer"):
             await store.get("before", limit=1)
         await works(store)
