@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,9 +19,10 @@ from insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, t
 from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine import collector
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NoSpace, NotFound
 from tieredckpt.events import ChunkRepaired, StepRestored
 from tieredckpt.format.manifest import StepId
 
@@ -121,8 +121,7 @@ async def test_what_an_unreadable_commit_uses_outlives_the_other_steps_that_use_
         await store.collect()  # which sees that step 2 uses the same packs,
         await store.evict(2, "disk")  # and now it does no more
         if for_good:
-            now = time.time
-            monkeypatch.setattr(time, "time", lambda: now() + 61)  # or what is evicted would make no room
+            monkeypatch.setattr(collector, "_PATIENCE", 0.0)  # a minute is over
             packs = set(disk.glob("packs/*/*"))
             await store.collect()
             assert set(disk.glob("packs/*/*")) < packs
@@ -131,6 +130,53 @@ async def test_what_an_unreadable_commit_uses_outlives_the_other_steps_that_use_
             (found,) = await store.verify(1)
             assert not found.problem
             assert await restored(store) == {"disk": TOTAL}
+
+
+async def test_a_commit_that_is_misread_after_all_was_well_keeps_its_packs_for_the_grace(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = place / "of-test" / "disk"
+    async with opened(place, "disk") as store:
+        await store.save(1, state(1))
+        await store.save(2, state(1))
+        await store.save(3, state(3))
+    for pack in disk.glob("packs/*/*"):
+        os.utime(pack, (0, 0))
+    async with opened(place, "disk") as store:
+        await store.collect()
+        (manifest,) = disk.glob("steps/*1-*/manifest.ocdbt")
+        flip(manifest, 40)
+        tier_of(store, "disk").indexes.clear()
+        (found,) = await store.verify(1)
+        assert found.problem
+        monkeypatch.setattr(collector, "_PATIENCE", 0.0)
+        await store.evict(2, "disk")
+        await store.collect()
+        flip(manifest, 40)
+        (found,) = await store.verify(1)
+        assert not found.problem
+
+
+async def test_beside_a_commit_that_cannot_be_read_a_full_tier_gives_up_nothing_in_vain(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = place / "of-test" / "disk"
+    full = config({"disk": folder(disk, retain={"kind": "last_n", "n": 1}, capacity="600 KiB")}, name="test")
+    async with CheckpointStore.open(full) as store:
+        for step in (1, 2, 3):
+            await store.save(step, state(step))
+        assert [info.step for info in await store.steps()] == [1, 2, 3]
+    (manifest,) = disk.glob("steps/*1-*/manifest.ocdbt")
+    flip(manifest, 40)
+    async with CheckpointStore.open(full) as store:
+        with pytest.raises(NoSpace):
+            await store.save(4, state(4))
+        assert [info.step for info in await store.steps() if info.tiers] == [2, 3]
+        monkeypatch.setattr(collector, "_PATIENCE", 0.0)  # a minute is over
+        await store.save(4, state(4))
+        assert (await store.steps())[-1].step == 4
+        (found,) = await store.verify(4)
+        assert not found.problem
 
 
 # -- chunks -----------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class ByHand:
             )
 
     async def collect(self) -> list[Collected]:
-        """Reclaim dead packs on every tier that works, and rewrite those that are mostly dead.
+        """Reclaim dead packs on every tier that answers, a full one too, and rewrite those that are mostly dead.
 
         Raises the first error, after the other tiers were collected.
         """
@@ -67,7 +67,7 @@ class ByHand:
         reclaimed: list[Collected] = []
         errors: list[Exception] = []
         for tier in self._state.tiers:
-            if not tier.healthy:
+            if not tier.answers:
                 continue
             try:
                 reclaimed.append(await collect_on(self._state, self._collector, tier))

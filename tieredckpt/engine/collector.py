@@ -19,7 +19,7 @@ from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import look_again
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -196,6 +196,12 @@ class Collector:
         going = leaving(self._state, tier)
         if tier.ram is not None:
             going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
+        else:
+            await self.collect(tier, orphans=False)
+            if enough():
+                return True
+            if tier.damaged.any_packs(_PATIENCE):
+                return False  # what is evicted now would make no room yet
         for step in going:
             if waits_for_promotion(self._state, step, tier) or not await self._try_evict(step, tier):
                 continue
@@ -229,17 +235,18 @@ class Collector:
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
         await self.find_out(tier)  # before its packs are taken for dead
-        await self._read_again(tier)
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
+            await self._read_again(tier)
             await self._take_back(tier)
             if orphans:
                 await self._find_strays(tier)
-            live = await self._live_packs(tier)
-            live |= {key for key, since in tier.damaged.packs(exactly=False).items() if since > time.time() - _PATIENCE}
+            # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
+            own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(_PATIENCE)
+            live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(_PATIENCE)
+            kept = tier.orphans | own | tier.damaged.own_packs()
             oldest_kept = time.time() - self._state.config.grace
-            kept = tier.damaged.packs(exactly=True) | tier.orphans
             dead = [
                 key
                 for key in tier.packs
@@ -254,12 +261,15 @@ class Collector:
         """Read commits once more that could not be read: their packs would go as what no step is known to use."""
         for step, error in tuple(tier.damaged.items()):
             if step in tier.damaged and not isinstance(error, HalfDeleted):
-                await look_again(tier, step)
+                try:
+                    await look_again(tier, step)
+                except TierUnavailable as silence:
+                    _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
                 self._state.changed.beat()
 
     async def _take_back(self, tier: Tier) -> None:
         """Undo first commits that failed, and may be there all the same: no step is held by their packs."""
-        for step in tuple(tier.doubtful - tier.held.keys()):
+        for step in tuple(tier.doubtful - tier.held.keys() - tier.damaged.keys()):
             await tier.store.delete(layout.manifest_key(step.step, step.serial))
             tier.doubtful.discard(step)
 
@@ -287,6 +297,8 @@ class Collector:
             except NotFound:
                 if step in tier.held:  # and was not evicted meanwhile
                     raise
+            except Corrupt as error:
+                _condemn(tier, step, error)
         return found
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
@@ -335,6 +347,9 @@ class Collector:
                 index = await tier.load_index(step)
             except NotFound:
                 continue  # evicted meanwhile
+            except Corrupt as error:
+                _condemn(tier, step, error)
+                continue
             for extent in unique_extents(index.arrays).values():
                 if (extent.path, extent.offset) not in seen:
                     seen.add((extent.path, extent.offset))
@@ -368,3 +383,8 @@ class Collector:
 
 def _belongs(key: str, steps: Iterable[StepId]) -> bool:
     return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)
+
+
+def _condemn(tier: Tier, step: StepId, error: Corrupt) -> None:
+    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+    tier.condemn(step, error)

@@ -100,24 +100,15 @@ class Commits:
         begin = time.monotonic()
         try:
             with self._state.promoting(tier):
-                committed = await self._commit(step, tier, parts)
+                return await self._commit(step, tier, parts, begin)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
             self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
-        if committed is None:
-            return 0
-        record, written = committed
-        lag = self._state.observe_promotion(record, tier)
-        own = self.written.pop((step, tier.name), 0)
-        seconds = time.monotonic() - begin
-        self._state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, own, seconds, lag))
-        self._state.changed.beat()
-        return written
 
-    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> tuple[StepRecord, int] | None:
-        """The step's record and the bytes written; None where another promotion of it came first."""
+    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
+        """The bytes written; 0 where another promotion of the step came first."""
         find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs)
@@ -125,7 +116,7 @@ class Commits:
         await make_room(self._state, self._collector, step, tier, need)
         async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
             if step in tier.held:
-                return None
+                return 0
             if counted_on - tier.packs.keys():  # the steps that made room had chunks of this one
                 ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, sizes)
@@ -134,12 +125,21 @@ class Commits:
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
             await tier.commit(index.record, index.arrays)
+            self._tell(index.record, tier, begin)  # before anybody can tell that it was evicted again
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent):
                         tier.chunks.setdefault(chunk.digest, chunk.where)
             await self._remove_parts(step, tier, tuple(parts))
-        return index.record, sum(nbytes for each in done for nbytes in each.packs.values())
+        return sum(nbytes for each in done for nbytes in each.packs.values())
+
+    def _tell(self, record: StepRecord, tier: Tier, begin: float) -> None:
+        lag = self._state.observe_promotion(record, tier)
+        own = self.written.pop((record.id, tier.name), 0)
+        seconds = time.monotonic() - begin
+        promoted = StepPromoted(record.step, record.serial, tier.name, record.nbytes, own, seconds, lag)
+        self._state.events.emit(promoted)
+        self._state.changed.beat()
 
     async def _order(
         self,

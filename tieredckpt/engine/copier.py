@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 
@@ -65,16 +65,15 @@ async def copy_step(
     if step in tier.held and not again:
         return 0
     begin = time.monotonic()
+
+    def tell(record: StepRecord, written: int) -> None:
+        seconds = time.monotonic() - begin
+        lag = 0.0 if again else state.observe_promotion(record, tier)
+        state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, seconds, lag))
+        state.changed.beat()
+
     with state.promoting(tier):
-        copied = await _copy(state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
-    if copied is None:
-        return 0
-    record, written = copied
-    seconds = time.monotonic() - begin
-    lag = 0.0 if again else state.observe_promotion(record, tier)
-    state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, seconds, lag))
-    state.changed.beat()
-    return written
+        return await _copy(state, collector, step, tier, tell, again=again, leaving=leaving, lost=lost or {})
 
 
 async def _copy(
@@ -82,18 +81,19 @@ async def _copy(
     collector: Collector,
     step: StepId,
     tier: Tier,
+    tell: Callable[[StepRecord, int], None],
     *,
     again: bool,
     leaving: AbstractSet[str],
     lost: dict[bytes, Extent],
-) -> tuple[StepRecord, int] | None:
-    """The record and the bytes written; None when another promotion was faster."""
+) -> int:
+    """The bytes written; ``tell`` is called with the record and those, unless another promotion was faster."""
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
         await make_room(state, collector, step, tier, need)
         async with tier.guards_packs:
             if step in tier.held and not again:
-                return None
+                return 0
             if again:
                 await _keep_own_extents(step, tier, leaving)
             await refer_to_intact(state, tier, step, _sizes(source))
@@ -103,7 +103,8 @@ async def _copy(
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found)
             await tier.commit(source.index.record, _located(source.index.arrays, ChainMap(lost, tier.chunks)))
-        return source.index.record, written
+            tell(source.index.record, written)  # before anybody can tell that it was evicted again
+        return written
 
 
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:

@@ -125,19 +125,32 @@ class HeldSteps(dict[StepId, Held]):
 
 
 class DamagedSteps(dict[StepId, TieredCkptError]):
-    """The steps whose commit is there and cannot be read, and the packs that each may use all the same."""
+    """The steps whose commit is there and cannot be read, and the packs that each may use all the same.
+
+    A step that is put here by anything but `condemn` keeps no packs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._packs: dict[StepId, tuple[float, frozenset[str], bool]] = {}
+        self._own: dict[StepId, tuple[float, frozenset[str]]] = {}
+        self._any: dict[StepId, tuple[float, frozenset[str]]] = {}
 
     def condemn(self, step: StepId, error: TieredCkptError, packs: Iterable[str], *, exactly: bool = False) -> None:
         """Count a step among them; ``packs`` are ``exactly`` those that it uses, or all that there are."""
         self[step] = error
-        self._packs[step] = time.time(), frozenset(packs), exactly
+        self._own.pop(step, None)
+        self._any.pop(step, None)
+        if exactly:
+            self._own[step] = time.time(), frozenset(packs)
+        else:
+            self._any[step] = time.monotonic(), frozenset(packs)
 
-    def packs(self, *, exactly: bool) -> dict[str, float]:
-        """What they use ``exactly``, or may use as far as is known, and since when they are here (epoch seconds)."""
-        for step in self._packs.keys() - self.keys():
-            del self._packs[step]
-        return {key: since for since, packs, known in self._packs.values() if known is exactly for key in packs}
+    def own_packs(self) -> dict[str, float]:
+        """The packs that they are known to use, and since when they are here (epoch seconds)."""
+        return {key: since for step, (since, packs) in self._own.items() if step in self for key in packs}
+
+    def any_packs(self, seconds: float) -> set[str]:
+        """The packs that there were when steps came here, less than so long ago, of which nothing is known."""
+        now = time.monotonic()
+        self._any = {step: known for step, known in self._any.items() if step in self and now - known[0] < seconds}
+        return {key for _, packs in self._any.values() for key in packs}

@@ -143,7 +143,9 @@ async def look_again(tier: Tier, step: StepId) -> None:
         del tier.damaged[step]
         tier.held[step] = found
         _log.warning("tier %r: %s can be read there after all", tier.name, step)
-    elif found is not None:
+    elif found is None:
+        tier.drop(step)
+    else:
         tier.damaged[step] = found
 
 

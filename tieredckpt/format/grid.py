@@ -92,6 +92,7 @@ class Cell(NamedTuple):
     nbytes: int
 
 
+@lru_cache(maxsize=4096)  # every save plans the arrays of the one before
 def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
     """The grid for an array: large cells of at most ``target`` bytes, of equal height.
 

@@ -280,7 +280,7 @@ async def _check_litter(store: CheckpointStore) -> None:
     for step, held in tier.held.items():
         needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await tier.packs_of(step)}
     torn = tuple(layout.step_folder(step.step, step.serial) for step in tier.damaged)
-    perhaps = tier.damaged.packs(exactly=False).keys()
+    perhaps = tier.damaged.any_packs(float("inf"))
     left = {
         info.key
         async for info in tier.store.list("")

@@ -18,6 +18,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,7 @@ from typing import Any
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved, TierFailed
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.inventory import StepInfo
@@ -83,7 +84,7 @@ class Soaked:
 async def soak(
     seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0, rounds: int = 4 * _ROUNDS
 ) -> Soaked:
-    """Let a store live for so long.
+    """Let a store live for so long, or longer.
 
     Args:
         seconds: how long.
@@ -160,11 +161,11 @@ class _Soaking:
         try:
             await asyncio.wait([task], timeout=_PATIENCE)
             if not task.done():
-                where = await self._store.engine_loop.call(_where_tasks_are())
                 order = f" ({self._ordered})" if self._ordered else ""
-                self._found.lost.append(
-                    f"{what}{order} had not ended after {_PATIENCE:.0f} s; the engine was at\n{where}"
-                )
+                self._found.lost.append(f"{what}{order} had not ended after {_PATIENCE:.0f} s")
+                with suppress(Closed):  # as while it is opened anew
+                    where = await self._store.engine_loop.call(_where_tasks_are())
+                    self._found.lost[-1] += f"; the engine was at\n{where}"
                 return
         finally:
             if not task.done():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +12,11 @@ import pytest
 from scenes import Heard, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore, policy
+from tieredckpt.engine.source import StepSource
+from tieredckpt.engine.state import State
 from tieredckpt.errors import NotFound
 from tieredckpt.events import SaveFailed, StepEvicted, StepPromoted, StepSaved
+from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import Observed, Promotion, Schedule, StepView, StoreView, TierView
 
 
@@ -136,3 +141,25 @@ async def test_a_schedule_says_when_and_one_that_fails_saves(shared_memory: Path
         assert saved == [3, 6, 9]
     async with CheckpointStore.open(config(tiers, schedule="test_raises")) as store:
         assert store.due(1)
+
+
+async def test_that_a_step_has_come_is_told_before_it_is_told_to_have_left(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    even = folder(tmp_path / "disk", retain="all", promote={"kind": "every_n_steps", "n": 2})
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": even})) as store:
+        heard = Heard(store)
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        await store.flush()
+        opened = StepSource.open
+
+        @asynccontextmanager
+        async def evicted_at_once(state: State, step: StepId) -> AsyncIterator[StepSource]:
+            async with opened(state, step) as source:
+                yield source
+            await store._engine.by_hand.evict(1, "disk")
+
+        monkeypatch.setattr(StepSource, "open", evicted_at_once)
+        await store.promote(1, "disk")
+        assert [type(event) for event in heard.events if event.step == 1][1:] == [StepPromoted, StepEvicted]

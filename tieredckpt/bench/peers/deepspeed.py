@@ -37,12 +37,23 @@ def _io() -> tuple[Any, Any]:
     return handle, handle.new_cpu_locked_tensor(_BUFFER, torch.empty(0, dtype=torch.uint8))
 
 
+class _Unused:
+    """In place of its utilities, which are not built without an accelerator, and which a file of one rank needs not."""
+
+    cast_to_byte_tensor = None
+
+    def load(self) -> _Unused:
+        return self
+
+
 def _write(tensors: Tensors, path: Path) -> None:
     import torch
-    from deepspeed.io import FastFileWriter, FastFileWriterConfig
+    from deepspeed.io import FastFileWriterConfig, fast_file_writer
 
+    if not torch.cuda.is_available():
+        fast_file_writer.UtilsBuilder = _Unused
     handle, pinned = _io()
-    writer = FastFileWriter(
+    writer = fast_file_writer.FastFileWriter(
         file_path=str(path),
         config=FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=pinned, double_buffer=True),
     )
