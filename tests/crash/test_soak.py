@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from tieredckpt import CheckpointStore
 from tieredckpt.engine.heal import Unmended
 from tieredckpt.engine.source import Damage
 from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.verifier import Verified
 from tieredckpt.testing.gauges import ALLOWED, trends
 from tieredckpt.testing.soak import Soaked, soak
 
@@ -53,6 +55,27 @@ async def test_most_of_a_minute_under_random_faults_loses_and_leaks_nothing(
 @pytest.mark.timeout(1800)
 async def test_ten_minutes_under_random_faults_lose_and_leak_nothing(shared_memory: Path, tmp_path: Path) -> None:
     assert_survived(await soak(600.0, shared_memory, tmp_path, seed=2, every=EVERY))
+
+
+async def test_a_soak_has_its_rounds_however_slow_the_machine_is(shared_memory: Path, tmp_path: Path) -> None:
+    found = await soak(0.0, shared_memory, tmp_path, seed=3, every=0.0, rounds=9)
+    assert found.saves + found.skipped == 9
+    assert found.lost == []
+
+
+async def test_a_tier_that_is_slow_in_a_calm_is_not_called_damaged(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scrub, slow = CheckpointStore.scrub, iter([Verified(None, "near", 0, (), False, "no answer in time")])
+
+    async def slow_at_first(store: CheckpointStore, **options: Any) -> list[Verified]:
+        return [*slow] or await scrub(store, **options)
+
+    monkeypatch.setattr(CheckpointStore, "scrub", slow_at_first)
+    found = await soak(0.0, shared_memory, tmp_path, seed=3, every=0.0, rounds=1)
+    assert found.lost == []
+    assert not list(slow)
+    assert found.compared > 0
 
 
 # -- and a store that breaks its promises is found out ------------------------------------------------------

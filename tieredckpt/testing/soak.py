@@ -316,13 +316,14 @@ class _Soaking:
                 self._found.lost.append(f"{verified.id} on {verified.tier!r}: {verified.problem}")
 
     async def _look(self) -> None:
+        before = {name: frozenset(held) for name, held in self._acknowledged.items()}
         infos = await self._store.steps()
         newest = max((info.serial for info in infos), default=0)
-        owed = max(max(held, default=0) for held in self._acknowledged.values())
+        owed = max(max(held, default=0) for held in before.values())
         if newest < owed:
             self._found.lost.append(f"serial {owed} was acknowledged, and the newest is {newest}")
-        for name, held in self._acknowledged.items():
-            if missing := held - {info.serial for info in infos if name in info.tiers}:
+        for name, held in before.items():
+            if missing := (held & self._acknowledged[name]) - {info.serial for info in infos if name in info.tiers}:
                 self._found.lost.append(f"tier {name!r} was heard to hold serials {sorted(missing)}, and does not")
         for info in infos:
             try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+from distributed.launch import SOON, free_port
 
 pytest.importorskip("jax")
 
@@ -90,19 +90,17 @@ def environment(devices: int) -> dict[str, str]:
 
 
 def test_the_boxes_of_many_devices_are_each_one_piece_and_come_back_sharded() -> None:
-    subprocess.run([sys.executable, "-c", MANY_DEVICES], env=environment(8), check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", MANY_DEVICES], env=environment(8), check=True, timeout=SOON)
 
 
 def test_every_process_of_a_job_has_the_boxes_of_its_own_devices() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     processes = [
         subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, str(rank), port], env=environment(2))
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+        assert [process.wait(timeout=SOON) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
