@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 KEYS = ("a", "b", "c")
 ORDINALS = (0, 1)
-WHICH = st.integers(0, 11)
 """Of the chunks of each array; every chunk is one value all over, which names its content."""
+WHICH = st.integers(0, 11)
 
 Tree = dict[str, Any]
 
