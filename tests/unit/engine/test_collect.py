@@ -27,7 +27,7 @@ from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collected
 from tieredckpt.engine.connect import connect
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import decode_step
@@ -343,6 +343,21 @@ async def test_a_tier_that_cannot_be_collected_keeps_no_other_from_it(place: Pla
         faults["disk"].fail("list", TierUnavailable("no answer"))
         with pytest.raises(TierUnavailable, match="no answer"):
             await store.collect()
+        assert not stray.exists()
+
+
+async def test_a_tier_that_is_full_is_collected_too(place: Place, faults: FaultyTiers) -> None:
+    async with opened(place, folder(place.disk)) as store:
+        await store.save(1, state())
+        await store.flush()
+        stray = place.disk / new_temporary()
+        stray.write_bytes(b"half of a pack")
+        place.let_the_grace_pass()
+        faults["disk"].fail("put", NoSpace("full"), times=None)
+        await store.save(2, changed(2))
+        with pytest.raises(NoSpace):
+            await store.flush()
+        await store.collect()
         assert not stray.exists()
 
 
