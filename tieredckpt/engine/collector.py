@@ -265,6 +265,7 @@ class Collector:
                     await look_again(tier, step)
                 except TierUnavailable as silence:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
+                self.tell_gone([step], tier)
                 self._state.changed.beat()
 
     async def _take_back(self, tier: Tier) -> None:

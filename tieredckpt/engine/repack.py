@@ -36,6 +36,6 @@ async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str
             if step in tier.held:
                 written += await copy_step(state, collector, step, tier, again=True, leaving=packs)
         except NotFound:
-            if step in tier.held:  # and was not evicted meanwhile
+            if step in tier.held and step not in tier.leaving:  # and was not evicted meanwhile
                 raise
     return written

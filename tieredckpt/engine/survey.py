@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.blobs.settle import together
 from tieredckpt.engine.catalog import Footers, believed, read_catalogs, stamp_of
+from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
@@ -136,6 +137,8 @@ async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
 async def look_again(tier: Tier, step: StepId) -> None:
     """Read a commit once more that could not be read: a medium may fail, or lie, just once. Raises what it raises."""
     before = tier.damaged[step]
+    if isinstance(before, HalfDeleted):
+        return  # which shows in another way
     found = await _read_step(tier, step)
     if tier.damaged.get(step) is not before:
         return  # meanwhile it was evicted, or committed anew

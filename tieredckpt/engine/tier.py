@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.ram import RamStore
@@ -302,7 +303,8 @@ class Tier:
         btree_key = layout.btree_key(step.step, step.serial)
         if before is not None or step in self.damaged or step in self.doubtful:
             btree_key = f"{folder}btree-{secrets.token_hex(4)}"
-        index = await asyncio.to_thread(encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum)
+        encode = partial(encode_step, record, arrays, checksum=self.checksum)
+        index = await asyncio.to_thread(encode, btree_path=btree_key)
         if before is not None and not self.store.traits.atomic_put:
             # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
             size = 0
@@ -310,15 +312,16 @@ class Tier:
                 size = (await self.store.stat(layout.manifest_key(step.step, step.serial))).size
             if (missing := size - len(index.manifest)) > 0:
                 btree_key += "0" * missing  # which is in it
-                index = await asyncio.to_thread(
-                    encode_step, record, arrays, btree_path=btree_key, checksum=self.checksum
-                )
+                index = await asyncio.to_thread(encode, btree_path=btree_key)
         await self.store.put(btree_key, [index.btree])
         try:
             await self.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
         except (TierUnavailable, asyncio.CancelledError):
             await self._doubt(step)
             raise
+        if before is not None and (step not in self.held or step in self.leaving):  # which was last is not known
+            await self.store.delete(layout.manifest_key(step.step, step.serial))
+            raise NotFound(f"tier {self.name!r}: {step} was evicted while it was committed anew")
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)

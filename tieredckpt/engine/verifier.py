@@ -87,6 +87,7 @@ async def verify_on(
         try:
             if step in tier.damaged and tier.ram is None and tier.blobs is not None:
                 await look_again(tier, step)
+                collector.tell_gone([step], tier)
             if step in tier.damaged:
                 raise tier.damaged[step]
             damage = await inspect(state, step, tier, progress, scan)
