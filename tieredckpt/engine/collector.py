@@ -63,7 +63,7 @@ class Collector:
             NotFound: the tier does not hold it.
             Conflict: promise 6, or a reader, forbids it.
         """
-        if (step not in tier.held and step not in tier.damaged) or step in tier.leaving:
+        if tier.has_left(step):
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if not self._state.manages(tier):
             raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")

@@ -273,6 +273,10 @@ class Tier:
         held = self.held.get(step) or self.parts.get(step)
         return held is not None and held.btree_key != ""
 
+    def has_left(self, step: StepId) -> bool:
+        """Whether a step is here no more, readable or not, or is being retracted."""
+        return step in self.leaving or not (step in self.held or step in self.damaged)
+
     def set_apart(self) -> None:
         """Count no step as held: what lies here are parts of a rank, and the other ranks' are not known yet."""
         self.parts.update(self.held)
@@ -319,7 +323,7 @@ class Tier:
         except (TierUnavailable, asyncio.CancelledError):
             await self._doubt(step)
             raise
-        if before is not None and (step not in self.held or step in self.leaving):  # which was last is not known
+        if before is not None and self.has_left(step):  # which of the two was last is not known
             await self.store.delete(layout.manifest_key(step.step, step.serial))
             raise NotFound(f"tier {self.name!r}: {step} was evicted while it was committed anew")
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
@@ -355,28 +359,24 @@ class Tier:
             if (held := self.held.get(step)) is not None:
                 self.condemn(step, HalfDeleted(f"tier {self.name!r}: {step} was being deleted when that failed", held))
             raise
-        btree_key = self.drop(step)
-        if btree_key is not None:
+        if (btree_key := self.drop(step)) is not None:
             await self.store.delete(btree_key)
 
     def drop(self, step: StepId) -> str | None:
         """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
         part = self.parts.pop(step, None)
         held = self.held.pop(step, part)
-        self.damaged.pop(step, None)
         self.doubtful.discard(step)
-        self.indexes.pop(step, None)
-        self.index_bytes.pop(step, None)
         self.catalogued.forget(step)
-        self._packs_of.pop(step, None)
+        for known in (self.damaged, self.indexes, self.index_bytes, self._packs_of):
+            known.pop(step, None)
         return held.btree_key if held is not None else None
 
     async def probe(self) -> bool:
         """Whether the tier answers and still is what it was, by its marker. Raises as a blob store does."""
         try:
-            return (
-                decode_marker(await self.store.get(layout.MARKER, limit=MARKER_MAX), self.store.location) == self.marker
-            )
+            data = await self.store.get(layout.MARKER, limit=MARKER_MAX)
+            return decode_marker(data, self.store.location) == self.marker
         except (Corrupt, NotFound):
             return False
 

@@ -114,7 +114,7 @@ async def _with_another_index(
     *,
     repair: bool,
 ) -> Verified:
-    if step in tier.leaving or not (step in tier.held or step in tier.damaged):
+    if tier.has_left(step):
         raise NotFound(f"{step} left tier {tier.name!r} while it was verified") from error  # and is not to come back
     record = state.records().get(step)
     problem = str(error)
