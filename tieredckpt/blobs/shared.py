@@ -19,7 +19,7 @@ from tieredckpt.blobs.base import Buffer
 __all__ = ["Region", "locate", "register"]
 
 _numbers = count(1)
-_guards_regions = threading.Lock()
+_guards_regions = threading.RLock()  # the garbage collector may close a region while another is registered
 _known: tuple[Sequence[int], Sequence[Region]] = ((), ())
 """Addresses and their regions, in order; replaced as a whole, so that a look-up needs no lock."""
 
@@ -49,7 +49,7 @@ class Region:
         with _guards_regions:
             if not self.closed:
                 self._fd = -1
-                _know([region for region in _known[1] if region is not self])
+                _know(_known[1])
 
 
 def register(address: int, size: int, fd: int, *, writable: bool) -> Region:
@@ -81,4 +81,5 @@ def locate(memory: Buffer) -> tuple[Region, int] | None:
 
 def _know(regions: Sequence[Region]) -> None:
     global _known  # noqa: PLW0603
+    regions = [region for region in regions if not region.closed]
     _known = ([region.address for region in regions], regions)

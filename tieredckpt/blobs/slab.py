@@ -13,6 +13,8 @@ import logging
 import mmap
 import os
 import threading
+import warnings
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +59,8 @@ class Slab:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self.region = None if fd is None else shared.register(self.array.ctypes.data, capacity, fd, writable=writable)
         """What lets another process map the slab too."""
+        self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
+        self._unclosed.atexit = False
         self._guards_extents = threading.Lock()
         self._reserved = reserved
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
@@ -205,15 +209,26 @@ class Slab:
             if self._unmapped:
                 return
             self._unmapped = True
-            if self.region is not None:
-                self.region.close()
+            self._unclosed.detach()
+            _close_file(self.region, self._fd)
+            if self._fd is not None:
+                self._fd = -1
             del self.array
             with contextlib.suppress(BufferError):
                 self._map.close()
             del self._map  # it has a descriptor of its own, which goes with the last view
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = -1
+
+
+def _close_file(region: shared.Region | None, fd: int | None) -> None:
+    if region is not None and fd is not None:
+        region.close()
+        os.close(fd)
+
+
+def _close_abandoned(region: shared.Region | None, fd: int | None, capacity: int) -> None:
+    """Forget a slab that nobody closed, before other memory at its addresses is taken for it."""
+    _close_file(region, fd)
+    warnings.warn(f"a slab of {format_size(capacity)} was never closed", ResourceWarning, stacklevel=1)
 
 
 def _mapped(fd: int, nbytes: int, *, writable: bool) -> mmap.mmap:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from tieredckpt.blobs.settle import in_thread
+from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into, near
 from tieredckpt.engine.parts import encode_own, merge_parts
 from tieredckpt.engine.source import ChosenStep
@@ -29,20 +29,22 @@ async def look_on(state: State) -> None:
         tier = await look_into(state, folder)
         if tier is None:
             continue
-        for step in tuple(tier.held):
-            try:
-                index = await tier.load_index(step)
-            except (Corrupt, NotFound) as error:
-                _log.info("%s cannot be read in the RAM of a rank: %s", step, error)
-                continue
-            if index.record.rank is not None:
-                parts.setdefault(step, {})[index.record.rank] = await in_thread(encode_own, index, pool=state.pool)
-        await tier.disconnect()
+        try:
+            for step in tuple(tier.held):
+                try:
+                    index = await tier.load_index(step)
+                except (Corrupt, NotFound) as error:
+                    _log.info("%s cannot be read in the RAM of a rank: %s", step, error)
+                    continue
+                if index.record.rank is not None:
+                    parts.setdefault(step, {})[index.record.rank] = await in_thread(encode_own, index, pool=state.pool)
+        finally:
+            await whole(tier.disconnect())
     for step, by_rank in parts.items():
         try:
-            whole = await in_thread(merge_parts, by_rank, pool=state.pool)
+            merged = await in_thread(merge_parts, by_rank, pool=state.pool)
         except (Conflict, Corrupt) as error:
             _log.info("%s is not whole in the RAM of this machine: %s", step, error)
             continue
-        first.held.setdefault(step, Held(whole.record, ""))
-        state.looked_on[step] = ChosenStep(step, first, whole, partial(near, state, step))
+        first.held.setdefault(step, Held(merged.record, ""))
+        state.looked_on[step] = ChosenStep(step, first, merged, partial(near, state, step))

@@ -96,6 +96,11 @@ class Opening:
         )
         state.last_serial, state.line = opened.last_serial, opened.line
 
+    async def close(self) -> None:
+        """Read the RAM of former ranks no more."""
+        while self.leftovers:
+            await self.leftovers.pop().disconnect()
+
     # -- the shared tiers ---------------------------------------------------------------------------------
 
     async def _lead(self) -> bytes:

@@ -118,6 +118,7 @@ class Ranked:
         """Leave the others."""
         await self.team.close()
         self._unsubscribe()
+        await self.opening.close()
 
     async def save(
         self, step: int, flat: Flat, replicated: Sequence[str], save: Callable[[Flat], Awaitable[Saved]]

@@ -195,9 +195,8 @@ class Replicas:
         async def connect() -> RamStore:
             return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
 
-        tier = Tier(own.name, own.index, self._config, connect)
+        tier = self.kept[ward] = Tier(own.name, own.index, self._config, connect)
         marker = await tier.open()
-        self.kept[ward] = tier
         assert self._state.marker is not None
         if marker is not None and marker != self._state.marker:
             await tier.wipe()

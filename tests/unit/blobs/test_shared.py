@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -63,6 +64,23 @@ def test_a_closed_slab_is_forgotten_while_its_views_live() -> None:
     one.close()
     assert locate(view) is None
     assert found[0].duplicate() is None
+
+
+def test_a_slab_that_nobody_closed_is_not_taken_for_what_lies_at_its_addresses() -> None:
+    one = slab()
+    region, address = one.region, one.array.ctypes.data
+    with pytest.warns(ResourceWarning, match="a slab of 64 KiB was never closed"):
+        del one
+    assert region.duplicate() is None
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    fixed, size = 0x10, PAGES * ALIGNMENT
+    libc.mmap(address, size, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+    try:
+        assert locate(memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")) is None
+    finally:
+        libc.munmap(address, size)
 
 
 def test_a_descriptor_is_one_of_the_file_of_the_slab() -> None:
