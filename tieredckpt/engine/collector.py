@@ -112,6 +112,12 @@ class Collector:
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
 
+    async def look_again(self, step: StepId, tier: Tier) -> None:
+        """Read a commit once more that could not be read, and tell what came of it. Raises as a blob store does."""
+        await look_again(tier, step)
+        self.tell_gone([step], tier)
+        self._state.changed.beat()
+
     def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
         """Tell of those that a new look at the tier has not found any more."""
         for step in steps:
@@ -238,7 +244,7 @@ class Collector:
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
-            await self._read_again(tier)
+            await self._look_again(tier)
             await self._take_back(tier)
             if orphans:
                 await self._find_strays(tier)
@@ -257,16 +263,14 @@ class Collector:
         self._state.changed.beat()
         return Collected(tier.name, len(dead), nbytes, files)
 
-    async def _read_again(self, tier: Tier) -> None:
+    async def _look_again(self, tier: Tier) -> None:
         """Read commits once more that could not be read: their packs would go as what no step is known to use."""
-        for step, error in tuple(tier.damaged.items()):
-            if step in tier.damaged and not isinstance(error, HalfDeleted):
+        for step in tuple(tier.damaged):
+            if step in tier.damaged:
                 try:
-                    await look_again(tier, step)
+                    await self.look_again(step, tier)
                 except TierUnavailable as silence:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
-                self.tell_gone([step], tier)
-                self._state.changed.beat()
 
     async def _take_back(self, tier: Tier) -> None:
         """Undo first commits that failed, and may be there all the same: no step is held by their packs."""

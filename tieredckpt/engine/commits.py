@@ -32,10 +32,10 @@ from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.wholes import placed, without_places
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.events import CommitFailed, StepPromoted
+from tieredckpt.events import CommitFailed
 from tieredckpt.format import layout
 from tieredckpt.format.digest import SIZE, digest
-from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
 from tieredckpt.format.ocdbt import Extent
 
@@ -125,21 +125,14 @@ class Commits:
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
             await tier.commit(index.record, index.arrays)
-            self._tell(index.record, tier, begin)  # before anybody can tell that it was evicted again
+            # Before anybody can tell that it was evicted again.
+            self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent):
                         tier.chunks.setdefault(chunk.digest, chunk.where)
             await self._remove_parts(step, tier, tuple(parts))
         return sum(nbytes for each in done for nbytes in each.packs.values())
-
-    def _tell(self, record: StepRecord, tier: Tier, begin: float) -> None:
-        lag = self._state.observe_promotion(record, tier)
-        own = self.written.pop((record.id, tier.name), 0)
-        seconds = time.monotonic() - begin
-        promoted = StepPromoted(record.step, record.serial, tier.name, record.nbytes, own, seconds, lag)
-        self._state.events.emit(promoted)
-        self._state.changed.beat()
 
     async def _order(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 
@@ -18,9 +18,8 @@ from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
-from tieredckpt.events import StepPromoted
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepRecord
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
@@ -64,16 +63,8 @@ async def copy_step(
     """
     if step in tier.held and not again:
         return 0
-    begin = time.monotonic()
-
-    def tell(record: StepRecord, written: int) -> None:
-        seconds = time.monotonic() - begin
-        lag = 0.0 if again else state.observe_promotion(record, tier)
-        state.events.emit(StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, seconds, lag))
-        state.changed.beat()
-
     with state.promoting(tier):
-        return await _copy(state, collector, step, tier, tell, again=again, leaving=leaving, lost=lost or {})
+        return await _copy(state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
 
 
 async def _copy(
@@ -81,13 +72,12 @@ async def _copy(
     collector: Collector,
     step: StepId,
     tier: Tier,
-    tell: Callable[[StepRecord, int], None],
     *,
     again: bool,
     leaving: AbstractSet[str],
     lost: dict[bytes, Extent],
 ) -> int:
-    """The bytes written; ``tell`` is called with the record and those, unless another promotion was faster."""
+    begin = time.monotonic()
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
         await make_room(state, collector, step, tier, need)
@@ -103,7 +93,8 @@ async def _copy(
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found)
             await tier.commit(source.index.record, _located(source.index.arrays, ChainMap(lost, tier.chunks)))
-            tell(source.index.record, written)  # before anybody can tell that it was evicted again
+            # Before anybody can tell that it was evicted again.
+            state.tell_promoted(source.index.record, tier, written, begin, again=again)
         return written
 
 

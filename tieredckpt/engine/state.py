@@ -22,7 +22,7 @@ from tieredckpt.engine.roll import Roll
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.events import Events, TierFailed
+from tieredckpt.events import Events, StepPromoted, TierFailed
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
 from tieredckpt.policyviews import StepViews
@@ -308,6 +308,16 @@ class State:
         if step.saved_at >= self.observed.started_at:
             tier.promotion_seconds = blend(tier.promotion_seconds, seconds)
         return seconds
+
+    def tell_promoted(self, record: StepRecord, tier: Tier, written: int, begin: float, *, again: bool = False) -> None:
+        """Tell that a step was committed on a slower tier, ``again`` or for the first time.
+
+        ``written`` are the bytes it took of this process since ``begin``, on the monotonic clock.
+        """
+        lag = 0.0 if again else self.observe_promotion(record, tier)
+        seconds = time.monotonic() - begin
+        self.events.emit(StepPromoted(record.step, record.serial, tier.name, record.nbytes, written, seconds, lag))
+        self.changed.beat()
 
     def observe(self) -> Observed:
         """What schedules see."""

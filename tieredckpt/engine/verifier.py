@@ -9,7 +9,6 @@ from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.heal import heal, heal_index, inspect
 from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.state import State
-from tieredckpt.engine.survey import look_again
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -86,8 +85,7 @@ async def verify_on(
     with tier.indexes.rereading(step) as remembered:
         try:
             if step in tier.damaged and tier.ram is None and tier.blobs is not None:
-                await look_again(tier, step)
-                collector.tell_gone([step], tier)
+                await collector.look_again(step, tier)
             if step in tier.damaged:
                 raise tier.damaged[step]
             damage = await inspect(state, step, tier, progress, scan)
