@@ -66,6 +66,16 @@ async def saved(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
         yield store
 
 
+async def saved_alike(place: Path) -> Path:
+    """Save steps 1 and 2, which share all chunks, and 3; returns the commit of step 1."""
+    async with opened(place, "disk") as store:
+        await store.save(1, state(1))
+        await store.save(2, state(1))
+        await store.save(3, state(3))
+    (manifest,) = (place / "of-test" / "disk").glob("steps/*1-*/manifest.ocdbt")
+    return manifest
+
+
 async def restored(store: CheckpointStore, how: str = "copy") -> dict[str, int]:
     """Restore step 1 bit for bit; the bytes from each tier."""
     target = {key: np.zeros_like(value) for key, value in state(1).items() if key != "step"} | {"step": 0}
@@ -109,11 +119,7 @@ async def test_what_an_unreadable_commit_uses_outlives_the_other_steps_that_use_
     for_good: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = place / "of-test" / "disk"
-    async with opened(place, "disk") as store:
-        await store.save(1, state(1))
-        await store.save(2, state(1))
-        await store.save(3, state(3))
-    (manifest,) = disk.glob("steps/*1-*/manifest.ocdbt")
+    manifest = await saved_alike(place)
     flip(manifest, 40)
     async with opened(place, "disk") as store:
         (found,) = await store.verify(1)
@@ -136,15 +142,11 @@ async def test_a_commit_that_is_misread_after_all_was_well_keeps_its_packs_for_t
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = place / "of-test" / "disk"
-    async with opened(place, "disk") as store:
-        await store.save(1, state(1))
-        await store.save(2, state(1))
-        await store.save(3, state(3))
+    manifest = await saved_alike(place)
     for pack in disk.glob("packs/*/*"):
         os.utime(pack, (0, 0))
     async with opened(place, "disk") as store:
         await store.collect()
-        (manifest,) = disk.glob("steps/*1-*/manifest.ocdbt")
         flip(manifest, 40)
         tier_of(store, "disk").indexes.clear()
         (found,) = await store.verify(1)

@@ -211,7 +211,7 @@ async def outlive(me: Rank) -> None:
 
 async def let_go(me: Rank, word: str) -> None:
     """Wait for the test to say a word."""
-    while not Path(me.arguments["disk"], word).exists():  # noqa: ASYNC110  # another process makes it
+    while not Path(me.arguments["disk"], word).exists():  # another process makes it
         await asyncio.sleep(0.01)
 
 
@@ -246,7 +246,7 @@ async def cancelled_bulk(me: Rank, coordinator: Coordinator) -> float | None:
         return None
     into = bytearray(9 << 20)  # more than is sent, so that it waits
     receiving = asyncio.create_task(coordinator.receive(1, memoryview(into), tag=3, timeout=DEADLINE))
-    while not into[(5 << 20) - 1] and not receiving.done():  # noqa: ASYNC110  # a thread fills it
+    while not into[(5 << 20) - 1] and not receiving.done():  # a thread fills it
         await asyncio.sleep(0.001)
     begin = time.monotonic()
     receiving.cancel()

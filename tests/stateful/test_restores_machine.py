@@ -127,7 +127,7 @@ class RestoresMachine(RuleBasedStateMachine):
             early = asyncio.create_task(self.outcomes(sorted(first)))
             if 0 not in first:
                 calls = len(self.ranks.world.calls)
-                while not any(topic.startswith("log/") for _, _, topic in self.ranks.world.calls[calls:]):  # noqa: ASYNC110
+                while not any(topic.startswith("log/") for _, _, topic in self.ranks.world.calls[calls:]):
                     await asyncio.sleep(0.001)
             late = await self.outcomes([rank for rank in RANKS if rank not in first])
             return [*await early, *late]

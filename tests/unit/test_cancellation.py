@@ -576,5 +576,5 @@ def _new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 
 async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON):
-        while not condition():  # noqa: ASYNC110  # a thread makes it true
+        while not condition():  # a thread makes it true
             await asyncio.sleep(0.001)

@@ -62,7 +62,7 @@ def simulate(
     """
     if seconds <= 0:
         raise Invalid(f"a simulation of {seconds} s shows nothing; make it longer")
-    run = _Run(scenario, seconds, random.Random(seed), trace, hear)  # noqa: S311 - not for secrets
+    run = _Run(scenario, seconds, random.Random(seed), trace, hear)
     return run.figures()
 
 
@@ -98,8 +98,8 @@ class _Run:
         for tier in self.world.rungs:
             if (mtbf := scenario.tier_mtbf.get(tier.name)) is not None:
                 # Of its own, so that what one tier does changes nothing of the others' failures.
-                self.env.process(self._outages(tier, mtbf, random.Random(rng.random())))  # noqa: S311
-        coming = failures(scenario.mtbf, random.Random(rng.random())) if trace is None else trace  # noqa: S311
+                self.env.process(self._outages(tier, mtbf, random.Random(rng.random())))
+        coming = failures(scenario.mtbf, random.Random(rng.random())) if trace is None else trace
         self.env.process(self._strike(coming))
         self.env.process(self._sample())
 

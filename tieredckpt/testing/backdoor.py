@@ -64,7 +64,7 @@ class FolderBackDoor:
 @functools.lru_cache(maxsize=64)
 def pattern(nbytes: int, seed: int = 0) -> bytes:
     """Bytes that are the same for the same seed."""
-    return random.Random(seed).randbytes(nbytes)  # noqa: S311
+    return random.Random(seed).randbytes(nbytes)
 
 
 def aligned(data: bytes, *, shift: int = 0) -> memoryview:

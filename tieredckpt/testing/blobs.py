@@ -84,7 +84,7 @@ class BlobStoreTests:
     async def test_an_object_is_the_concatenation_of_its_parts(
         self, store: BlobStore, back_door: BackDoor, seed: int
     ) -> None:
-        rng = random.Random(seed)  # noqa: S311
+        rng = random.Random(seed)
         sizes = [0, 1, 7, 100, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT, 300_000, MIB]
         parts: list[Buffer] = []
         for number in range(rng.randrange(1, 40)):

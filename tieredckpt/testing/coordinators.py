@@ -96,13 +96,13 @@ class CoordinatorTests:
 
     @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 4 << 20])
     async def test_a_message_is_kept_bit_for_bit(self, ranks: list[Coordinator], nbytes: int) -> None:
-        data = random.Random(nbytes).randbytes(nbytes)  # noqa: S311
+        data = random.Random(nbytes).randbytes(nbytes)
         await ranks[-1].post([0], "a/topic of ünusual name", data)
         assert await ranks[0].take(ranks[-1].rank, "a/topic of ünusual name", timeout=ENOUGH) == data
 
     @pytest.mark.parametrize("seed", range(3))
     async def test_whatever_the_order_nothing_is_lost_or_mixed_up(self, ranks: list[Coordinator], seed: int) -> None:
-        rng = random.Random(seed)  # noqa: S311
+        rng = random.Random(seed)
         letters = [(rng.choice(ranks), rng.choice(ranks), f"topic {number}") for number in range(60)]
 
         async def post(source: Coordinator, to: Coordinator, topic: str) -> None:
@@ -213,7 +213,7 @@ class CoordinatorTests:
     async def test_bulk_arrives_bit_for_bit_and_in_order(self, ranks: list[Coordinator]) -> None:
         _needs_bulk(ranks)
         source, to = ranks[0], ranks[-1]
-        parcels = [random.Random(size).randbytes(size) for size in (9 << 20, 1, 300_000)]  # noqa: S311
+        parcels = [random.Random(size).randbytes(size) for size in (9 << 20, 1, 300_000)]
         arrays = [bytearray(len(parcel)) for parcel in parcels]
         await _all(
             [

@@ -104,7 +104,7 @@ def _hear(event: Event) -> None:
 
 
 def _train(job: Job) -> None:
-    chance = random.Random(job.seed)  # noqa: S311
+    chance = random.Random(job.seed)
     disks: list[Faulty] = []
     open_slower = connect.open_slower
 

@@ -158,7 +158,7 @@ def kill_trainers(
     """
     points = points or (AGENT_POINTS if by_agent else POINTS)
     begin = time.monotonic()
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     found = Killed()
     story = Story(found)
     config = _config(memory, disk)

@@ -123,7 +123,7 @@ async def live(kind: str, place: Path, *, seed: int | None = None) -> Life:
         dead_when_it_is_read(recorder),
     ):
         life = _Living(config_of(kind, place), journal, objects)
-        await (life.follow_the_script() if seed is None else life.wander(random.Random(seed)))  # noqa: S311
+        await (life.follow_the_script() if seed is None else life.wander(random.Random(seed)))
         recorder.look()
         left = {tier: files_in(folder) for tier, folder in folders.items()}
     if kind != "posix":

@@ -96,7 +96,7 @@ async def soak(
     """
     found = Soaked()
     with tried_again_soon(), faulty_tiers(remembered=0) as faults:
-        soaking = _Soaking(found, faults, random.Random(seed), memory, disk)  # noqa: S311
+        soaking = _Soaking(found, faults, random.Random(seed), memory, disk)
         await soaking.live(seconds, every, rounds)
         found.faults = faults.struck
     return found
@@ -374,7 +374,7 @@ async def _tasks() -> int:
 
 
 async def _where_tasks_are() -> str:
-    """Where each task of the running loop waits, the innermost frames last."""
+    """Where each task of the running loop waits, the innermost frames first."""
     found = []
     for task in asyncio.all_tasks():
         frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in _awaited(task)]

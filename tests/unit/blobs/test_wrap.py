@@ -147,7 +147,7 @@ class TestDeadline:
         await store.put("other", [bytes(20_000)])  # which may take 20 s
         held.release()
         async with asyncio.timeout(20):
-            while store.left_behind:  # noqa: ASYNC110  # whoever asked for it has gone, and nobody else hears of it
+            while store.left_behind:  # whoever asked for it has gone, and nobody else hears of it
                 await asyncio.sleep(0.001)
 
     async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty) -> None:

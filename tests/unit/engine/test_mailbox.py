@@ -150,8 +150,8 @@ async def met_or_looked(office: Office, opening: dict[int, asyncio.Task[None]]) 
 
     office.refuse = count
     async with asyncio.timeout(ENOUGH):
-        while any(looks[f"take {rank}"] < 10 and not each.done() for rank, each in opening.items()):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)  # they tell nobody
+        while any(looks[f"take {rank}"] < 10 and not each.done() for rank, each in opening.items()):
+            await asyncio.sleep(0.001)
     office.refuse = lambda verb, box: None
 
 

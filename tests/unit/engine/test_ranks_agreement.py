@@ -248,5 +248,5 @@ async def test_what_is_given_up_leaves_its_memory(place: Place) -> None:
             ram = store.engine.state.tiers[0].ram
             assert ram is not None
             async with asyncio.timeout(20):
-                while ram.slab.used:  # noqa: ASYNC110  # the part goes just after the failure was told
+                while ram.slab.used:  # the part goes just after the failure was told
                     await asyncio.sleep(0.01)

@@ -62,7 +62,7 @@ async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
         held = cluster.world.hold(2, "send")
         restoring = asyncio.gather(*(store.restore() for store in stores))
         async with asyncio.timeout(SOON):
-            while any(read(store) < 0.6 * nbytes for store in stores[:2]):  # noqa: ASYNC110  # nothing tells of it
+            while any(read(store) < 0.6 * nbytes for store in stores[:2]):  # nothing tells of it
                 await asyncio.sleep(0.01)
             held.release()
             for each in await restoring:

@@ -24,7 +24,7 @@ def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
 async def asked(ranks: Cohort, rank: int, times: int = 1) -> None:
     """Wait until a rank has told the leader so often that it wants to restore, or wants to no more."""
     async with asyncio.timeout(SOON):
-        while len([1 for call in ranks.world.calls if call[:2] == (rank, "post") and "log/" in call[2]]) < times:  # noqa: ASYNC110
+        while len([1 for call in ranks.world.calls if call[:2] == (rank, "post") and "log/" in call[2]]) < times:
             await asyncio.sleep(0.005)
 
 

@@ -96,7 +96,7 @@ async def test_the_memory_of_former_ranks_is_given_back_once_it_is_not_needed(pl
         await asyncio.gather(*(heard.first(StepEvicted) for heard in ranks.heard))
         await ranks.all(lambda store, rank: store.flush())
         async with asyncio.timeout(10):
-            while len(place.rams()) > 2:  # noqa: ASYNC110  # folders make no events
+            while len(place.rams()) > 2:  # folders make no events
                 await asyncio.sleep(0.01)
         for restored in await ranks.restored():
             assert_whole(restored, 2)
