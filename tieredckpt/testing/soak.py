@@ -17,15 +17,15 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.config import StoreConfig, load
+from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved, TierFailed
@@ -35,6 +35,7 @@ from tieredckpt.store import CheckpointStore
 from tieredckpt.testing.doomed import is_state, state
 from tieredckpt.testing.faulty import Kind
 from tieredckpt.testing.gauges import Trend, sample, trends
+from tieredckpt.testing.tasks import count_tasks, where_tasks_are
 from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 from tieredckpt.testing.trouble import SLOWER, Trouble
 
@@ -164,7 +165,7 @@ class _Soaking:
                 order = f" ({self._ordered})" if self._ordered else ""
                 self._found.lost.append(f"{what}{order} had not ended after {_PATIENCE:.0f} s")
                 with suppress(Closed):  # as while it is opened anew
-                    where = await self._store.engine_loop.call(_where_tasks_are())
+                    where = await self._store.engine_loop.call(where_tasks_are())
                     self._found.lost[-1] += f"; the engine was at\n{where}"
                 return
         finally:
@@ -261,7 +262,7 @@ class _Soaking:
         await self._damage()
         await self._scrub()
         await self._look()
-        tasks = await self._store.engine_loop.call(_tasks()) + len(asyncio.all_tasks())
+        tasks = await self._store.engine_loop.call(count_tasks()) + len(asyncio.all_tasks())
         folders = [self._disk / name for name in SLOWER]
         self._samples.append(await asyncio.to_thread(sample, tasks, self._memory, folders))
 
@@ -343,14 +344,18 @@ class _Soaking:
 
     async def _restart(self) -> None:
         """End the process, in order or not, perhaps with its memory or with a tier that is not there at first."""
-        clean = self._chance.random() < 0.5
-        if clean:
+        tiers = self._store.engine.state.tiers
+        if self._chance.random() < 0.5:
             await self._store.close()
         else:
             await self._store.__aexit__(RuntimeError, RuntimeError("the process died"), None)
         if self._chance.random() < 0.3:
             await asyncio.to_thread(shutil.rmtree, self._memory / "ram", ignore_errors=True)
             self._acknowledged["ram"].clear()
+        for tier in tiers:  # an eviction that was under way is told by nobody
+            self._acknowledged[tier.name] -= {
+                step.serial for step, error in tier.damaged.items() if isinstance(error, HalfDeleted)
+            }
         self._found.reopened += 1
         absent = self._chance.choice(SLOWER)
         others = {name: max(held, default=0) for name, held in self._acknowledged.items() if name != absent}
@@ -367,28 +372,6 @@ class _Soaking:
         if restored is not None:
             self._compare(restored)
         self._step = restored.step if restored is not None else 0
-
-
-async def _tasks() -> int:
-    return len(asyncio.all_tasks())
-
-
-async def _where_tasks_are() -> str:
-    """Where each task of the running loop waits, the innermost frames first."""
-    found = []
-    for task in asyncio.all_tasks():
-        frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in _awaited(task)]
-        at = " < ".join(f"{Path(file).stem}.{name}:{line}" for file, line, name in reversed(frames))
-        found.append(f"{task.get_name()}: {at}")
-    return "\n".join(sorted(found))
-
-
-def _awaited(task: asyncio.Task[Any]) -> Iterator[FrameType]:
-    """The frames of what a task awaits, which `asyncio.Task.get_stack` leaves out but for the first."""
-    coroutine: Any = task.get_coro()
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        yield frame
-        coroutine = coroutine.cr_await
 
 
 def _flip(path: Path, at: int) -> None:
