@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,17 @@ def arrays_in(tree: Any) -> Iterator[Any]:
             yield from arrays_in(value)
     elif hasattr(tree, "flags"):
         yield tree
+
+
+def opened_below(folder: Path) -> list[str]:
+    """The files below a folder that this process has open, each as often as it has."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in found if path.startswith(f"{folder}/")]
+
+
+def mapped_below(folder: Path) -> list[str]:
+    """The files below a folder that are mapped into this process, a line for each mapping."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/" in line]

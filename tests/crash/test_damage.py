@@ -20,6 +20,7 @@ from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine import collector
+from tieredckpt.engine.manifests import retract
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound
@@ -551,7 +552,7 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
 
     async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
         index = await read_index(tier, step)
-        await tier.retract(step)
+        await retract(tier, step)
         return index
 
     async with opened(place, "disk", "far") as store:

@@ -29,6 +29,7 @@ from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, read_note, write_note
 from tieredckpt.blobs.retired import RETIRED, Retired, StillRead
+from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.layout import new_pack_id, pack_key
@@ -130,7 +131,11 @@ class RamStore:
             os.close(fd)
             raise NotFound(f"the RAM tier at {folder} has lost its slab: it ended with its process")
         slab = Slab(fd, note.capacity, writable=False)
-        return cls(folder, _files(folder), slab, note.slab, -1, _notice(folder, note))
+        try:
+            return cls(folder, _files(folder), slab, note.slab, -1, _notice(folder, note))
+        except OSError as error:
+            slab.close()
+            raise NotFound(f"the RAM tier at {folder} has just gone: {error}") from error
 
     def is_of(self, note: Note) -> bool:
         """Whether its slab is the one that a note tells of."""
@@ -200,6 +205,9 @@ class RamStore:
         return self._retired.left()
 
     async def close(self) -> None:
+        await whole(self._close())
+
+    async def _close(self) -> None:
         await self._files.close()
         await asyncio.to_thread(self.slab.close)
         self._retired.close()
@@ -328,11 +336,11 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     try:
         if reserve:
             slab.reserve(capacity)
+        write_note(folder, note)
+        notice = _notice(folder, note)
     except BaseException:
         slab.close()
         raise
-    write_note(folder, note)
-    notice = _notice(folder, note)
     if notice:
         _log.warning("%s", notice)
     return slab, note.slab, notice

@@ -49,7 +49,7 @@ class Region:
         with _guards_regions:
             if not self.closed:
                 self._fd = -1
-                _know(_known[1])
+                _know(_known[1])  # but for this one
 
 
 def register(address: int, size: int, fd: int, *, writable: bool) -> Region:

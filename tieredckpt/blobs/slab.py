@@ -59,8 +59,10 @@ class Slab:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self.region = None if fd is None else shared.register(self.array.ctypes.data, capacity, fd, writable=writable)
         """What lets another process map the slab too."""
-        self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
-        self._unclosed.atexit = False
+        self._unclosed: weakref.finalize[..., Slab] | None = None
+        if fd is not None:
+            self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
+            self._unclosed.atexit = False  # the system closes what there is then, and nobody is to be warned
         self._guards_extents = threading.Lock()
         self._reserved = reserved
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
@@ -209,9 +211,10 @@ class Slab:
             if self._unmapped:
                 return
             self._unmapped = True
-            self._unclosed.detach()
-            _close_file(self.region, self._fd)
-            if self._fd is not None:
+            if self._unclosed is not None and self._unclosed.detach():
+                assert self.region is not None, "a slab with a file has one"
+                self.region.close()
+                os.close(self.fileno())
                 self._fd = -1
             del self.array
             with contextlib.suppress(BufferError):
@@ -219,15 +222,10 @@ class Slab:
             del self._map  # it has a descriptor of its own, which goes with the last view
 
 
-def _close_file(region: shared.Region | None, fd: int | None) -> None:
-    if region is not None and fd is not None:
-        region.close()
-        os.close(fd)
-
-
-def _close_abandoned(region: shared.Region | None, fd: int | None, capacity: int) -> None:
+def _close_abandoned(region: shared.Region, fd: int, capacity: int) -> None:
     """Forget a slab that nobody closed, before other memory at its addresses is taken for it."""
-    _close_file(region, fd)
+    region.close()
+    os.close(fd)
     warnings.warn(f"a slab of {format_size(capacity)} was never closed", ResourceWarning, stacklevel=1)
 
 

@@ -15,6 +15,7 @@ from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.engine.ask import leaving, waits_for_promotion
 from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.manifests import retract
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import look_again
@@ -63,7 +64,7 @@ class Collector:
             NotFound: the tier does not hold it.
             Conflict: promise 6, or a reader, forbids it.
         """
-        if tier.has_left(step):
+        if not tier.keeps(step):
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if not self._state.manages(tier):
             raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
@@ -77,7 +78,7 @@ class Collector:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
                     for key in await tier.packs_of(step):
                         tier.orphans.pop(key, None)  # known to have been used: no grace needed
-                await tier.retract(step)
+                await retract(tier, step)
         finally:
             tier.leaving.discard(step)
             if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
@@ -114,8 +115,8 @@ class Collector:
 
     async def look_again(self, step: StepId, tier: Tier) -> None:
         """Read a commit once more that could not be read, and tell what came of it. Raises as a blob store does."""
-        await look_again(tier, step)
-        self.tell_gone([step], tier)
+        if await look_again(tier, step):
+            self._gone(step, tier)
         self._state.changed.beat()
 
     def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
@@ -130,8 +131,9 @@ class Collector:
         digests = list(unique_extents((await tier.load_index(step)).arrays)) if tier.has_own(step) else []
         held = tier.held.get(step) or tier.parts.get(step)
         index_key = held.btree_key if held is not None else ""
-        unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
-        btree_key = tier.drop(step)
+        async with tier.turn(step):
+            unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
+            btree_key = tier.drop(step)
         tier.unread.append((slab_index, unread, digests))
         await self._reclaim_unread(tier)
         if btree_key:
@@ -152,7 +154,7 @@ class Collector:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
         assert tier.ram is not None
         await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
-        await tier.retract(step)
+        await retract(tier, step)
         self._state.changed.beat()
 
     async def _reclaim_unread(self, tier: Tier) -> None:
@@ -244,7 +246,7 @@ class Collector:
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
-            await self._look_again(tier)
+            await self._look_at_damaged(tier)
             await self._take_back(tier)
             if orphans:
                 await self._find_strays(tier)
@@ -263,7 +265,7 @@ class Collector:
         self._state.changed.beat()
         return Collected(tier.name, len(dead), nbytes, files)
 
-    async def _look_again(self, tier: Tier) -> None:
+    async def _look_at_damaged(self, tier: Tier) -> None:
         """Read commits once more that could not be read: their packs would go as what no step is known to use."""
         for step in tuple(tier.damaged):
             if step in tier.damaged:

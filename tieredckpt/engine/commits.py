@@ -21,6 +21,7 @@ from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import batches, copy_step, make_room
 from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
@@ -109,6 +110,7 @@ class Commits:
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
+        was_there = step in tier.damaged
         find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs)
@@ -124,7 +126,7 @@ class Commits:
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
-            await tier.commit(index.record, index.arrays)
+            await commit(tier, index.record, index.arrays, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():

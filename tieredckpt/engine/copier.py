@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, seal_all, stored_size, tail_size, write_packs
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
@@ -57,7 +58,7 @@ async def copy_step(
         lost: chunks that are intact nowhere, and where the step committed anew goes on looking for them.
 
     Raises:
-        NotFound: no tier holds the step.
+        NotFound: no tier holds the step, or it was evicted from this one before it was committed anew.
         Corrupt: a chunk is intact nowhere; nothing was committed.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
@@ -78,6 +79,7 @@ async def _copy(
     lost: dict[bytes, Extent],
 ) -> int:
     begin = time.monotonic()
+    was_there = again or step in tier.damaged
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
         await make_room(state, collector, step, tier, need)
@@ -92,7 +94,8 @@ async def _copy(
             if needs:
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found)
-            await tier.commit(source.index.record, _located(source.index.arrays, ChainMap(lost, tier.chunks)))
+            located = _located(source.index.arrays, ChainMap(lost, tier.chunks))
+            await commit(tier, source.index.record, located, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             state.tell_promoted(source.index.record, tier, written, begin, again=again)
         return written

@@ -232,6 +232,9 @@ class Engine:
             await self.ranked.close()
         if self.link is not None:
             await self.link.close(done=False)
+        if self.ranked is not None and self.ranked.replicas is not None:
+            first = state.tiers[0]
+            await self.ranked.replicas.close(remove=not keep_ram and first.ram is not None and self._is_spare(first))
         for tier in state.tiers:
             if tier.blobs is None:
                 continue
@@ -239,14 +242,15 @@ class Engine:
                 await catalogue(tier)
                 with suppress(TieredCkptError):
                     await tier.lease.release()
-            spare = not keep_ram and not state.undecided and not any(why_not(state, step, tier) for step in tier.held)
-            if tier.ram is not None and self.ranked is not None and self.ranked.replicas is not None:
-                await self.ranked.replicas.close(remove=spare)
-            if tier.ram is not None and spare and tier.ram.slab.writable:
+            if not keep_ram and tier.ram is not None and tier.ram.slab.writable and self._is_spare(tier):
                 await asyncio.to_thread(tier.ram.remove)  # while its lock is held
             await tier.blobs.close()
         await asyncio.to_thread(state.pool.shutdown)
         state.scratch.close()
+
+    def _is_spare(self, tier: Tier) -> bool:
+        """Whether all that a tier holds may go."""
+        return not self.state.undecided and not any(why_not(self.state, step, tier) for step in tier.held)
 
     # -- saving -------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.reader import check
 from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.source import Damage, StepSource
@@ -67,6 +68,8 @@ async def heal(state: State, collector: Collector, step: StepId, damage: Iterabl
             else:
                 left += await _mend_packs(state, collector, step, tier, chunks)
         except TieredCkptError as error:
+            if not tier.keeps(step):
+                continue  # evicted meanwhile, and nothing is left to mend
             left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
         for each in left:
             _log.error("%s could not be mended on tier %r: %s", step, name, each.error)
@@ -188,7 +191,7 @@ async def heal_index(
     """
     if remembered is not None and (tier.ram is None or await _is_unread(tier, step)):
         async with tier.guards_packs:
-            await tier.commit(remembered.record, remembered.arrays)
+            await commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
     if tier.ram is not None:
         await collector.drop_unreadable(step, tier)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
-from tieredckpt.blobs.settle import in_thread, whole
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.config import RamTier
 from tieredckpt.engine.connect import ram_folder
 from tieredckpt.engine.indexes import unique_extents
@@ -54,7 +54,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
     except TieredCkptError as error:
         _log.info("the RAM of another rank at %s cannot be read: %s", folder, error)
     except BaseException:
-        await whole(tier.disconnect())
+        await tier.disconnect()
         raise
     await tier.disconnect()
     return None

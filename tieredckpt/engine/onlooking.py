@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from tieredckpt.blobs.settle import in_thread, whole
+from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into, near
 from tieredckpt.engine.parts import encode_own, merge_parts
 from tieredckpt.engine.source import ChosenStep
@@ -39,7 +39,7 @@ async def look_on(state: State) -> None:
                 if index.record.rank is not None:
                     parts.setdefault(step, {})[index.record.rank] = await in_thread(encode_own, index, pool=state.pool)
         finally:
-            await whole(tier.disconnect())
+            await tier.disconnect()
     for step, by_rank in parts.items():
         try:
             merged = await in_thread(merge_parts, by_rank, pool=state.pool)

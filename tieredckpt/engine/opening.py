@@ -223,7 +223,7 @@ class Opening:
 async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
     """Give back the memory of those folders of former ranks that hold none of the steps."""
     for tier in tuple(leftovers):
-        if not kept & tier.held.keys() and not tier.pins:
+        if tier in leftovers and not kept & tier.held.keys() and not tier.pins:
             leftovers.remove(tier)
             folder = Path(tier.store.location)
             await tier.disconnect()

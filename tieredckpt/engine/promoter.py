@@ -164,7 +164,7 @@ class Promoter:
             self._succeeded()
             await self._collector.settle(self.tier)
         except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
-            if step in self._state.records():  # and was not evicted meanwhile
+            if step in self._state.records() and step not in self.tier.dismissed:  # was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
                 self.stuck[step] = error
                 if self._tell_stuck is not None:

@@ -312,7 +312,8 @@ class State:
     def tell_promoted(self, record: StepRecord, tier: Tier, written: int, begin: float, *, again: bool = False) -> None:
         """Tell that a step was committed on a slower tier, ``again`` or for the first time.
 
-        ``written`` are the bytes it took of this process since ``begin``, on the monotonic clock.
+        ``written`` are the bytes of the packs that this process wrote for it, and ``begin`` is when the work began,
+        on the monotonic clock.
         """
         lag = 0.0 if again else self.observe_promotion(record, tier)
         seconds = time.monotonic() - begin

@@ -134,14 +134,17 @@ async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
     return Held(record, btree_key)
 
 
-async def look_again(tier: Tier, step: StepId) -> None:
-    """Read a commit once more that could not be read: a medium may fail, or lie, just once. Raises what it raises."""
+async def look_again(tier: Tier, step: StepId) -> bool:
+    """Read a commit once more that could not be read: a medium may fail, or lie, just once.
+
+    Returns whether it turned out to be gone. Raises `TierUnavailable`.
+    """
     before = tier.damaged[step]
     if isinstance(before, HalfDeleted):
-        return  # which shows in another way
+        return False  # the collector looks only whether it is there
     found = await _read_step(tier, step)
     if tier.damaged.get(step) is not before:
-        return  # meanwhile it was evicted, or committed anew
+        return False  # meanwhile it was evicted, or committed anew
     if isinstance(found, Held):
         del tier.damaged[step]
         tier.held[step] = found
@@ -150,6 +153,7 @@ async def look_again(tier: Tier, step: StepId) -> None:
         tier.drop(step)
     else:
         tier.damaged[step] = found
+    return found is None
 
 
 async def _left(tier: Tier, step: StepId) -> bool:

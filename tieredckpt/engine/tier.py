@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from weakref import WeakValueDictionary
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.ram import RamStore
-from tieredckpt.blobs.settle import outlast, whole
+from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.catalog import Catalogued
-from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.holdings import DamagedSteps, Held, HeldSteps, Sizes
 from tieredckpt.engine.indexes import RecentIndexes, unique_extents
 from tieredckpt.engine.known_chunks import KnownChunks
@@ -35,7 +33,6 @@ from tieredckpt.format.manifest import (
     decode_marker,
     decode_step,
     encode_marker,
-    encode_step,
 )
 from tieredckpt.format.ocdbt import Extent
 
@@ -116,6 +113,7 @@ class Tier:
     index_bytes: Sizes[StepId] = field(default_factory=Sizes)
     indexes: RecentIndexes = field(default_factory=RecentIndexes)
     _packs_of: dict[StepId, frozenset[str]] = field(default_factory=dict)
+    _turns: WeakValueDictionary[StepId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     # -- what it is ---------------------------------------------------------------------------------------
 
@@ -273,9 +271,13 @@ class Tier:
         held = self.held.get(step) or self.parts.get(step)
         return held is not None and held.btree_key != ""
 
-    def has_left(self, step: StepId) -> bool:
-        """Whether a step is here no more, readable or not, or is being retracted."""
-        return step in self.leaving or not (step in self.held or step in self.damaged)
+    def keeps(self, step: StepId) -> bool:
+        """Whether the tier has the step, readable or not, and is not retracting it."""
+        return (step in self.held or step in self.damaged) and step not in self.leaving
+
+    def turn(self, step: StepId) -> asyncio.Lock:
+        """Held by whoever puts or deletes the step's manifest, or two of them would not know who was last."""
+        return self._turns.setdefault(step, asyncio.Lock())
 
     def set_apart(self) -> None:
         """Count no step as held: what lies here are parts of a rank, and the other ranks' are not known yet."""
@@ -295,72 +297,28 @@ class Tier:
             found = self._packs_of[step] = frozenset(extent.path for extent in extents)
         return found
 
-    async def commit(self, record: StepRecord, arrays: Mapping[str, ArrayIndex]) -> None:
-        """Write the index of a step whose packs are written, its manifest last; a rank's part counts as such.
+    def know(self, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str, nbytes: int) -> None:
+        """Count a step as held, for its commit has just been put: ``nbytes`` long with its nodes, which the key names.
 
-        A step that is committed already is replaced: its new nodes lie beside the old ones until the manifest
-        points to them.
+        A rank's part counts as such.
         """
         step = record.id
-        before = self.held.get(step)
-        folder = layout.step_folder(step.step, step.serial)
-        btree_key = layout.btree_key(step.step, step.serial)
-        if before is not None or step in self.damaged or step in self.doubtful:
-            btree_key = f"{folder}btree-{secrets.token_hex(4)}"
-        encode = partial(encode_step, record, arrays, checksum=self.checksum)
-        index = await asyncio.to_thread(encode, btree_path=btree_key)
-        if before is not None and not self.store.traits.atomic_put:
-            # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
-            size = 0
-            with suppress(NotFound):
-                size = (await self.store.stat(layout.manifest_key(step.step, step.serial))).size
-            if (missing := size - len(index.manifest)) > 0:
-                btree_key += "0" * missing  # which is in it
-                index = await asyncio.to_thread(encode, btree_path=btree_key)
-        await self.store.put(btree_key, [index.btree])
-        try:
-            await self.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
-        except (TierUnavailable, asyncio.CancelledError):
-            await self._doubt(step)
-            raise
-        if before is not None and self.has_left(step):  # which of the two was last is not known
-            await self.store.delete(layout.manifest_key(step.step, step.serial))
-            raise NotFound(f"tier {self.name!r}: {step} was evicted while it was committed anew")
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
         self.dismissed.discard(step)
         self.catalogued.forget(step)
-        self.index_bytes[step] = len(index.btree) + len(index.manifest)
+        self.index_bytes[step] = nbytes
         self.indexes.remember(step, StepIndex(record, dict(arrays)))
         self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
         for key in self._packs_of[step]:
             self.orphans.pop(key, None)
-        if before is not None and before.btree_key:
-            await self.store.delete(before.btree_key)
 
-    async def _doubt(self, step: StepId) -> None:
-        """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
+    def doubt(self, step: StepId) -> None:
+        """Remember nothing of a step whose commit failed, perhaps after it had happened."""
         self.doubtful.add(step)
         self.indexes.pop(step, None)
         self._packs_of.pop(step, None)
-        if step in self.held:
-            return
-        undoing = asyncio.ensure_future(self.store.delete(layout.manifest_key(step.step, step.serial)))
-        await outlast(undoing)
-        if not undoing.cancelled() and undoing.exception() is None:
-            self.doubtful.discard(step)
-
-    async def retract(self, step: StepId) -> None:
-        """Take a step's commit back, the manifest first. Its packs are left to the collector."""
-        try:
-            await self.store.delete(layout.manifest_key(step.step, step.serial))
-        except (TierUnavailable, asyncio.CancelledError):
-            if (held := self.held.get(step)) is not None:
-                self.condemn(step, HalfDeleted(f"tier {self.name!r}: {step} was being deleted when that failed", held))
-            raise
-        if (btree_key := self.drop(step)) is not None:
-            await self.store.delete(btree_key)
 
     def drop(self, step: StepId) -> str | None:
         """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""

@@ -96,6 +96,8 @@ async def verify_on(
     if not damage:
         return Verified(step, tier.name, nbytes, (), False, "")
     unmended = await heal(state, collector, step, damage) if repair else []
+    if repair and not tier.keeps(step):
+        raise _left(step, tier)
     keys = tuple(sorted({found.key for found in damage}))
     lost = {key for each in unmended if isinstance(each.error, Corrupt) for key in each.keys}
     problem = str(unmended[0].error if unmended else damage[0].error)
@@ -112,16 +114,22 @@ async def _with_another_index(
     *,
     repair: bool,
 ) -> Verified:
-    if tier.has_left(step):
-        raise NotFound(f"{step} left tier {tier.name!r} while it was verified") from error  # and is not to come back
+    if not tier.keeps(step):
+        raise _left(step, tier) from error  # and is not to come back
     record = state.records().get(step)
     problem = str(error)
     if repair:
         try:
             await heal_index(state, collector, step, tier, error, remembered)
         except TieredCkptError as failed:
+            if not tier.keeps(step):
+                raise _left(step, tier) from failed
             problem = f"{error}; it could not be committed anew: {failed}"
     repaired = repair and step in tier.held
     lost = () if not repair or state.holders(step) else (layout.STEP_RECORD,)
     nbytes = record.nbytes if record is not None else 0
     return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
+
+
+def _left(step: StepId, tier: Tier) -> NotFound:
+    return NotFound(f"{step} left tier {tier.name!r} while it was verified")

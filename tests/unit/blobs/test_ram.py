@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -11,11 +12,14 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from insight import mapped_below, opened_below
 
 from tieredckpt.blobs import ram
 from tieredckpt.blobs.base import Survives
@@ -515,19 +519,50 @@ async def test_a_file_system_that_is_full_refuses_to_open(small_tmpfs: Path, mon
     (small_tmpfs / "filler").unlink()
     async with opened(small_tmpfs / "ram", 40 * MIB) as store:
         assert await read_extent(store, 0, 5) == b"chunk", "a refused open changes nothing"
-    assert not any(fd_leads_to(small_tmpfs)), "and holds nothing"
-
-
-def fd_leads_to(folder: Path) -> Iterator[str]:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith(str(folder)):
-            yield target
+    assert not opened_below(small_tmpfs), "and holds nothing"
 
 
 async def test_a_store_that_is_closed_twice_is_closed(folder: Path) -> None:
     async with opened(folder) as store:
         await asyncio.gather(store.close(), store.close())
+
+
+async def test_a_close_that_is_cancelled_closes_none_the_less(folder: Path) -> None:
+    store = RamStore.open(folder, MIB)
+    go_on = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.get_running_loop().set_default_executor(pool)
+        pool.submit(go_on.wait)  # so that no thread is free when the slab is to be closed
+        closing = asyncio.create_task(store.close())
+        while not pool._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        closing.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    assert not opened_below(folder)
+    assert not mapped_below(folder)
+
+
+@pytest.mark.parametrize("how", ["to write", "to read"])
+async def test_what_fails_while_a_folder_is_opened_leaves_nothing_open(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(folder):
+        pass
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space, by script")
+
+    by_name, open_it = {
+        "to write": ("write_note", lambda: RamStore.open(folder, MIB)),
+        "to read": ("_notice", lambda: RamStore.attach(folder)),
+    }[how]
+    with monkeypatch.context() as patch:
+        patch.setattr(ram, by_name, fail)
+        with pytest.raises((NoSpace, NotFound), match="no space, by script") as kept:
+            open_it()
+    assert not opened_below(folder), kept
+    assert not mapped_below(folder)
+    async with opened(folder):
+        pass

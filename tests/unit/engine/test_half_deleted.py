@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 
 import pytest
-from insight import tier_of
 from scenes import Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.copier import copy_step
-from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.events import StepEvicted, TierRecovered
 from tieredckpt.testing.tiers import FaultyTiers
 
@@ -100,52 +97,3 @@ async def test_what_a_new_look_at_the_tier_does_not_find_is_told_to_be_gone(
         await heard.first(TierRecovered)
         await store.flush()
         assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("ram",)), (2, ("ram", "disk"))]
-
-
-async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_held(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
-) -> None:
-    everything = folder(tmp_path / "disk", retain="all")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
-        await store.save(1, tree(1))
-        await store.flush()
-        engine, disk = store._engine, tier_of(store, "disk")
-        step = engine.state.find(1)
-        held = faults["disk"].hold("put", key="steps/*1-*/manifest.ocdbt")
-        again = copy_step(engine.state, engine.by_hand._collector, step, disk, again=True)
-        anew = asyncio.create_task(store.engine_loop.call(again))
-        await held.reached()
-
-        async def misread() -> None:
-            disk.condemn(step, Corrupt("misread"))
-
-        await store.engine_loop.call(misread())
-        held.release()
-        await anew
-        assert await store.where(1) == ("ram", "disk")
-        assert all(found.intact for found in await store.verify(1))
-
-
-async def test_a_step_that_is_evicted_while_it_is_committed_anew_is_gone(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
-) -> None:
-    disk = tmp_path / "disk"
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})) as store:
-        heard = Heard(store)
-        for step in (1, 2):
-            await store.save(step, tree(step))
-        await store.flush()
-        engine = store._engine
-        step = engine.state.find(1)
-        again = copy_step(engine.state, engine.by_hand._collector, step, tier_of(store, "disk"), again=True)
-        held = faults["disk"].hold("put", key="steps/*1-*/manifest.ocdbt")
-        anew = asyncio.create_task(store.engine_loop.call(again))
-        await held.reached()
-        evicting = asyncio.create_task(store.evict(1, "disk"))  # ends when the packs may be collected
-        await heard.first(StepEvicted)
-        held.release()
-        with pytest.raises(NotFound, match="was evicted while it was committed anew"):
-            await anew
-        await evicting
-        assert await store.where(1) == ("ram",)
-        assert list(disk.glob("steps/*1-*/manifest.ocdbt")) == []

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from clusters import STATE_BYTES, Cluster, copied, read, replicated, restore, save
 from cohort import DEADLINE
-from insight import let_wait
-from scenes import Heard, config, folder, ram
+from insight import let_wait, mapped_below, opened_below
+from scenes import Heard, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram import RamStore
@@ -267,6 +267,29 @@ async def test_ram_that_cannot_be_opened_costs_the_replicas_and_no_training(
         await asyncio.gather(*(store.flush() for store in stores))
         assert [info.step for info in await stores[0].steps()] == [1]
     assert "parts are not replicated until the store is opened again" in caplog.text
+
+
+async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
+    cluster: Cluster, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster.open(crashing=True) as stores:
+        engine = stores[0].engine
+        own = engine.state.tiers[0]
+
+        def refuse(*_: object, **__: object) -> RamStore:
+            raise TierUnavailable("no such memory, by script")
+
+        async def lose() -> None:
+            with pytest.raises(TierUnavailable):
+                await engine._reconnect(own)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RamStore, "open", refuse)
+            await stores[0].engine_loop.call(lose())
+            assert mapped_below(shared_memory)
+            await asyncio.gather(*map(crash, stores))
+    assert not mapped_below(shared_memory)
+    assert not opened_below(shared_memory)
 
 
 async def test_one_node_alone_has_nowhere_to_copy_to_and_works(

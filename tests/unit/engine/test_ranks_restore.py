@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort import DEADLINE, Cohort, assert_whole, blank, cohort, common, part, whole
+from insight import mapped_below
 from scenes import config, folder
 
 from tieredckpt import CheckpointStore
@@ -103,16 +104,13 @@ async def test_the_memory_of_former_ranks_is_given_back_once_it_is_not_needed(pl
 
 
 async def test_a_store_that_was_closed_keeps_nothing_of_the_memory_of_former_ranks_mapped(place: Place) -> None:
-    def mapped() -> str:
-        return "\n".join(line for line in maps.read_text().splitlines() if str(place.shared_memory) in line)
-
-    maps = Path("/proc/self/maps")
     async with place.open(4, crashing=True, disk_settings={"promote": "never"}) as ranks:
         await ranks.reached(await ranks.save(1), "ram")
-    assert not mapped()
+    assert not mapped_below(place.shared_memory)
     async with place.open(2, disk_settings={"promote": "never"}):
-        assert all(f"rank-{former}/" in mapped() for former in range(4))
-    assert not mapped()
+        mapped = "".join(mapped_below(place.shared_memory))
+        assert all(f"rank-{former}/" in mapped for former in range(4))
+    assert not mapped_below(place.shared_memory)
 
 
 async def test_a_part_that_is_gone_makes_the_step_one_of_the_shared_tier_alone(place: Place) -> None:

@@ -19,6 +19,7 @@ from scenes import CHUNK, config, ram
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import connect, make_tiers
 from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.replicas import Pace, Refused, Transfer, give, keep
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state import State
@@ -80,7 +81,7 @@ class Node:
             rank=0,
             ranks=2,
         )
-        await tier.commit(record, arrays)
+        await commit(tier, record, arrays)
         return record.id
 
     async def read(self, step: StepId, key: str) -> bytes:

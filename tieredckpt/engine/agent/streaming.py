@@ -13,6 +13,7 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.parts import check_found
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -117,7 +118,7 @@ class LentTiers:
             tier.packs[key] = size
             tier.orphans[key] = time.time()  # until the commit refers to it
         check_found(index, tier.packs)
-        await tier.commit(index.record, index.arrays)
+        await commit(tier, index.record, index.arrays)
         for array in index.arrays.values():
             for digest, where in array.chunks:
                 if isinstance(where, Extent) and where.path in order.packs:

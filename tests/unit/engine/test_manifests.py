@@ -1,0 +1,191 @@
+"""A step's manifest is put and taken back by one at a time, so that the last one is who was last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from insight import flip_chunk, tier_of
+from scenes import Heard, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.engine.copier import copy_step
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.events import StepEvicted, StepPromoted
+from tieredckpt.testing.tiers import FaultyTiers
+
+MANIFEST = "steps/*1-*/manifest.ocdbt"
+
+
+class Scene:
+    """Steps 1 and 2 in RAM and on a disk, and what is done to step 1 on the disk."""
+
+    def __init__(self, store: CheckpointStore, disk: Path) -> None:
+        self.store, self.heard, self.disk = store, Heard(store), disk
+        self.tier = tier_of(store, "disk")
+        self.step = store.engine.state.find(1)
+
+    @property
+    def manifests(self) -> list[Path]:
+        return list(self.disk.glob(MANIFEST))
+
+    async def copied(self, *, again: bool) -> int:
+        """Promote the step: once more with ``again``, else only where it is missing or damaged."""
+        engine = self.store.engine
+        copying = copy_step(engine.state, engine.by_hand._collector, self.step, self.tier, again=again)
+        return await self.store.engine_loop.call(copying)
+
+    async def condemn(self) -> None:
+        """As if the commit had been misread just now."""
+
+        async def misread() -> None:
+            self.tier.condemn(self.step, Corrupt("misread"))
+
+        await self.store.engine_loop.call(misread())
+
+    async def evicting(self) -> asyncio.Task[None]:
+        """The eviction of the step by hand, which has begun."""
+        task = asyncio.create_task(self.store.evict(1, "disk"))
+        async with asyncio.timeout(10):
+            while self.step not in self.tier.leaving:
+                await asyncio.sleep(0.001)
+        return task
+
+    def told(self) -> list[type]:
+        """What was told of the step on the disk, since it came there."""
+        events = [event for event in self.heard.events if isinstance(event, StepPromoted | StepEvicted)]
+        return [type(event) for event in events if (event.step, event.tier) == (1, "disk")]
+
+    async def is_gone(self) -> bool:
+        return await self.store.where(1) == ("ram",) and not self.manifests
+
+    async def is_held(self) -> bool:
+        verified = await self.store.verify(1)
+        return await self.store.where(1) == ("ram", "disk") and all(found.intact for found in verified)
+
+
+@pytest.fixture
+async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
+    disk = folder(tmp_path / "disk", retain="all", promote="never")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+            await store.promote(step, "disk")
+        yield Scene(store, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the put", "after it"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["held", "damaged"])
+async def test_a_step_that_is_evicted_while_it_is_committed_anew_is_gone_and_told_to_be(
+    scene: Scene, faults: FaultyTiers, damaged: bool, after: bool
+) -> None:
+    held = faults["disk"].hold("put", key=MANIFEST, after=after)
+    if damaged:
+        await scene.condemn()
+    anew = asyncio.create_task(scene.copied(again=not damaged))
+    await held.reached()
+    evicting = await scene.evicting()
+    held.release()
+    await asyncio.gather(anew, evicting)
+    assert await scene.is_gone()
+    assert scene.told() == [StepPromoted, StepEvicted]
+    await scene.store.collect()
+    assert len(list(scene.disk.glob("packs/*/*"))) == 1
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["held", "damaged"])
+async def test_a_step_that_was_evicted_before_it_is_committed_anew_stays_away(
+    scene: Scene, faults: FaultyTiers, damaged: bool
+) -> None:
+    if damaged:
+        await scene.condemn()
+    written = faults["disk"].hold("put", key="packs/*")
+    scene.tier.chunks.clear()  # so that its chunks are written anew, which takes time
+    anew = asyncio.create_task(scene.copied(again=not damaged))
+    await written.reached()
+    deleted = faults["disk"].hold("delete", key=MANIFEST)
+    evicting = await scene.evicting()
+    await deleted.reached()
+    written.release()
+    await asyncio.sleep(0)
+    deleted.release()
+    with pytest.raises(NotFound, match="was evicted before it could be committed anew"):
+        await anew
+    await evicting
+    assert await scene.is_gone()
+    assert scene.told() == [StepEvicted]
+
+
+async def test_a_step_whose_eviction_fails_while_it_is_committed_anew_is_held(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    held = faults["disk"].hold("put", key=MANIFEST)
+    faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+    anew = asyncio.create_task(scene.copied(again=True))
+    await held.reached()
+    evicting = await scene.evicting()
+    held.release()
+    await anew
+    with pytest.raises(TierUnavailable):
+        await evicting
+    await scene.store.flush()
+    assert await scene.is_held()
+
+
+async def test_a_step_whose_eviction_is_cancelled_while_it_is_committed_anew_is_held(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    held = faults["disk"].hold("put", key=MANIFEST)
+    anew = asyncio.create_task(scene.copied(again=True))
+    await held.reached()
+    evicting = await scene.evicting()
+    evicting.cancel()
+    await asyncio.wait([evicting])
+    held.release()
+    await anew
+    assert await scene.is_held()
+    assert scene.told() == [StepPromoted]
+
+
+async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_held(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    held = faults["disk"].hold("put", key=MANIFEST)
+    anew = asyncio.create_task(scene.copied(again=True))
+    await held.reached()
+    await scene.condemn()
+    held.release()
+    await anew
+    assert await scene.is_held()
+
+
+async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_told_once_to_be_gone(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    await scene.condemn()
+    read = faults["disk"].hold("get", key=MANIFEST, after=True)
+    verifying = asyncio.create_task(scene.store.verify(1, "disk"))
+    await read.reached()
+    await scene.store.evict(1, "disk")
+    read.release()
+    with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
+        await verifying
+    assert scene.told() == [StepEvicted]
+
+
+async def test_a_step_that_is_evicted_while_it_is_mended_is_no_step_that_could_not_be_mended(
+    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    await flip_chunk(scene.store, "disk", 1, "params/w0")
+    written = faults["disk"].hold("put", key="packs/*")
+    verifying = asyncio.create_task(scene.store.verify(1, "disk", repair=True))
+    await written.reached()
+    evicting = asyncio.create_task(scene.store.evict(1, "disk"))  # ends when the packs may be collected
+    await scene.heard.first(StepEvicted)
+    written.release()
+    with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
+        await verifying
+    await evicting
+    assert "could not be mended" not in caplog.text
