@@ -346,19 +346,25 @@ async def test_a_tier_that_cannot_be_collected_keeps_no_other_from_it(place: Pla
         assert not stray.exists()
 
 
-async def test_a_tier_that_is_full_is_collected_too(place: Place, faults: FaultyTiers) -> None:
-    async with opened(place, folder(place.disk)) as store:
-        await store.save(1, state())
-        await store.flush()
+async def test_a_tier_that_is_full_is_collected_too_and_nothing_is_rewritten_there(
+    place: Place, faults: FaultyTiers
+) -> None:
+    async with opened(place, folder(place.disk, retain="all")) as store:
+        trees = await a_sparse_pack(store)
         stray = place.disk / new_temporary()
         stray.write_bytes(b"half of a pack")
         place.let_the_grace_pass()
         faults["disk"].fail("put", NoSpace("full"), times=None)
-        await store.save(2, changed(2))
+        await store.save(3, changed(3))
         with pytest.raises(NoSpace):
             await store.flush()
+        refused = faults.struck["error", "put"]
         await store.collect()
         assert not stray.exists()
+        assert faults.struck["error", "put"] == refused
+        for step, tree in trees.items():
+            assert all(found.intact for found in await store.verify(step, "disk"))
+            await assert_restores(store, step, tree)
 
 
 async def test_tidying_goes_on_after_a_failure_that_nobody_foresaw(
