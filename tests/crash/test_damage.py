@@ -19,8 +19,7 @@ from insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, t
 from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine import collector
-from tieredckpt.engine.manifests import retract
+from tieredckpt.engine import collector, manifests
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound
@@ -552,7 +551,7 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
 
     async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
         index = await read_index(tier, step)
-        await retract(tier, step)
+        await manifests.retract(tier, step)
         return index
 
     async with opened(place, "disk", "far") as store:

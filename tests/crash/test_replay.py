@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from tieredckpt.blobs.folders import Folders
-from tieredckpt.engine import cataloguing
+from tieredckpt.engine import cataloguing, manifests
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -99,7 +99,7 @@ async def test_names_that_are_not_synced_are_found_out(shared_memory: Path, monk
 async def test_packs_that_go_before_their_manifest_are_found_out(
     kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retract = Tier.retract
+    retract = manifests.retract
 
     async def packs_first(tier: Tier, step: StepId) -> None:
         own = await tier.packs_of(step)
@@ -110,7 +110,7 @@ async def test_packs_that_go_before_their_manifest_are_found_out(
         await asyncio.sleep(0)
         await retract(tier, step)
 
-    monkeypatch.setattr(Tier, "retract", packs_first)
+    monkeypatch.setattr(manifests, "retract", packs_first)
     life = await lived(kind, shared_memory)
     with pytest.raises(Lost, match="is listed"):
         await replay(life, "node", shared_memory / "again")

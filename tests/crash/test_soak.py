@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine import manifests
 from tieredckpt.engine.heal import Unmended
 from tieredckpt.engine.source import Damage
 from tieredckpt.engine.tier import Tier
@@ -95,14 +96,14 @@ async def test_damage_that_is_not_mended_is_found_out(
 async def test_steps_that_leave_unheard_are_found_out(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retract = Tier.retract
+    retract = manifests.retract
 
     async def and_another(tier: Tier, step: Any) -> None:
         await retract(tier, step)
         for other in sorted(tier.held)[:-1]:
             tier.drop(other)
 
-    monkeypatch.setattr(Tier, "retract", and_another)
+    monkeypatch.setattr(manifests, "retract", and_another)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)
     assert any("was heard to hold" in line for line in found.lost)
 

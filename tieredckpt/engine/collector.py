@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from tieredckpt.blobs.base import Sweep
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.settle import in_thread, whole
+from tieredckpt.engine import manifests
 from tieredckpt.engine.ask import leaving, waits_for_promotion
 from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.manifests import retract
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import look_again
@@ -78,7 +78,7 @@ class Collector:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
                     for key in await tier.packs_of(step):
                         tier.orphans.pop(key, None)  # known to have been used: no grace needed
-                await retract(tier, step)
+                await manifests.retract(tier, step)
         finally:
             tier.leaving.discard(step)
             if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
@@ -154,7 +154,7 @@ class Collector:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
         assert tier.ram is not None
         await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
-        await retract(tier, step)
+        await manifests.retract(tier, step)
         self._state.changed.beat()
 
     async def _reclaim_unread(self, tier: Tier) -> None:

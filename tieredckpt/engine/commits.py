@@ -16,12 +16,11 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from tieredckpt.blobs.settle import in_thread, outlast, together
-from tieredckpt.engine import messages
+from tieredckpt.engine import manifests, messages
 from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import batches, copy_step, make_room
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
@@ -126,7 +125,7 @@ class Commits:
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
-            await commit(tier, index.record, index.arrays, only_anew=was_there)
+            await manifests.commit(tier, index.record, index.arrays, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():

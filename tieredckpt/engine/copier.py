@@ -9,9 +9,9 @@ from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 
 from tieredckpt.blobs.settle import in_thread
+from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, seal_all, stored_size, tail_size, write_packs
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
@@ -95,7 +95,7 @@ async def _copy(
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found)
             located = _located(source.index.arrays, ChainMap(lost, tier.chunks))
-            await commit(tier, source.index.record, located, only_anew=was_there)
+            await manifests.commit(tier, source.index.record, located, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             state.tell_promoted(source.index.record, tier, written, begin, again=again)
         return written

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
+from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import copy_step
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.reader import check
 from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.source import Damage, StepSource
@@ -191,7 +191,7 @@ async def heal_index(
     """
     if remembered is not None and (tier.ram is None or await _is_unread(tier, step)):
         async with tier.guards_packs:
-            await commit(tier, remembered.record, remembered.arrays, only_anew=True)
+            await manifests.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
     if tier.ram is not None:
         await collector.drop_unreadable(step, tier)

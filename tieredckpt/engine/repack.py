@@ -15,7 +15,10 @@ __all__ = ["collect_on", "rewrite"]
 
 
 async def collect_on(state: State, collector: Collector, tier: Tier) -> Collected:
-    """Rewrite what lives in the sparse packs of a tier, and delete the dead ones. Raises as the tier's store does."""
+    """Rewrite what lives in the sparse packs of a tier, unless it is full, and delete the dead ones.
+
+    Raises as the tier's store does.
+    """
     sparse = await collector.sparse_packs(tier) if tier.healthy else set()  # where there is room for the new ones
     rewritten = await rewrite(state, collector, tier, sparse) if sparse else 0
     collected = await collector.collect(tier)

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.engine import messages
+from tieredckpt.engine import manifests, messages
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.messages import Failure
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.ranks import Coordinator
@@ -193,7 +192,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
             await _tell(transfer, "lacks", source, _Answer(b"".join(lacks)))
             told = "kept"
             await _receive(state, transfer, taken, lacks, source)
-            await commit(tier, part.record, taken.located(part.arrays))
+            await manifests.commit(tier, part.record, taken.located(part.arrays))
             taken.committed = True
         await _tell(transfer, "kept", source, _Answer())
     except TieredCkptError as error:

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tieredckpt.blobs.settle import in_thread
+from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.state import State
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
 from tieredckpt.engine.tier import Tier
@@ -141,7 +141,7 @@ class Writer:
                     elif tier.ram is None and self._state.agents_tiers is not None:
                         await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
                     else:
-                        await commit(tier, record, stored)
+                        await manifests.commit(tier, record, stored)
             except BaseException:
                 if tier.slab_index is not None:
                     tier.slab_index.drop({done.digest for done in snapshot.copied})

@@ -23,8 +23,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import cataloguing
-from tieredckpt.engine.manifests import retract
+from tieredckpt.engine import cataloguing, manifests
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.upkeep import catalogue
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
@@ -354,7 +353,7 @@ async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
     async def leave(tier: Tier, step: StepId) -> StepIndex:
         index = await load_index(tier, step)
         if step.step == 1:
-            await retract(tier, step)
+            await manifests.retract(tier, step)
         return index
 
     await place.trained(1, 2, 3)

@@ -12,7 +12,7 @@ from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import state
+from tieredckpt.engine import manifests, state
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, NotFound
 from tieredckpt.events import TierRecovered
@@ -204,15 +204,15 @@ async def test_a_rollback_comes_after_the_saves_that_were_begun_before(
     two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, gate = threading.Event(), threading.Event()
-    commit = Tier.commit
+    commit = manifests.commit
 
-    async def held(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex]) -> None:
+    async def held(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], **how: bool) -> None:
         if record.step == 3 and tier.ram is not None:
             entered.set()
             await asyncio.to_thread(gate.wait)
-        await commit(tier, record, arrays)
+        await commit(tier, record, arrays, **how)
 
-    monkeypatch.setattr(Tier, "commit", held)
+    monkeypatch.setattr(manifests, "commit", held)
     async with CheckpointStore.open(two_tiers) as store:
         for step in (1, 2):
             await store.save(step, tree(step))
@@ -229,14 +229,14 @@ async def test_a_rollback_comes_after_the_saves_that_were_begun_before(
 async def test_a_serial_is_used_once_though_its_commit_failed(
     two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = Tier.commit
+    commit = manifests.commit
 
-    async def broken(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex]) -> None:
+    async def broken(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], **how: bool) -> None:
         if record.step == 2:
             raise RuntimeError("the machine is on fire")
-        await commit(tier, record, arrays)
+        await commit(tier, record, arrays, **how)
 
-    monkeypatch.setattr(Tier, "commit", broken)
+    monkeypatch.setattr(manifests, "commit", broken)
     async with CheckpointStore.open(two_tiers) as store:
         await store.save(1, tree(1))
         with pytest.raises(RuntimeError):

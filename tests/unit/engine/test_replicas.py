@@ -16,10 +16,10 @@ import pytest
 from records import first_record
 from scenes import CHUNK, config, ram
 
+from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import connect, make_tiers
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.replicas import Pace, Refused, Transfer, give, keep
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state import State
@@ -81,7 +81,7 @@ class Node:
             rank=0,
             ranks=2,
         )
-        await commit(tier, record, arrays)
+        await manifests.commit(tier, record, arrays)
         return record.id
 
     async def read(self, step: StepId, key: str) -> bytes:

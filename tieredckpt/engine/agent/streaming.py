@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
 from tieredckpt.blobs.settle import in_thread
+from tieredckpt.engine import manifests
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.manifests import commit
 from tieredckpt.engine.parts import check_found
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -56,7 +56,10 @@ class AgentsTiers:
         tier.chunks.update({digest: Extent(pack, offset, length) for digest, pack, offset, length in found})
 
     async def commit(self, tier: Tier, index: StepIndex) -> None:
-        """Have a step committed whose packs are written. Raises as `Tier.commit`; `Conflict` where packs are gone."""
+        """Have a step committed whose packs are written.
+
+        Raises as `manifests.commit`; `Conflict` where packs are gone.
+        """
         step = index.record.id
         key = layout.btree_key(step.step, step.serial)
         encoded = await in_thread(_encode, index, key, pool=self._state.pool)
@@ -118,7 +121,7 @@ class LentTiers:
             tier.packs[key] = size
             tier.orphans[key] = time.time()  # until the commit refers to it
         check_found(index, tier.packs)
-        await commit(tier, index.record, index.arrays)
+        await manifests.commit(tier, index.record, index.arrays)
         for array in index.arrays.values():
             for digest, where in array.chunks:
                 if isinstance(where, Extent) and where.path in order.packs:
