@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from insight import flip_chunk, tier_of
-from scenes import Heard, config, folder, ram, tree
+from scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.copier import copy_step
@@ -48,7 +48,7 @@ class Scene:
     async def evicting(self) -> asyncio.Task[None]:
         """The eviction of the step by hand, which has begun."""
         task = asyncio.create_task(self.store.evict(1, "disk"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON):
             while self.step not in self.tier.leaving:
                 await asyncio.sleep(0.001)
         return task
