@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from scenes import SOON
 from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, turn, workloads
@@ -304,3 +306,18 @@ def test_a_file_that_goes_while_the_bench_looks_at_it_is_left_out(
 
     monkeypatch.setattr(os, "open", vanishing)
     forget(tmp_path)
+
+
+def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
+    options = ["--size", "1 MiB", "--peers", "none", "--steps", "0", "--folder", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "tieredckpt", "bench", *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        made = [tmp_path, shared_memory_root()]
+        deadline = time.monotonic() + SOON
+        while not all(list(folder.glob(f"tieredckpt-bench-{process.pid}-*")) for folder in made):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+    assert process.returncode not in (0, None)
+    assert [path for folder in made for path in folder.glob(f"tieredckpt-bench-{process.pid}-*")] == []

@@ -16,6 +16,7 @@ from tieredckpt.cli.bench_chfs import bench_chfs
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.demo import demo
 from tieredckpt.cli.doctor import doctor
+from tieredckpt.cli.ending import ended_in_order
 from tieredckpt.cli.ls import ls
 from tieredckpt.cli.plan import plan
 from tieredckpt.cli.restore import restore
@@ -77,7 +78,8 @@ def _reporting(verb: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(verb)
     def run(*arguments: Any, **options: Any) -> None:
         try:
-            verb(*arguments, **options)
+            with ended_in_order():
+                verb(*arguments, **options)
         except TieredCkptError as error:
             text = "; ".join(line for line in str(error).split("\n") if line)
             errors().print(f"{type(error).__name__}: {printable(text)}", style="bold red")

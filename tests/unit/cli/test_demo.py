@@ -131,8 +131,17 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("at", ["1.", "2.", "3."])
-def test_an_interrupt_leaves_nothing_behind(temporary: Path, at: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "ending"),
+    [
+        ("1.", signal.SIGINT),
+        ("2.", signal.SIGINT),
+        ("3.", signal.SIGINT),
+        ("2.", signal.SIGTERM),
+        ("3.", signal.SIGHUP),
+    ],
+)
+def test_what_ends_it_leaves_nothing_behind(temporary: Path, at: str, ending: signal.Signals) -> None:
     command = [sys.executable, "-P", "-u", "-m", "tieredckpt", "demo", "--steps", "240"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -140,7 +149,10 @@ def test_an_interrupt_leaves_nothing_behind(temporary: Path, at: str) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(at):
-                os.killpg(process.pid, signal.SIGINT)
+                if ending == signal.SIGINT:
+                    os.killpg(process.pid, ending)  # as a terminal does
+                else:
+                    process.send_signal(ending)
                 break
         process.stdout.read()
     assert process.returncode not in (0, None)
