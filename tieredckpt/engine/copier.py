@@ -31,6 +31,8 @@ _SCRATCH_PACKS = 4
 
 _FIRST_PACK = 32 << 20
 """Bytes of the first pack on a device that takes the slab's own memory: it idles until that pack is sealed."""
+_GROWTH = 4
+"""How many times as large the next pack may be, which one thread seals while the one before is being written."""
 
 Need = tuple[str, int]
 """One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
@@ -196,15 +198,17 @@ def _packs(
 ) -> Iterator[list[tuple[bytes, Need]]]:
     """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``.
 
-    Their tails are at most ``tails_limit`` bytes.
+    No pack may be more than `_GROWTH` times as large as the one before. Their tails are at most ``tails_limit`` bytes.
     """
     pack: list[tuple[bytes, Need]] = []
-    room, room_for_tails = min(first, limit), tails_limit
+    most = min(first, limit)
+    room, room_for_tails = most, tails_limit
     for digest, need in needs:
         size, tail = stored_size(sizes[digest]), tail_size(sizes[digest])
         if pack and (size > room or tail > room_for_tails):
             yield pack
-            pack, room, room_for_tails = [], limit, tails_limit
+            most = min(limit, most * _GROWTH)
+            pack, room, room_for_tails = [], most, tails_limit
         pack.append((digest, need))
         room -= size
         room_for_tails -= tail

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.copier import Need, _packs
+from tieredckpt.engine.copier import _GROWTH, Need, _packs
 from tieredckpt.engine.packs import Payload, seal_all, stored_size, tail_size
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.crc import crc32c
@@ -36,7 +36,7 @@ def test_packs_hold_every_chunk_once_in_order_and_no_more_than_they_may(
     found = list(_packs(needs, sizes, first, limit, tails_limit))
     assert [need for pack in found for need in pack] == needs
     for number, pack in enumerate(found):
-        room = min(first, limit) if number == 0 else limit
+        room = min(limit, first * _GROWTH**number)
         assert len(pack) == 1 or fits(pack, sizes, room, tails_limit)
         if number + 1 < len(found):  # and none has room for what the next begins with
             assert not fits([*pack, found[number + 1][0]], sizes, room, tails_limit)

@@ -70,7 +70,8 @@ class Stored:
         return self._restored(self._store.restore(copy=False))
 
     def forget(self, step: int) -> None:
-        """The tier's retention does."""
+        """The tier's retention does; wait until it has, or what is measured next would share the device with it."""
+        self._store.flush()
 
     def close(self) -> None:
         self._store.close()
