@@ -30,7 +30,9 @@ def ended_in_order() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not end the ending
+    for ours in _ENDINGS:  # a second one, as systemd sends both, must not end the ending
+        if signal.getsignal(ours) is _interrupt:
+            signal.signal(ours, signal.SIG_IGN)
     as_of_now = signal.getsignal(signal.SIGINT)
     if not callable(as_of_now):  # ignored, as in a shell's background
         raise KeyboardInterrupt

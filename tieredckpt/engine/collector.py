@@ -129,9 +129,9 @@ class Collector:
         slab_index = tier.slab_index
         assert slab_index is not None
         digests = list(unique_extents((await tier.load_index(step)).arrays)) if tier.has_own(step) else []
-        held = tier.held.get(step) or tier.parts.get(step)
-        index_key = held.btree_key if held is not None else ""
         async with tier.turn(step):
+            held = tier.held.get(step) or tier.parts.get(step)
+            index_key = held.btree_key if held is not None else ""
             unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
             btree_key = tier.drop(step)
         tier.unread.append((slab_index, unread, digests))

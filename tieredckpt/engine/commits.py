@@ -76,9 +76,12 @@ class Commits:
         parts = self._agreement.parts.get(step)
         if parts is None or step not in self._state.tiers[0].held:
             return await copy_step(self._state, self._collector, step, tier)
+        was_there = step in tier.damaged
         try:
             return await self.commit(step, tier, parts)
         except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
+            if was_there and not tier.keeps(step):
+                raise  # it was evicted meanwhile, and stays away
             others = (other for other in self._state.holders(step) if other is not tier and other.config.kind != "ram")
             if not any(other.answers for other in others):
                 raise

@@ -58,10 +58,15 @@ async def verify_step(
     holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
     if not holding:
         raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-    return [
-        await verify_on(state, collector, step, tier, repair=repair and state.manages(tier), progress=progress)
-        for tier in holding
-    ]
+    found = []
+    for tier in holding:
+        try:
+            mend = repair and state.manages(tier)
+            found.append(await verify_on(state, collector, step, tier, repair=mend, progress=progress))
+        except NotFound:
+            if tier is holding[-1] and not found:
+                raise  # else it left a tier meanwhile, and what the others hold is told all the same
+    return found
 
 
 async def verify_on(

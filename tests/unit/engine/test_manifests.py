@@ -189,3 +189,17 @@ async def test_a_step_that_is_evicted_while_it_is_mended_is_no_step_that_could_n
         await verifying
     await evicting
     assert "could not be mended" not in caplog.text
+
+
+async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_one(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    await flip_chunk(scene.store, "disk", 1, "params/w0")
+    written = faults["disk"].hold("put", key="packs/*")
+    verifying = asyncio.create_task(scene.store.verify(1, repair=True))
+    await written.reached()
+    evicting = asyncio.create_task(scene.store.evict(1, "disk"))
+    await scene.heard.first(StepEvicted)
+    written.release()
+    assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
+    await evicting

@@ -1,4 +1,4 @@
-"""Runs an agent as the work of a process, which ends it in order on SIGTERM and SIGINT."""
+"""Runs an agent as the work of a process, which ends it in order on SIGTERM, SIGINT and SIGHUP."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def run_agent(config: StoreConfig, events: Events, life: Life) -> bool:
 async def _run(agent: Agent) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as behind nohup
+            loop.add_signal_handler(number, task.cancel)
     await agent.run()
