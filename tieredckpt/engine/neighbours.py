@@ -45,18 +45,17 @@ async def look_into(state: State, folder: Path) -> Tier | None:
         return await asyncio.to_thread(RamStore.attach, folder)
 
     tier = Tier(state.tiers[0].name, 0, state.tiers[0].config, connect)
-    try:
-        marker = await tier.open()
-        if marker is not None and marker == state.marker:
-            await survey(tier)
-        if tier.held:
-            return tier
-    except TieredCkptError as error:
-        _log.info("the RAM of another rank at %s cannot be read: %s", folder, error)
-    except BaseException:
-        await tier.disconnect()
-        raise
-    await tier.disconnect()
+    async with AsyncExitStack() as unless_used:
+        unless_used.push_async_callback(tier.disconnect)
+        try:
+            marker = await tier.open()
+            if marker is not None and marker == state.marker:
+                await survey(tier)
+            if tier.held:
+                unless_used.pop_all()
+                return tier
+        except TieredCkptError as error:
+            _log.info("the RAM of another rank at %s cannot be read: %s", folder, error)
     return None
 
 
