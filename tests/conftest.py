@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -62,6 +63,15 @@ def faults() -> Iterator[FaultyTiers]:
     """Scripts of faults under the slower tiers of the stores that the test opens; what failed is soon tried again."""
     with tried_again_soon(), faulty_tiers() as faults:
         yield faults
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What runs behind a shell, or nohup, was told to ignore signals, and would pass that on to what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -440,6 +440,7 @@ def by_hand(shared_memory: Path, disk: Path, tmp_path: Path) -> Iterator[Callabl
         process.communicate()
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
 async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_in_order(
     by_hand: Callable[..., subprocess.Popen[str]],
@@ -448,9 +449,7 @@ async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_
     disk: Path,
     ending: signal.Signals,
 ) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup takes from all that is started
     agent = by_hand()  # before there is any trainer
-    signal.signal(signal.SIGHUP, before)
     assert agent.stderr is not None
     assert await asyncio.to_thread(agent.stderr.readline) == "promoting from tier ram to disk\n"
     for capacity, step in (("16 MiB", 1), ("32 MiB", 2)):  # RAM is given back, and made anew

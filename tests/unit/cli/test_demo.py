@@ -122,15 +122,6 @@ def test_keep_leaves_a_store_to_look_at(run: Run, temporary: Path) -> None:
     assert run("verify", folder / "ckpt.toml", "--all").exit_code == 0
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """What runs behind a shell, or nohup, was told to ignore signals, and would pass that on to what it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("at", "ending"),

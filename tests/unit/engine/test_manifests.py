@@ -12,8 +12,10 @@ from scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.verifier import Verified
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
+from tieredckpt.testing.faulty import Faulty, Hold
 from tieredckpt.testing.tiers import FaultyTiers
 
 MANIFEST = "steps/*1-*/manifest.ocdbt"
@@ -36,6 +38,29 @@ class Scene:
         engine = self.store.engine
         copying = copy_step(engine.state, engine.by_hand._collector, self.step, self.tier, again=again)
         return await self.store.engine_loop.call(copying)
+
+    async def held_up(
+        self, disk: Faulty, *, damaged: bool = False, after: bool = False
+    ) -> tuple[Hold, asyncio.Task[int]]:
+        """The step on its way to being committed anew, held before the put of its manifest or ``after`` it."""
+        held = disk.hold("put", key=MANIFEST, after=after)
+        if damaged:
+            await self.condemn()
+        anew = asyncio.create_task(self.copied(again=not damaged))
+        await held.reached()
+        return held, anew
+
+    async def evicted_while_mended(self, disk: Faulty, tier: str | None = None) -> asyncio.Task[list[Verified]]:
+        """A repair of the step, which has left the disk while its bytes were written there."""
+        await flip_chunk(self.store, "disk", 1, "params/w0")
+        written = disk.hold("put", key="packs/*")
+        verifying = asyncio.create_task(self.store.verify(1, tier, repair=True))
+        await written.reached()
+        evicting = asyncio.create_task(self.store.evict(1, "disk"))  # ends when the packs may be collected
+        await self.heard.first(StepEvicted)
+        written.release()
+        await evicting
+        return verifying
 
     async def condemn(self) -> None:
         """As if the commit had been misread just now."""
@@ -81,11 +106,7 @@ async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> Asy
 async def test_a_step_that_is_evicted_while_it_is_committed_anew_is_gone_and_told_to_be(
     scene: Scene, faults: FaultyTiers, damaged: bool, after: bool
 ) -> None:
-    held = faults["disk"].hold("put", key=MANIFEST, after=after)
-    if damaged:
-        await scene.condemn()
-    anew = asyncio.create_task(scene.copied(again=not damaged))
-    await held.reached()
+    held, anew = await scene.held_up(faults["disk"], damaged=damaged, after=after)
     evicting = await scene.evicting()
     held.release()
     await asyncio.gather(anew, evicting)
@@ -121,10 +142,8 @@ async def test_a_step_that_was_evicted_before_it_is_committed_anew_stays_away(
 async def test_a_step_whose_eviction_fails_while_it_is_committed_anew_is_held(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    held = faults["disk"].hold("put", key=MANIFEST)
+    held, anew = await scene.held_up(faults["disk"])
     faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
-    anew = asyncio.create_task(scene.copied(again=True))
-    await held.reached()
     evicting = await scene.evicting()
     held.release()
     await anew
@@ -137,9 +156,7 @@ async def test_a_step_whose_eviction_fails_while_it_is_committed_anew_is_held(
 async def test_a_step_whose_eviction_is_cancelled_while_it_is_committed_anew_is_held(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    held = faults["disk"].hold("put", key=MANIFEST)
-    anew = asyncio.create_task(scene.copied(again=True))
-    await held.reached()
+    held, anew = await scene.held_up(faults["disk"])
     evicting = await scene.evicting()
     evicting.cancel()
     await asyncio.wait([evicting])
@@ -152,9 +169,7 @@ async def test_a_step_whose_eviction_is_cancelled_while_it_is_committed_anew_is_
 async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_held(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    held = faults["disk"].hold("put", key=MANIFEST)
-    anew = asyncio.create_task(scene.copied(again=True))
-    await held.reached()
+    held, anew = await scene.held_up(faults["disk"])
     await scene.condemn()
     held.release()
     await anew
@@ -178,28 +193,14 @@ async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_
 async def test_a_step_that_is_evicted_while_it_is_mended_is_no_step_that_could_not_be_mended(
     scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await flip_chunk(scene.store, "disk", 1, "params/w0")
-    written = faults["disk"].hold("put", key="packs/*")
-    verifying = asyncio.create_task(scene.store.verify(1, "disk", repair=True))
-    await written.reached()
-    evicting = asyncio.create_task(scene.store.evict(1, "disk"))  # ends when the packs may be collected
-    await scene.heard.first(StepEvicted)
-    written.release()
+    verifying = await scene.evicted_while_mended(faults["disk"], "disk")
     with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
         await verifying
-    await evicting
     assert "could not be mended" not in caplog.text
 
 
 async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_one(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    await flip_chunk(scene.store, "disk", 1, "params/w0")
-    written = faults["disk"].hold("put", key="packs/*")
-    verifying = asyncio.create_task(scene.store.verify(1, repair=True))
-    await written.reached()
-    evicting = asyncio.create_task(scene.store.evict(1, "disk"))
-    await scene.heard.first(StepEvicted)
-    written.release()
+    verifying = await scene.evicted_while_mended(faults["disk"])
     assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
-    await evicting
