@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
 from tieredckpt.blobs.folders import Folders, open_regular
 from tieredckpt.blobs.locks import hold, let_go
+from tieredckpt.blobs.mapping import fill_holes
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, read_note, write_note
@@ -348,13 +349,18 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
 
 def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Note]:
     fd = os.open(folder / note.slab, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    found = os.fstat(fd)
-    if found.st_size < note.capacity:
+    try:
+        found = os.fstat(fd)
+        if found.st_size < note.capacity:
+            os.close(fd)
+            return None, note
+        size = max(note.capacity, capacity)
+        os.ftruncate(fd, max(found.st_size, size))
+        reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+        fill_holes(fd, reserved)
+    except OSError:
         os.close(fd)
-        return None, note
-    size = max(note.capacity, capacity)
-    os.ftruncate(fd, max(found.st_size, size))
-    reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+        raise
     return Slab(fd, size, reserved), replace(note, capacity=size)
 
 

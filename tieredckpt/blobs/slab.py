@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import logging
 import mmap
 import os
@@ -19,8 +18,9 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs import shared
+from tieredckpt.blobs import mapping, shared
 from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.mapping import HUGE_PAGE
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
 
@@ -28,9 +28,7 @@ __all__ = ["Slab", "aligned"]
 
 _log = logging.getLogger("tieredckpt")
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not named by the mmap module
 _PREFAULT_STRIDE = 32 << 20
-_ZEROS = bytes(1 << 20)
 
 
 def aligned(nbytes: int) -> int:
@@ -55,8 +53,7 @@ class Slab:
         """Bytes; lowered to what there is when the system has no more memory to give."""
         self.writable = writable
         self._fd = fd
-        self._map = _private(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self.array = _private(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
         self.region = None if fd is None else shared.register(self.array.ctypes.data, capacity, fd, writable=writable)
         """What lets another process map the slab too."""
         self._unclosed: weakref.finalize[..., Slab] | None = None
@@ -110,7 +107,8 @@ class Slab:
         tail = end[1] if sum(end) == self._reserved else 0
         if self._reserved - tail + need > self.capacity:
             return False
-        if self._grow(need - tail):
+        whole = -(-(self._reserved - tail + need) // HUGE_PAGE) * HUGE_PAGE
+        if self._grow(min(whole, self.capacity) - self._reserved) or self._grow(need - tail):
             return True
         _log.warning(
             "the system has no more memory for the RAM tier's slab: it stays at %s instead of %s",
@@ -137,7 +135,7 @@ class Slab:
     def _grow(self, nbytes: int) -> bool:
         try:
             if self._fd is not None:  # private memory comes with its first use
-                _have_memory(self._fd, self._reserved, nbytes)
+                mapping.reserve(self._fd, self.array, self._reserved, nbytes)
         except OSError:
             return False
         self._give_back(self._reserved, nbytes)
@@ -188,15 +186,12 @@ class Slab:
 
     def prefault(self) -> None:
         """Map the memory that there is, so that later copies meet no page fault. Blocking; releases the GIL."""
-        populate = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
-        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
         with self._guards_prefault:
-            while populate is not None and not self._closed and self._prefaulted < (there := self._there()):
-                length = min(_PREFAULT_STRIDE, there - self._prefaulted)
-                start = ctypes.c_void_p(self.array.ctypes.data + self._prefaulted)
-                if populate(start, ctypes.c_size_t(length), advice) != 0:
+            while not self._closed and self._prefaulted < (there := self._there()):
+                end = min(self._prefaulted + _PREFAULT_STRIDE, there)
+                if not mapping.populate(self.array[self._prefaulted : end]):
                     return  # an old kernel: the first copies fault their pages in themselves
-                self._prefaulted += length
+                self._prefaulted = end
 
     def _there(self) -> int:
         """Bytes that have their memory; of a slab that another process grows, those that it has reserved so far."""
@@ -217,9 +212,6 @@ class Slab:
                 os.close(self.fileno())
                 self._fd = -1
             del self.array
-            with contextlib.suppress(BufferError):
-                self._map.close()
-            del self._map  # it has a descriptor of its own, which goes with the last view
 
 
 def _close_abandoned(region: shared.Region, fd: int, capacity: int) -> None:
@@ -229,26 +221,17 @@ def _close_abandoned(region: shared.Region, fd: int, capacity: int) -> None:
     warnings.warn(f"a slab of {format_size(capacity)} was never closed", ResourceWarning, stacklevel=1)
 
 
-def _mapped(fd: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+def _mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
     try:
-        return mmap.mmap(fd, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        return mapping.map_shared(fd, nbytes, writable=writable)
     except BaseException:
         os.close(fd)
         raise
 
 
-def _private(nbytes: int) -> mmap.mmap:
+def _private(nbytes: int) -> npt.NDArray[np.uint8]:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _have_memory(fd: int, offset: int, nbytes: int) -> None:
-    """Reserve the memory of a part of a file. Raises `OSError` when there is too little."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, offset, nbytes)
-        return
-    for start in range(offset, offset + nbytes, len(_ZEROS)):
-        os.pwrite(fd, _ZEROS[: offset + nbytes - start], start)
+    return np.frombuffer(memory, dtype=np.uint8)

@@ -22,7 +22,7 @@ import pytest
 from insight import mapped_below, opened_below
 
 from tieredckpt.blobs import ram
-from tieredckpt.blobs.base import Survives
+from tieredckpt.blobs.base import ALIGNMENT, Survives
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TierUnavailable
 
@@ -87,7 +87,16 @@ async def test_an_automatic_capacity_is_a_part_of_memory_and_grows_with_need(
     async with opened(folder, None) as store:
         assert (store.slab.capacity, store.slab.reserved) == (4 * MIB, 0)
         store.slab.allocate(MIB)
-        assert store.slab.reserved == MIB
+        assert store.slab.reserved == 2 * MIB  # a huge page
+
+
+async def test_a_writer_that_died_while_the_slab_grew_leaves_no_hole_in_it(folder: Path) -> None:
+    async with opened(folder, None) as store:
+        store.slab.allocate(2 * MIB)
+        os.posix_fallocate(store.slab.fileno(), 8 * MIB, ALIGNMENT)  # the begin of a huge page
+    async with opened(folder, None) as store:
+        assert store.slab.reserved == 2 * MIB + ALIGNMENT
+        assert os.fstat(store.slab.fileno()).st_blocks * 512 == 2 * MIB + 2 * ALIGNMENT
 
 
 async def test_a_capacity_beyond_the_limit_is_refused_with_both_numbers(
@@ -475,7 +484,7 @@ FILL = """
     ram.memory_limit = lambda: (160 << 20, "the test")
     store = ram.RamStore.open(folder / "ram", None)
     assert store.slab.capacity == 40 << 20 and not store.notice
-    first = store.slab.allocate(1 << 20)
+    first = store.slab.allocate(2 << 20)
     with open(folder / "filler", "wb", buffering=0) as filler:
         try:
             while True:
@@ -490,23 +499,23 @@ def test_a_slab_that_cannot_grow_is_an_error_and_never_a_sigbus(small_tmpfs: Pat
         FILL
         + """
     try:
-        store.slab.reserve(2 << 20)
+        store.slab.reserve(4 << 20)
     except NoSpace as error:
         print(error)
-    assert store.slab.allocate(1 << 20) is None
-    store.slab.array[first : first + (1 << 20)] = 1
+    assert store.slab.allocate(2 << 20) is None
+    store.slab.array[first : first + (2 << 20)] = 1
     """
     )
     done = run(script, small_tmpfs)
     assert (done.returncode, done.stderr.splitlines()[-1:]) == (
         0,
-        ["the system has no more memory for the RAM tier's slab: it stays at 1 MiB instead of 40 MiB"],
+        ["the system has no more memory for the RAM tier's slab: it stays at 2 MiB instead of 40 MiB"],
     )
-    assert "shared memory has no room for a slab of 2 MiB; it has 1 MiB already" in done.stdout
+    assert "shared memory has no room for a slab of 4 MiB; it has 2 MiB already" in done.stdout
 
 
 def test_without_its_reservation_it_would_be_a_sigbus(small_tmpfs: Path) -> None:
-    assert run(FILL + "    store.slab.array[2 << 20] = 1", small_tmpfs).returncode == -signal.SIGBUS
+    assert run(FILL + "    store.slab.array[4 << 20] = 1", small_tmpfs).returncode == -signal.SIGBUS
 
 
 async def test_a_file_system_that_is_full_refuses_to_open(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +523,7 @@ async def test_a_file_system_that_is_full_refuses_to_open(small_tmpfs: Path, mon
     async with opened(small_tmpfs / "ram", None) as store:
         take_extent(store, b"chunk")
     (small_tmpfs / "filler").write_bytes(bytes(60 * MIB))
-    with pytest.raises(NoSpace, match="shared memory has no room for a slab of 40 MiB; it has 4 KiB already"):
+    with pytest.raises(NoSpace, match="shared memory has no room for a slab of 40 MiB; it has 2 MiB already"):
         RamStore.open(small_tmpfs / "ram", 40 * MIB)
     (small_tmpfs / "filler").unlink()
     async with opened(small_tmpfs / "ram", 40 * MIB) as store:

@@ -8,13 +8,14 @@ import random
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tieredckpt.blobs import slab as slab_module
+from tieredckpt.blobs import mapping
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.errors import Corrupt, NoSpace
@@ -160,7 +161,7 @@ def test_a_slab_that_is_refused_memory_stays_at_what_it_has(monkeypatch: pytest.
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(slab_module, "_have_memory", refuse)
+    monkeypatch.setattr(mapping, "reserve", refuse)
     with pytest.raises(NoSpace, match="no room for a slab of 64 KiB; it has 32 KiB already"):
         slab.reserve(16 * ALIGNMENT)
     assert slab.capacity == PAGES * ALIGNMENT, "who asks for less may still get it"
@@ -239,19 +240,20 @@ def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbyte
 
 
 def test_a_closed_slab_keeps_its_memory_and_no_descriptor_beyond_its_last_view() -> None:
-    def descriptors() -> int:
-        found = 0
+    def mapped_and_open() -> tuple[int, int]:
+        opened = 0
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the listing's own
-                found += "slab-of-views" in os.readlink(f"/proc/self/fd/{fd}")
-        return found
+                opened += "slab-of-views" in os.readlink(f"/proc/self/fd/{fd}")
+        return Path("/proc/self/maps").read_text().count("slab-of-views"), opened
 
     fd = os.memfd_create("slab-of-views", os.MFD_CLOEXEC)
     os.ftruncate(fd, ALIGNMENT)
     slab = Slab(fd, ALIGNMENT)
     view = slab.array[:10]
+    assert mapped_and_open() == (1, 1)
     slab.close()
     assert view.sum() == 0
-    assert descriptors() == 1
+    assert mapped_and_open() == (1, 0)
     del view
-    assert descriptors() == 0
+    assert mapped_and_open() == (0, 0)
