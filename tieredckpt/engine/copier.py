@@ -92,12 +92,18 @@ async def _copy(
                 await _keep_own_extents(step, tier, leaving)
             await refer_to_intact(state, tier, step, _sizes(source))
             needs, sizes = _missing(source, tier, lost)
-            written = 0
+            record, written, encoded = source.index.record, 0, None
+
+            async def encode(placed: Mapping[bytes, Extent]) -> None:
+                nonlocal encoded
+                expected = _located(source.index.arrays, ChainMap(lost, dict(placed), tier.chunks))
+                encoded = await manifests.encode(tier, record, expected)
+
             if needs:
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
-                    written = await write_packs(tier, found)
+                    written = await write_packs(tier, found, None if was_there else encode)
             located = _located(source.index.arrays, ChainMap(lost, tier.chunks))
-            await manifests.commit(tier, source.index.record, located, only_anew=was_there)
+            await manifests.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             state.tell_promoted(source.index.record, tier, written, begin, again=again)
         return written

@@ -6,19 +6,42 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NotFound, TierUnavailable
-from tieredckpt.format import layout
+from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, encode_step
 
-__all__ = ["commit", "retract"]
+__all__ = ["Encoded", "commit", "encode", "retract"]
 
 
-async def commit(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], *, only_anew: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A commit that has been encoded, but not put."""
+
+    arrays: Mapping[str, ArrayIndex]
+    btree_key: str
+    index: ocdbt.Index
+
+
+async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str = "") -> Encoded:
+    """Encode the commit of a step, its first one on the tier unless ``btree_key`` names other nodes."""
+    btree_key = btree_key or layout.btree_key(record.step, record.serial)
+    index = await asyncio.to_thread(encode_step, record, arrays, btree_path=btree_key, checksum=tier.checksum)
+    return Encoded(arrays, btree_key, index)
+
+
+async def commit(
+    tier: Tier,
+    record: StepRecord,
+    arrays: Mapping[str, ArrayIndex],
+    encoded: Encoded | None = None,
+    *,
+    only_anew: bool = False,
+) -> None:
     """Write the index of a step whose packs are written, its manifest last.
 
     A step that is committed already is replaced: its new nodes lie beside the old ones until the manifest points to
@@ -28,6 +51,7 @@ async def commit(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex
         tier: where to.
         record: of the step, or of a rank's part of it, which counts as such.
         arrays: what it refers to.
+        encoded: what was expected to be put, and is if it has come true.
         only_anew: the tier has the step, readable or not, and one that has left it meanwhile stays away.
 
     Raises:
@@ -42,16 +66,17 @@ async def commit(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex
         btree_key = layout.btree_key(step.step, step.serial)
         if before is not None or step in tier.damaged or step in tier.doubtful:
             btree_key = f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
-        encode = partial(encode_step, record, arrays, checksum=tier.checksum)
-        index = await asyncio.to_thread(encode, btree_path=btree_key)
+        if encoded is None or encoded.btree_key != btree_key or encoded.arrays != arrays:
+            encoded = await encode(tier, record, arrays, btree_key)
         if before is not None and not tier.store.traits.atomic_put:
             # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
             size = 0
             with suppress(NotFound):
                 size = (await tier.store.stat(layout.manifest_key(step.step, step.serial))).size
-            if (missing := size - len(index.manifest)) > 0:
+            if (missing := size - len(encoded.index.manifest)) > 0:
                 btree_key += "0" * missing  # which is in it
-                index = await asyncio.to_thread(encode, btree_path=btree_key)
+                encoded = await encode(tier, record, arrays, btree_key)
+        index = encoded.index
         await tier.store.put(btree_key, [index.btree])
         try:
             await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])

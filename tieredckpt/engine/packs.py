@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -101,7 +101,11 @@ async def seal_all(payloads: Sequence[Payload], pool: Executor, threads: int) ->
 class Batch:
     """Sealed chunks that become one pack, and the memory that was lent for them until it is written."""
 
+    key: str = field(default_factory=lambda: layout.pack_key(layout.new_pack_id()))
+    """Of the pack."""
     payloads: list[Payload] = field(default_factory=list)
+    places: list[tuple[bytes, Extent]] = field(default_factory=list)
+    """Of each payload, its digest and where it will be."""
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
     size: int = 0
     """Bytes of the pack before its footer."""
@@ -125,13 +129,19 @@ class Batch:
 
     def add(self, payload: Payload) -> None:
         self.payloads.append(payload)
+        self.places.append((payload.digest, Extent(self.key, self.size, payload.nbytes + CHECKSUM_SIZE)))
         self.size += stored_size(payload.nbytes)
 
 
-async def write_packs(tier: Tier, batches: AsyncIterator[Batch]) -> int:
+async def write_packs(
+    tier: Tier,
+    batches: AsyncIterator[Batch],
+    meanwhile: Callable[[Mapping[bytes, Extent]], Awaitable[None]] | None = None,
+) -> int:
     """Write every batch as a pack and add its chunks to the tier's index; returns the bytes written.
 
-    The caller holds ``tier.guards_packs``. The next batch is pulled while others are being written.
+    The caller holds ``tier.guards_packs``. The next batch is pulled while others are being written; ``meanwhile`` is
+    told where every chunk will be, when there is no next one.
     """
     slots = asyncio.Semaphore(_PACKS_IN_FLIGHT)
     written = 0
@@ -152,6 +162,8 @@ async def write_packs(tier: Tier, batches: AsyncIterator[Batch]) -> int:
                 taken.append(batch)
                 await slots.acquire()
                 group.create_task(write(batch))
+            if meanwhile is not None:
+                await meanwhile(dict(place for batch in taken for place in batch.places))
     except* Exception as errors:
         raise _first(errors) from None
     finally:
@@ -166,20 +178,13 @@ def _first(errors: BaseException) -> BaseException:
 
 async def write_pack(tier: Tier, batch: Batch) -> int:
     """Write one batch as a pack; its bytes. The caller holds ``tier.guards_packs``."""
-    key = layout.pack_key(layout.new_pack_id())
-    parts: list[Buffer] = []
-    entries: list[PackEntry] = []
-    offset = 0
-    for payload in batch.payloads:
-        size = stored_size(payload.nbytes)
-        entries.append(PackEntry(payload.digest, offset, payload.nbytes + CHECKSUM_SIZE))
-        parts += map(memoryview, payload.parts())
-        offset += size
-    parts.append(encode_footer(entries, offset))
-    total = offset + len(parts[-1])
-    await tier.store.put(key, parts)
-    tier.packs[key] = total
-    tier.orphans[key] = time.time()  # until a commit refers to it
-    for entry in entries:
-        tier.chunks[entry.digest] = Extent(key, entry.offset, entry.length)
+    parts: list[Buffer] = [memoryview(part) for payload in batch.payloads for part in payload.parts()]
+    entries = [PackEntry(digest, extent.offset, extent.length) for digest, extent in batch.places]
+    parts.append(encode_footer(entries, batch.size))
+    total = batch.size + len(parts[-1])
+    await tier.store.put(batch.key, parts)
+    tier.packs[batch.key] = total
+    tier.orphans[batch.key] = time.time()  # until a commit refers to it
+    for digest, extent in batch.places:
+        tier.chunks[digest] = extent
     return total

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from insight import flip_chunk, tier_of
 from scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine import manifests
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
 from tieredckpt.testing.faulty import Faulty, Hold
 from tieredckpt.testing.tiers import FaultyTiers
 
@@ -204,3 +210,49 @@ async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_on
 ) -> None:
     verifying = await scene.evicted_while_mended(faults["disk"])
     assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
+
+
+async def test_a_commit_is_encoded_while_its_packs_are_written(
+    scene: Scene, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.store.save(3, tree(3))
+    encode_step, encoded = manifests.encode_step, threading.Semaphore(0)
+
+    def encode(*arguments: Any, **options: Any) -> Any:
+        try:
+            return encode_step(*arguments, **options)
+        finally:
+            encoded.release()
+
+    monkeypatch.setattr(manifests, "encode_step", encode)
+    held = faults["disk"].hold("put", key="packs/*")
+    promoting = asyncio.create_task(scene.store.promote(3, "disk"))
+    await held.reached()
+    assert await asyncio.to_thread(encoded.acquire, timeout=SOON)
+    held.release()
+    await promoting
+    assert not encoded.acquire(blocking=False), "once was enough"
+    assert all(found.intact for found in await scene.store.verify(3))
+
+
+@pytest.mark.parametrize("changed", ["arrays", "name"])
+async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_anew(scene: Scene, changed: str) -> None:
+    tier = scene.tier
+
+    async def commit_otherwise() -> tuple[StepIndex, StepIndex]:
+        index = await tier.load_index(scene.step)
+        arrays, name = dict(index.arrays), ""
+        if changed == "arrays":
+            key, array = next(iter(arrays.items()))
+            arrays[key] = replace(array, chunks=[Chunk(chunk.digest[::-1], chunk.where) for chunk in array.chunks])
+        else:
+            name = layout.btree_key(scene.step.step, scene.step.serial) + "-other"
+        encoded = await manifests.encode(tier, index.record, arrays, name)
+        await manifests.retract(tier, scene.step)
+        await manifests.commit(tier, index.record, index.arrays, encoded)
+        manifest, nodes, key = await tier.read_index(scene.step)
+        return index, decode_step(manifest, nodes, key)
+
+    meant, found = await scene.store.engine_loop.call(commit_otherwise())
+    assert found.arrays == meant.arrays
+    assert await scene.is_held()

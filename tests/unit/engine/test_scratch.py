@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tieredckpt.blobs import slab as slab_module
+from tieredckpt.blobs import mapping
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, NoSpace
 
@@ -118,7 +118,7 @@ async def test_a_system_without_memory_is_an_error_and_no_wait_without_end(
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(slab_module, "_have_memory", refuse)
+    monkeypatch.setattr(mapping, "reserve", refuse)
     with pytest.raises(NoSpace, match="no memory for a buffer of 4 KiB"):
         await scratch.borrow(PAGE)
 

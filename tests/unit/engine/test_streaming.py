@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from insight import bytes_of_listed_steps, slab_of, tier_of
 from scenes import CHUNK, SOON, Heard, assert_same, config, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs import mapping
 from tieredckpt.blobs import ram as ram_module
-from tieredckpt.blobs import slab as slab_module
 from tieredckpt.engine import engine as engine_module
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.errors import NoSpace, NotFound
@@ -256,18 +257,18 @@ def fill_up(folder: Path) -> None:
 async def test_a_slab_that_cannot_grow_in_the_middle_of_a_save_lets_the_save_pass(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    have_memory, grown = slab_module._have_memory, 0
+    have_memory, grown = mapping.reserve, 0
 
-    def refuse(fd: int, offset: int, nbytes: int) -> None:
+    def refuse(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
         nonlocal grown
         if fd == slab_of(store).fileno():
             grown += nbytes
             if grown > SLAB:
                 raise OSError(28, "No space left on device")
-        have_memory(fd, offset, nbytes)
+        have_memory(fd, mapped, offset, nbytes)
 
     monkeypatch.setattr(ram_module, "memory_limit", lambda: (160 * MIB, "the test"))
-    monkeypatch.setattr(slab_module, "_have_memory", refuse)
+    monkeypatch.setattr(mapping, "reserve", refuse)
     tiers = {"ram": ram(shared_memory, capacity="auto"), "disk": folder(tmp_path / "disk")}
     async with CheckpointStore.open(config(tiers)) as store:
         heard = Heard(store)
