@@ -196,6 +196,8 @@ async def heal_index(
     if tier.ram is not None:
         await collector.drop_unreadable(step, tier)
         return
+    if not tier.keeps(step):
+        return  # it was evicted since it could not be read
     tier.condemn(step, error)
     if state.holders(step):
         await copy_step(state, collector, step, tier)

@@ -16,6 +16,7 @@ from scenes import SOON, Heard, config, folder, ram, tree
 from tieredckpt import CheckpointStore
 from tieredckpt.engine import manifests
 from tieredckpt.engine.copier import copy_step
+from tieredckpt.engine.heal import heal_index
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
@@ -256,3 +257,12 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
     meant, found = await scene.store.engine_loop.call(commit_otherwise())
     assert found.arrays == meant.arrays
     assert await scene.is_held()
+
+
+async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_mended(scene: Scene) -> None:
+    await scene.store.evict(1, "disk")
+    engine = scene.store.engine
+    mending = heal_index(engine.state, engine.by_hand._collector, scene.step, scene.tier, Corrupt("misread"))
+    await scene.store.engine_loop.call(mending)
+    assert await scene.is_gone()
+    assert scene.step not in scene.tier.damaged

@@ -90,6 +90,8 @@ async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(shared_memory: 
         checkpoint = await store.save(1, tree(1))
         await checkpoint.reached("far")
         await store.evict(1, "far")
+        with pytest.raises(NotFound, match="does not hold step 1"):
+            await store.evict(1, "far")
         await store.flush()
         assert await store.where(1) == ("near",)
         with pytest.raises(NotFound, match="not due on tier 'far'"):
