@@ -18,7 +18,7 @@ from blockbuster import blockbuster as detector
 from scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, checkpoint, store
-from tieredckpt.engine import copier, loop, packs, reader, source, tier
+from tieredckpt.engine import copier, loop, manifests, packs, reader, source, tier
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.events import StepPromoted, TierFailed
 from tieredckpt.testing.tiers import FaultyTiers
@@ -39,12 +39,12 @@ SYSTEM_CALLS = (
 
 HEAVY = (
     (copier, "seal"),
+    (manifests, "encode_step"),
     (packs, "seal"),
     (reader, "deliver"),
     (snapshot, "copy_and_digest"),
     (source, "digest_array"),
     (tier, "decode_step"),
-    (tier, "encode_step"),
 )
 """Work that grows with the tree."""
 
@@ -76,7 +76,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             # A name is opened in shared memory, which is no device.
             function.can_block_in("tieredckpt/blobs/ram.py", "share").activate()
         try:
-            assert guard.functions["time.sleep"].activated
+            assert all(function.activated for function in (guard.functions["time.sleep"], *more))
             yield found
         finally:
             for function in more:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HUGE_PAGE", "Addresses", "fill_holes", "map_shared", "populate", "reserve"]
+__all__ = ["HUGE_PAGE", "Addresses", "give_back", "map_shared", "populate", "reserve"]
 
 HUGE_PAGE = 2 << 20
 """Bytes, as on x86-64 and as most of ARM has it; where they are larger the kernel refuses, and small pages remain."""
@@ -34,6 +35,8 @@ _STRIDE = 64 << 20
 """Bytes that are made huge pages at a time: each call waits for every processor once."""
 _THREADS = 4
 """The kernel clears the pages, on as many threads at most."""
+_REFUSALS = 4
+"""After so many strides in a row with a page that could not be had there are taken to be no more."""
 _ZEROS = bytes(1 << 20)
 
 
@@ -90,43 +93,60 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]
 
 
 def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
-    """Have the memory of a part of a file of shared memory, of which nothing is in use, by huge pages if they are to
-    be had; ``mapped`` is all of the file. Blocking. Raises `OSError`, with nothing reserved.
+    """Have the memory of a part of a file of shared memory, by huge pages where they are to be had. Blocking.
+
+    Nothing of the part is in use; ``mapped`` is the file from its start. Raises `OSError`, with nothing reserved
+    where the system can give memory back.
     """
     try:
         if hasattr(os, "posix_fallocate"):
-            with contextlib.suppress(OSError, RuntimeError):  # no memory, or no thread: small pages will do
+            with contextlib.suppress(OSError):  # small pages will do
                 _have_huge_pages(fd, mapped.ctypes.data, offset, nbytes)
         _have_pages(fd, offset, nbytes)
     except OSError:
-        _give_back(fd, offset, nbytes)
+        give_back(fd, offset, nbytes)
         raise
 
 
-def fill_holes(fd: int, nbytes: int) -> None:
-    """Have memory for all of the first ``nbytes``: who had it reserved may have died at that. Raises `OSError`."""
-    if nbytes and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, nbytes)
+def give_back(fd: int, offset: int, nbytes: int) -> None:
+    """Have no memory for a part of a file any more, where the system can do that; it reads as zeros."""
+    if hasattr(_libc(), "fallocate"):
+        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        _libc().fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(nbytes))
 
 
 def populate(mapped: npt.NDArray[np.uint8]) -> bool:
     """Map the memory that there is, so that who uses it meets no page fault; False where the kernel cannot."""
     advice = _MADV_POPULATE_WRITE if mapped.flags.writeable else _MADV_POPULATE_READ
-    return _advise(mapped.ctypes.data, mapped.nbytes, advice)
+    return _advise(mapped.ctypes.data, mapped.nbytes, advice) == 0
 
 
 def _have_huge_pages(fd: int, address: int, offset: int, nbytes: int) -> None:
     """Fill the part by huge pages, as far as there are any; what lies between their boundaries alone is left out."""
     first, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
-    strides = [range(start, min(start + _STRIDE, end), HUGE_PAGE) for start in range(first, end, _STRIDE)]
-    if strides:
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1, len(strides))) as pool:
-            all(pool.map(partial(_collapse, fd, address), strides))  # where one finds no more, the rest is left out
+    if first >= end or _collapse(fd, address, range(first, first + HUGE_PAGE, HUGE_PAGE)) == errno.EINVAL:
+        return  # a kernel, or a file system, that makes none
+    starts = range(first + HUGE_PAGE, end, _STRIDE)
+    refused = 0
+
+    def fill(start: int) -> None:
+        nonlocal refused
+        if refused < _REFUSALS:
+            error = _collapse(fd, address, range(start, min(start + _STRIDE, end), HUGE_PAGE))
+            refused = refused + 1 if error else 0
+
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(fill, starts):
+            pass
 
 
-def _collapse(fd: int, address: int, pages: range) -> bool:
+def _collapse(fd: int, address: int, pages: range) -> int:
+    """Make huge pages at these offsets, which have no memory yet; 0, or the error of one that could not be made."""
     for page in pages:
-        os.posix_fallocate(fd, page, mmap.PAGESIZE)  # of nothing at all the kernel makes no huge page
+        # Of nothing at all the kernel makes none. It takes the memory from where the small page lies, and spreads
+        # small pages over the machine's nodes by their numbers.
+        small = page // HUGE_PAGE % (HUGE_PAGE // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.posix_fallocate(fd, page + small, mmap.PAGESIZE)
     return _advise(address + pages.start, pages.stop - pages.start, _MADV_COLLAPSE)
 
 
@@ -138,15 +158,12 @@ def _have_pages(fd: int, offset: int, nbytes: int) -> None:
         os.pwrite(fd, _ZEROS[: offset + nbytes - start], start)
 
 
-def _give_back(fd: int, offset: int, nbytes: int) -> None:
-    if hasattr(_libc(), "fallocate"):
-        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        _libc().fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(nbytes))
-
-
-def _advise(address: int, nbytes: int, advice: int) -> bool:
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    """0, or the number of the error."""
     advise = getattr(_libc(), "madvise", None)
-    return advise is not None and advise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0
+    if advise is None:
+        return errno.EINVAL
+    return ctypes.get_errno() if advise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) else 0
 
 
 @cache

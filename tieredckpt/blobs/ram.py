@@ -18,6 +18,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -25,10 +26,10 @@ from msgspec.structs import replace
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
 from tieredckpt.blobs.folders import Folders, open_regular
 from tieredckpt.blobs.locks import hold, let_go
-from tieredckpt.blobs.mapping import fill_holes
+from tieredckpt.blobs.mapping import give_back
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, read_note, write_note
+from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, growing, grown, read_note, write_note
 from tieredckpt.blobs.retired import RETIRED, Retired, StillRead
 from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.slab import Slab, aligned
@@ -356,12 +357,14 @@ def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Not
             return None, note
         size = max(note.capacity, capacity)
         os.ftruncate(fd, max(found.st_size, size))
-        reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
-        fill_holes(fd, reserved)
     except OSError:
         os.close(fd)
         raise
-    return Slab(fd, size, reserved), replace(note, capacity=size)
+    reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+    if (start := grown(folder)) is not None and start < reserved:
+        give_back(fd, start, found.st_size - start)
+        reserved = start
+    return Slab(fd, size, reserved, growing=partial(growing, folder)), replace(note, capacity=size)
 
 
 def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
@@ -380,7 +383,8 @@ def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
     else:
         raise NoSpace(f"{folder} has less than the {format_size(capacity)} of the RAM tier")
     os.ftruncate(fd, capacity)
-    return Slab(fd, capacity), Note(slab=key, capacity=capacity, boot_id=boot_id(), memfd=memfd)
+    slab = Slab(fd, capacity, growing=partial(growing, folder))
+    return slab, Note(slab=key, capacity=capacity, boot_id=boot_id(), memfd=memfd)
 
 
 def _notice(folder: Path, note: Note) -> str:

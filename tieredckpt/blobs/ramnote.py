@@ -1,4 +1,4 @@
-"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab.
+"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab; ``growing`` while it grows.
 
 It is believed only when it is of this boot, and read as what anybody may have put there: a small regular file.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +18,17 @@ from tieredckpt.blobs.folders import open_regular
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.layout import parse_pack_key
 
-__all__ = ["NOTE_FILES", "Note", "boot_id", "read_note", "write_note"]
+__all__ = ["NOTE_FILES", "Note", "boot_id", "growing", "grown", "read_note", "write_note"]
 
 _NOTE = "slab.json"
 _NEW_NOTE = "slab.tmp"
 _SIZE_MAX = 4096
 
-NOTE_FILES = (_NOTE, _NEW_NOTE)
-"""Names that the note takes in its folder."""
+_GROWING = "growing"
+"""A symbolic link, which takes no room where there is none, to how many bytes had their memory before."""
+
+NOTE_FILES = (_NOTE, _NEW_NOTE, _GROWING)
+"""Names that the notes take in their folder."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,3 +68,27 @@ def write_note(folder: Path, note: Note) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(msgspec.json.encode(note))
     new.replace(folder / _NOTE)
+
+
+@contextlib.contextmanager
+def growing(folder: Path, reserved: int) -> Iterator[None]:
+    """Note that a slab, of which so many bytes have their memory, is given more. Raises `OSError`.
+
+    Should this process die meanwhile, some of what follows has its memory, and some has not.
+    """
+    note = folder / _GROWING
+    note.unlink(missing_ok=True)
+    note.symlink_to(str(reserved))
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def grown(folder: Path) -> int | None:
+    """How many bytes of the slab had their memory when a process died that gave it more; None where none did."""
+    try:
+        reserved = int((folder / _GROWING).readlink().name)
+    except (OSError, ValueError):
+        return None
+    return reserved if reserved >= 0 and reserved % ALIGNMENT == 0 else None

@@ -14,6 +14,8 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +48,18 @@ class Slab:
         capacity: the largest size it may grow to, in bytes, a multiple of `ALIGNMENT`.
         reserved: how much of it has its memory already, from the start.
         writable: False for a slab that another process writes; nothing is handed out from it then.
+        growing: entered, with how much of it has its memory, while more is asked for; it may raise `OSError`.
     """
 
-    def __init__(self, fd: int | None, capacity: int, reserved: int = 0, *, writable: bool = True) -> None:
+    def __init__(
+        self,
+        fd: int | None,
+        capacity: int,
+        reserved: int = 0,
+        *,
+        writable: bool = True,
+        growing: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self.capacity = capacity
         """Bytes; lowered to what there is when the system has no more memory to give."""
         self.writable = writable
@@ -60,6 +71,7 @@ class Slab:
         if fd is not None:
             self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
             self._unclosed.atexit = False  # the system closes what there is then, and nobody is to be warned
+        self._growing = growing
         self._guards_extents = threading.Lock()
         self._reserved = reserved
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
@@ -107,8 +119,7 @@ class Slab:
         tail = end[1] if sum(end) == self._reserved else 0
         if self._reserved - tail + need > self.capacity:
             return False
-        whole = -(-(self._reserved - tail + need) // HUGE_PAGE) * HUGE_PAGE
-        if self._grow(min(whole, self.capacity) - self._reserved) or self._grow(need - tail):
+        if self._grow(need - tail):
             return True
         _log.warning(
             "the system has no more memory for the RAM tier's slab: it stays at %s instead of %s",
@@ -133,13 +144,23 @@ class Slab:
                 )
 
     def _grow(self, nbytes: int) -> bool:
-        try:
-            if self._fd is not None:  # private memory comes with its first use
-                mapping.reserve(self._fd, self.array, self._reserved, nbytes)
-        except OSError:
+        """Have memory for so many bytes more, or up to the end of a huge page."""
+        end = self._reserved + nbytes
+        whole = min(-(-end // HUGE_PAGE) * HUGE_PAGE, self.capacity) if end >= HUGE_PAGE else end
+        return self._grow_to(whole) or (whole > end and self._grow_to(end))
+
+    def _grow_to(self, end: int) -> bool:
+        if self._closed:
             return False
-        self._give_back(self._reserved, nbytes)
-        self._reserved += nbytes
+        start, nbytes = self._reserved, end - self._reserved
+        if self._fd is not None:  # private memory comes with its first use
+            try:
+                with self._growing(start) if self._growing is not None else nullcontext():
+                    mapping.reserve(self._fd, self.array, start, nbytes)
+            except OSError:
+                return False
+        self._give_back(start, nbytes)
+        self._reserved = end
         return True
 
     def bytes_at(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -194,7 +215,7 @@ class Slab:
                 self._prefaulted = end
 
     def _there(self) -> int:
-        """Bytes that have their memory; of a slab that another process grows, those that it has reserved so far."""
+        """Bytes that have their memory; of a slab that another process writes, about as many, for it may grow."""
         if self.writable or self._fd is None:
             return self._reserved
         return min(self.capacity, os.fstat(self._fd).st_blocks * 512 // ALIGNMENT * ALIGNMENT)
@@ -202,7 +223,7 @@ class Slab:
     def close(self) -> None:
         """Unmap; views that are still alive keep the memory until they go. Blocking, idempotent."""
         self._closed = True
-        with self._guards_prefault:  # which works on the mapping until it has seen that
+        with self._guards_prefault, self._guards_extents:  # who holds them works on the mapping until it has seen that
             if self._unmapped:
                 return
             self._unmapped = True

@@ -44,12 +44,11 @@ class ByHand:
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
         self._check_managed("evict from", tier)
-        before = step in tier.dismissed
         tier.dismissed.add(step)
         try:
             await self._collector.evict(step, tier)
         except BaseException:
-            if not before:  # else it was evicted already
+            if tier.keeps(step):
                 tier.dismissed.discard(step)
             raise
         await self._collector.collect(tier, orphans=False)

@@ -94,15 +94,16 @@ async def _copy(
             needs, sizes = _missing(source, tier, lost)
             record, written, encoded = source.index.record, 0, None
 
-            async def encode(placed: Mapping[bytes, Extent]) -> None:
+            async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
-                expected = _located(source.index.arrays, ChainMap(lost, dict(placed), tier.chunks))
-                encoded = await manifests.encode(tier, record, expected)
+                located = _located(source.index.arrays, ChainMap(lost, placed, tier.chunks))
+                encoded = await manifests.encode(tier, record, located, layout.btree_key(record.step, record.serial))
 
             if needs:
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found, None if was_there else encode)
-            located = _located(source.index.arrays, ChainMap(lost, tier.chunks))
+            # Nothing else adds or forgets chunks meanwhile, for that takes `guards_packs`.
+            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
             await manifests.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             state.tell_promoted(source.index.record, tier, written, begin, again=again)

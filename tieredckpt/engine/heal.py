@@ -181,6 +181,8 @@ async def heal_index(
 ) -> None:
     """A step's commit cannot be read on a tier: commit it anew, from memory or from another tier, or drop it from RAM.
 
+    Nothing is done to a step that was evicted meanwhile.
+
     Args:
         state: of the engine.
         collector: of the engine.

@@ -7,8 +7,9 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from tieredckpt.blobs.settle import outlast
+from tieredckpt.blobs.settle import in_thread, outlast
 from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NotFound, TierUnavailable
@@ -27,11 +28,10 @@ class Encoded:
     index: ocdbt.Index
 
 
-async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str = "") -> Encoded:
-    """Encode the commit of a step, its first one on the tier unless ``btree_key`` names other nodes."""
-    btree_key = btree_key or layout.btree_key(record.step, record.serial)
-    index = await asyncio.to_thread(encode_step, record, arrays, btree_path=btree_key, checksum=tier.checksum)
-    return Encoded(arrays, btree_key, index)
+async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
+    """Encode the commit of a step, whose nodes will lie at ``btree_key``."""
+    work = partial(encode_step, record, arrays, btree_path=btree_key, checksum=tier.checksum)
+    return Encoded(arrays, btree_key, await in_thread(work))
 
 
 async def commit(
@@ -51,7 +51,7 @@ async def commit(
         tier: where to.
         record: of the step, or of a rank's part of it, which counts as such.
         arrays: what it refers to.
-        encoded: what was expected to be put, and is if it has come true.
+        encoded: the same, and is put if its nodes may lie where it was encoded for.
         only_anew: the tier has the step, readable or not, and one that has left it meanwhile stays away.
 
     Raises:
@@ -66,7 +66,7 @@ async def commit(
         btree_key = layout.btree_key(step.step, step.serial)
         if before is not None or step in tier.damaged or step in tier.doubtful:
             btree_key = f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
-        if encoded is None or encoded.btree_key != btree_key or encoded.arrays != arrays:
+        if encoded is None or encoded.arrays is not arrays or encoded.btree_key != btree_key:
             encoded = await encode(tier, record, arrays, btree_key)
         if before is not None and not tier.store.traits.atomic_put:
             # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -136,7 +136,7 @@ class Batch:
 async def write_packs(
     tier: Tier,
     batches: AsyncIterator[Batch],
-    meanwhile: Callable[[Mapping[bytes, Extent]], Awaitable[None]] | None = None,
+    meanwhile: Callable[[dict[bytes, Extent]], Awaitable[None]] | None = None,
 ) -> int:
     """Write every batch as a pack and add its chunks to the tier's index; returns the bytes written.
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -188,6 +189,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
         else:
             sizes = _sizes(part.arrays)
             await _have_room(tier, step, sizes, make_room)
+            await in_thread(taken.have_memory, sizes)
             lacks = taken.reserve(sizes)
             await _tell(transfer, "lacks", source, _Answer(b"".join(lacks)))
             told = "kept"
@@ -249,6 +251,14 @@ class _Taken:
     def _index(self) -> SlabIndex:
         assert self.tier.slab_index is not None
         return self.tier.slab_index
+
+    def have_memory(self, sizes: Mapping[bytes, int]) -> None:
+        """Let the slab grow in one go for what is not there. Blocking."""
+        assert self.tier.ram is not None
+        slab = self.tier.ram.slab
+        lacking = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if self._index.find(digest) is None)
+        with suppress(NoSpace):  # then it is the first extent that is refused
+            slab.reserve(slab.used + lacking)
 
     def reserve(self, sizes: Mapping[bytes, int]) -> list[bytes]:
         """Use what is there, and have an extent for all else, whose digests are returned. Raises `NoSpace`."""

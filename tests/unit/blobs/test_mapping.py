@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.blobs.mapping import HUGE_PAGE, Addresses, fill_holes, map_shared, reserve
+from tieredckpt.blobs.mapping import HUGE_PAGE, Addresses, give_back, map_shared, reserve
 
 MIB = 1 << 20
 _MADV_COLLAPSE = 25
@@ -35,11 +36,12 @@ def had(fd: int) -> int:
 
 
 def huge_here() -> bool:
-    """Whether the kernel makes huge pages when asked to, of a process's own memory."""
+    """Whether the kernel makes huge pages when asked to: of a process's own memory, and of what is shared."""
     memory = np.frombuffer(mmap.mmap(-1, 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     memory[:] = 1
     at = -(-memory.ctypes.data // HUGE_PAGE) * HUGE_PAGE
-    return ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE_PAGE), _MADV_COLLAPSE) == 0
+    made = ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE_PAGE), _MADV_COLLAPSE) == 0
+    return made and "[deny]" not in Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
 
 
 def huge_pages_of(memory: npt.NDArray[np.uint8]) -> int:
@@ -68,7 +70,7 @@ def test_all_that_is_reserved_has_its_memory_and_nothing_else(
     file: int, monkeypatch: pytest.MonkeyPatch, start: int, nbytes: int, huge: bool
 ) -> None:
     if not huge:  # as before Linux 6.1
-        monkeypatch.setattr(mapping, "_advise", lambda *_: False)
+        monkeypatch.setattr(mapping, "_advise", lambda *_: errno.EINVAL)
     memory = map_shared(file, 16 * MIB, writable=True)
     reserve(file, memory, start, nbytes)
     assert had(file) == nbytes
@@ -102,13 +104,54 @@ def test_a_mapping_shows_the_file_at_a_boundary_of_huge_pages(file: int) -> None
         theirs.flags.writeable = True
 
 
-def test_holes_that_a_writer_left_when_it_died_are_filled(file: int) -> None:
-    os.posix_fallocate(file, 0, 3 * MIB)
-    for start in (4 * MIB, 6 * MIB):  # it had begun to ask for huge pages there
-        os.posix_fallocate(file, start, ALIGNMENT)
-    fill_holes(file, had(file))
-    assert had(file) == 3 * MIB + 4 * ALIGNMENT
-    fill_holes(file, 0)
+class Kernel:
+    """Answers `madvise` with these errors, one for each call, and then with success."""
+
+    def __init__(self, *errors: int) -> None:
+        self.errors, self.calls = list(errors), 0
+
+    def __call__(self, address: int, nbytes: int, advice: int) -> int:
+        self.calls += 1
+        return self.errors.pop(0) if self.errors else 0
+
+
+@pytest.mark.parametrize(
+    ("errors", "calls"),
+    [
+        ((errno.EINVAL,), 1),  # it never makes any
+        ((errno.EAGAIN,), 8),
+        ((errno.ENOMEM,) * 3, 8),
+        ((0, *(errno.ENOMEM,) * 99), 5),
+    ],
+)
+def test_huge_pages_are_asked_for_until_there_seem_to_be_no_more(
+    file: int, monkeypatch: pytest.MonkeyPatch, errors: tuple[int, ...], calls: int
+) -> None:
+    kernel = Kernel(*errors)
+    monkeypatch.setattr(mapping, "_advise", kernel)
+    monkeypatch.setattr(mapping, "_STRIDE", HUGE_PAGE)
+    monkeypatch.setattr(mapping, "_THREADS", 1)  # on several, some are asked for by then
+    reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
+    assert kernel.calls == calls
+    assert had(file) == 16 * MIB
+
+
+def test_the_small_pages_that_huge_ones_are_made_of_are_spread_over_the_nodes(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(mapping, "_advise", lambda *_: 0)
+    monkeypatch.setattr(os, "posix_fallocate", lambda _, offset, nbytes: asked.append(offset))
+    reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
+    assert {offset // ALIGNMENT % 8 for offset in asked[:8]} == set(range(8))  # for any number of nodes up to that
+
+
+def test_what_is_given_back_has_no_memory(file: int) -> None:
+    os.posix_fallocate(file, 0, 8 * MIB)
+    os.pwrite(file, b"kept", MIB)
+    give_back(file, 2 * MIB, 14 * MIB)
+    assert had(file) == 2 * MIB
+    assert os.pread(file, 4, MIB) == b"kept"
 
 
 def test_addresses_are_given_back_with_the_last_array(file: int) -> None:

@@ -6,10 +6,14 @@ import contextlib
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,6 +24,7 @@ from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.errors import Corrupt, NoSpace
 
+MIB = 1 << 20
 PAGES = 64
 SIZES = st.one_of(
     st.integers(1, 3 * ALIGNMENT), st.sampled_from([ALIGNMENT, ALIGNMENT + 1, 20 * ALIGNMENT, PAGES * ALIGNMENT])
@@ -173,11 +178,59 @@ def test_a_slab_that_is_refused_memory_stays_at_what_it_has(monkeypatch: pytest.
     slab.close()
 
 
+def test_a_slab_grows_by_whole_huge_pages_as_far_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    with slab_of(9 * MIB) as slab:
+        assert slab.allocate(3 * MIB) == 0
+        assert slab.reserved == 4 * MIB
+        slab.reserve(5 * MIB)
+        assert slab.reserved == 6 * MIB
+        reserve = mapping.reserve
+
+        def refuse_much(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
+            if nbytes > MIB:
+                raise OSError(28, "No space left on device")
+            reserve(fd, mapped, offset, nbytes)
+
+        monkeypatch.setattr(mapping, "reserve", refuse_much)
+        assert slab.allocate(4 * MIB) == 3 * MIB
+        assert (slab.reserved, slab.capacity) == (7 * MIB, 9 * MIB)
+        monkeypatch.undo()
+        assert slab.allocate(2 * MIB) == 7 * MIB
+        assert slab.reserved == 9 * MIB
+
+
+def test_a_slab_is_not_closed_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor could be that of another file meanwhile."""
+    slab, asked, go_on = Slab(memfd(4 * MIB), 4 * MIB), threading.Event(), threading.Event()
+    reserve, open_then = mapping.reserve, []
+
+    def wait(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
+        asked.set()
+        assert go_on.wait(60)
+        open_then.append(os.readlink(f"/proc/self/fd/{fd}"))
+        reserve(fd, mapped, offset, nbytes)
+
+    monkeypatch.setattr(mapping, "reserve", wait)
+    with ThreadPoolExecutor() as pool:
+        growing = pool.submit(slab.allocate, MIB)
+        assert asked.wait(60)
+        closing = pool.submit(slab.close)
+        while not slab._closed:
+            time.sleep(0.001)
+        go_on.set()
+        assert growing.result(60) == 0
+        closing.result(60)
+    assert ["slab-under-test" in name for name in open_then] == [True]
+    with pytest.raises(NoSpace):
+        slab.reserve(2 * MIB)
+    assert slab.allocate(2 * MIB) is None
+
+
 def test_memory_is_reserved_by_writing_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
     with slab_of(3 << 20) as slab:
         slab.reserve((2 << 20) + ALIGNMENT)
-        assert os.fstat(slab.fileno()).st_blocks * 512 == (2 << 20) + ALIGNMENT
+        assert os.fstat(slab.fileno()).st_blocks * 512 == 3 << 20
 
 
 def test_threads_share_a_slab_without_sharing_extents(slab: Slab) -> None:

@@ -18,7 +18,7 @@ from tieredckpt.engine import manifests
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.heal import heal_index
 from tieredckpt.engine.verifier import Verified
-from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
@@ -236,18 +236,36 @@ async def test_a_commit_is_encoded_while_its_packs_are_written(
     assert all(found.intact for found in await scene.store.verify(3))
 
 
+async def test_a_commit_that_cannot_be_encoded_fails_its_promotion_and_no_other(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.store.save(3, tree(3))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Invalid("no such commit")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifests, "encode_step", refuse)
+        with pytest.raises(Invalid, match="no such commit"):
+            await scene.store.promote(3, "disk")
+    assert await scene.store.where(3) == ("ram",)
+    assert scene.store.engine.state.scratch.slab.used == 0
+    await scene.store.promote(3, "disk")
+    assert all(found.intact for found in await scene.store.verify(3))
+
+
 @pytest.mark.parametrize("changed", ["arrays", "name"])
 async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_anew(scene: Scene, changed: str) -> None:
     tier = scene.tier
 
     async def commit_otherwise() -> tuple[StepIndex, StepIndex]:
         index = await tier.load_index(scene.step)
-        arrays, name = dict(index.arrays), ""
+        arrays, name = dict(index.arrays), layout.btree_key(scene.step.step, scene.step.serial)
         if changed == "arrays":
             key, array = next(iter(arrays.items()))
             arrays[key] = replace(array, chunks=[Chunk(chunk.digest[::-1], chunk.where) for chunk in array.chunks])
         else:
-            name = layout.btree_key(scene.step.step, scene.step.serial) + "-other"
+            name += "-other"
         encoded = await manifests.encode(tier, index.record, arrays, name)
         await manifests.retract(tier, scene.step)
         await manifests.commit(tier, index.record, index.arrays, encoded)

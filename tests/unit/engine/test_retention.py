@@ -14,10 +14,11 @@ from scenes import Heard, config, crash, folder, ram, tree
 from tieredckpt import CheckpointStore, policy
 from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import State
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.events import SaveFailed, StepEvicted, StepPromoted, StepSaved
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import Observed, Promotion, Schedule, StepView, StoreView, TierView
+from tieredckpt.testing.tiers import FaultyTiers
 
 
 class ByTheClock(Promotion):
@@ -99,6 +100,19 @@ async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(shared_memory: 
         assert await store.promote(1, "far") > 0
         assert await store.where(1) == ("near", "far")
         await checkpoint.reached("far")
+
+
+async def test_what_was_evicted_by_hand_stays_away_though_not_all_of_it_could_be_deleted(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("far")
+        faults["far"].fail("delete", TierUnavailable("no answer"), key="steps/*btree")
+        with pytest.raises(TierUnavailable, match="no answer"):
+            await store.evict(1, "far")
+        await store.flush()
+        assert await store.where(1) == ("near",)
 
 
 async def test_events_tell_each_step_of_the_way_in_order(shared_memory: Path, tmp_path: Path) -> None:
