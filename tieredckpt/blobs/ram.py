@@ -26,10 +26,9 @@ from msgspec.structs import replace
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
 from tieredckpt.blobs.folders import Folders, open_regular
 from tieredckpt.blobs.locks import hold, let_go
-from tieredckpt.blobs.mapping import give_back
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, growing, grown, read_note, write_note
+from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, growing, read_note, undo_growth, write_note
 from tieredckpt.blobs.retired import RETIRED, Retired, StillRead
 from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.slab import Slab, aligned
@@ -357,13 +356,10 @@ def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Not
             return None, note
         size = max(note.capacity, capacity)
         os.ftruncate(fd, max(found.st_size, size))
+        reserved = undo_growth(folder, fd, min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT))
     except OSError:
         os.close(fd)
         raise
-    reserved = min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT)
-    if (start := grown(folder)) is not None and start < reserved:
-        give_back(fd, start, found.st_size - start)
-        reserved = start
     return Slab(fd, size, reserved, growing=partial(growing, folder)), replace(note, capacity=size)
 
 

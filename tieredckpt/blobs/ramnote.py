@@ -15,10 +15,11 @@ import msgspec
 
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.folders import open_regular
+from tieredckpt.blobs.mapping import give_back
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.layout import parse_pack_key
 
-__all__ = ["NOTE_FILES", "Note", "boot_id", "growing", "grown", "read_note", "write_note"]
+__all__ = ["NOTE_FILES", "Note", "boot_id", "growing", "read_note", "undo_growth", "write_note"]
 
 _NOTE = "slab.json"
 _NEW_NOTE = "slab.tmp"
@@ -85,10 +86,16 @@ def growing(folder: Path, reserved: int) -> Iterator[None]:
         note.unlink(missing_ok=True)
 
 
-def grown(folder: Path) -> int | None:
-    """How many bytes of the slab had their memory when a process died that gave it more; None where none did."""
-    try:
-        reserved = int((folder / _GROWING).readlink().name)
-    except (OSError, ValueError):
-        return None
-    return reserved if reserved >= 0 and reserved % ALIGNMENT == 0 else None
+def undo_growth(folder: Path, fd: int, reserved: int) -> int:
+    """Give back what a process that died was giving the slab ``fd``; how many bytes have their memory then.
+
+    ``reserved`` is as many as have it in all. Raises `OSError`.
+    """
+    note = folder / _GROWING
+    with contextlib.suppress(OSError, ValueError):  # there is none, or none that this library wrote
+        start = int(note.readlink().name)
+        if start % ALIGNMENT == 0 and 0 <= start < reserved:
+            give_back(fd, start, os.fstat(fd).st_size - start)
+            reserved = start
+    note.unlink(missing_ok=True)
+    return reserved
