@@ -98,12 +98,15 @@ def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) ->
     Nothing of the part is in use; ``mapped`` is the file from its start. Raises `OSError`, with nothing reserved
     where the system can give memory back.
     """
+    room = os.fstatvfs(fd)
+    if room.f_blocks and nbytes > room.f_bavail * room.f_frsize:  # or nobody would have any until that shows
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         if hasattr(os, "posix_fallocate"):
-            with contextlib.suppress(OSError):  # small pages will do
+            with contextlib.suppress(OSError, RuntimeError):  # small pages will do, also where no thread can be started
                 _have_huge_pages(fd, mapped.ctypes.data, offset, nbytes)
         _have_pages(fd, offset, nbytes)
-    except OSError:
+    except BaseException:
         give_back(fd, offset, nbytes)
         raise
 

@@ -28,7 +28,7 @@ from tieredckpt.blobs.folders import Folders, open_regular
 from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.blobs.ramnote import NOTE_FILES, Note, boot_id, growing, read_note, undo_growth, write_note
+from tieredckpt.blobs.ramnote import GROWING, NOTE_FILES, Note, boot_id, growing, read_note, undo_growth, write_note
 from tieredckpt.blobs.retired import RETIRED, Retired, StillRead
 from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.slab import Slab, aligned
@@ -72,7 +72,7 @@ class RamStore:
         self._files = files
         self._lock = lock
         self._retired = Retired(folder)
-        self._own = {_LOCK, *NOTE_FILES, slab_key}
+        self._own = {_LOCK, *NOTE_FILES, slab_key, slab_key + GROWING}
 
     @classmethod
     def open(cls, folder: Path, capacity: int | None, *, sharers: int = 1) -> RamStore:
@@ -348,7 +348,8 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
 
 
 def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Note]:
-    fd = os.open(folder / note.slab, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    path = folder / note.slab
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
         if found.st_size < note.capacity:
@@ -356,11 +357,11 @@ def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Not
             return None, note
         size = max(note.capacity, capacity)
         os.ftruncate(fd, max(found.st_size, size))
-        reserved = undo_growth(folder, fd, min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT))
+        reserved = undo_growth(path, fd, min(size, found.st_blocks * 512 // ALIGNMENT * ALIGNMENT))
     except OSError:
         os.close(fd)
         raise
-    return Slab(fd, size, reserved, growing=partial(growing, folder)), replace(note, capacity=size)
+    return Slab(fd, size, reserved, growing=partial(growing, path)), replace(note, capacity=size)
 
 
 def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
@@ -379,7 +380,7 @@ def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
     else:
         raise NoSpace(f"{folder} has less than the {format_size(capacity)} of the RAM tier")
     os.ftruncate(fd, capacity)
-    slab = Slab(fd, capacity, growing=partial(growing, folder))
+    slab = Slab(fd, capacity, growing=partial(growing, path))
     return slab, Note(slab=key, capacity=capacity, boot_id=boot_id(), memfd=memfd)
 
 

@@ -1,4 +1,4 @@
-"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab; ``growing`` while it grows.
+"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab; beside that, while it grows, where.
 
 It is believed only when it is of this boot, and read as what anybody may have put there: a small regular file.
 """
@@ -19,17 +19,20 @@ from tieredckpt.blobs.mapping import give_back
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.layout import parse_pack_key
 
-__all__ = ["NOTE_FILES", "Note", "boot_id", "growing", "read_note", "undo_growth", "write_note"]
+__all__ = ["GROWING", "NOTE_FILES", "Note", "boot_id", "growing", "read_note", "undo_growth", "write_note"]
 
 _NOTE = "slab.json"
 _NEW_NOTE = "slab.tmp"
 _SIZE_MAX = 4096
 
-_GROWING = "growing"
-"""A symbolic link, which takes no room where there is none, to how many bytes had their memory before."""
+GROWING = ".growing"
+"""What the name of the link beside a slab ends with that says how many bytes had their memory before it grew.
 
-NOTE_FILES = (_NOTE, _NEW_NOTE, _GROWING)
-"""Names that the notes take in their folder."""
+A symbolic link, which takes no room where there is none, and of the slab's name, for another may come to the folder.
+"""
+
+NOTE_FILES = (_NOTE, _NEW_NOTE)
+"""Names that the note takes in its folder."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,30 +75,34 @@ def write_note(folder: Path, note: Note) -> None:
 
 
 @contextlib.contextmanager
-def growing(folder: Path, reserved: int) -> Iterator[None]:
+def growing(slab: Path, reserved: int) -> Iterator[None]:
     """Note that a slab, of which so many bytes have their memory, is given more. Raises `OSError`.
 
     Should this process die meanwhile, some of what follows has its memory, and some has not.
     """
-    note = folder / _GROWING
-    note.unlink(missing_ok=True)
-    note.symlink_to(str(reserved))
+    link = _link(slab)
+    link.unlink(missing_ok=True)
+    link.symlink_to(str(reserved))
     try:
         yield
     finally:
-        note.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
 
 
-def undo_growth(folder: Path, fd: int, reserved: int) -> int:
-    """Give back what a process that died was giving the slab ``fd``; how many bytes have their memory then.
+def undo_growth(slab: Path, fd: int, reserved: int) -> int:
+    """Give back what a process that died was giving a slab, open as ``fd``; how many bytes have their memory then.
 
     ``reserved`` is as many as have it in all. Raises `OSError`.
     """
-    note = folder / _GROWING
+    link = _link(slab)
     with contextlib.suppress(OSError, ValueError):  # there is none, or none that this library wrote
-        start = int(note.readlink().name)
+        start = int(link.readlink().name)
         if start % ALIGNMENT == 0 and 0 <= start < reserved:
             give_back(fd, start, os.fstat(fd).st_size - start)
             reserved = start
-    note.unlink(missing_ok=True)
+    link.unlink(missing_ok=True)
     return reserved
+
+
+def _link(slab: Path) -> Path:
+    return slab.with_name(slab.name + GROWING)

@@ -117,7 +117,7 @@ class Slab:
         """Grow so that an extent of ``need`` bytes may lie at the end; False when the slab cannot."""
         end = self._free[-1] if self._free else (0, 0)
         tail = end[1] if sum(end) == self._reserved else 0
-        if self._reserved - tail + need > self.capacity:
+        if self._closed or self._reserved - tail + need > self.capacity:
             return False
         if self._grow(need - tail):
             return True

@@ -44,7 +44,8 @@ class ByHand:
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
         self._check_managed("evict from", tier)
-        tier.dismissed.add(step)
+        if tier.keeps(step):  # else it would never come there, or is leaving already
+            tier.dismissed.add(step)
         try:
             await self._collector.evict(step, tier)
         except BaseException:

@@ -102,7 +102,7 @@ async def _copy(
             if needs:
                 async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                     written = await write_packs(tier, found, None if was_there else encode)
-            # Nothing else adds or forgets chunks meanwhile, for that takes `guards_packs`.
+            # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
             located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
             await manifests.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.

@@ -17,6 +17,7 @@ from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.snapshot import Copied, Snapshot
 from tieredckpt.units import format_size
 
@@ -128,9 +129,10 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
         try:
             await _copy_some(state, collector, snapshot, passage)
             with attributed(tier):
-                new_bytes += await _write(state, tier, snapshot.copied, passage.slab)
+                nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
+            new_bytes += nbytes
             for done in snapshot.copied:
-                located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, tier.chunks[done.digest])
+                located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
         finally:
             passage.index.drop([done.digest for done in snapshot.copied])
             snapshot.copied.clear()
@@ -155,18 +157,23 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
         await copy_cells(state, snapshot, passage.index)
 
 
-async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> int:
-    """Write the chunks that the tier lacks as packs; the bytes of these chunks."""
+async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> tuple[int, Mapping[bytes, Extent]]:
+    """Write the chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are."""
     sizes = {done.digest: done.cell.nbytes for done in copied}
     if state.agents_tiers is not None:
         await state.agents_tiers.find(tier, sizes)
     else:
         await refer_to_intact(state, tier, None, sizes)
-    new = {done.digest: done for done in copied if not tier.has(done.digest, done.cell.nbytes)}
+    extents = {digest: tier.chunks[digest] for digest, nbytes in sizes.items() if tier.has(digest, nbytes)}
+    new = {done.digest: done for done in copied if done.digest not in extents}
     waiting = sorted(new.values(), key=lambda done: done.offset)
+
+    async def note(placed: Mapping[bytes, Extent]) -> None:
+        extents.update(placed)  # for with several ranks, the tier may forget meanwhile what it knew
+
     async with aclosing(_batches(state, tier, waiting, slab)) as batches:
-        await write_packs(tier, batches)
-    return sum(done.cell.nbytes for done in waiting)
+        await write_packs(tier, batches, note)
+    return sum(done.cell.nbytes for done in waiting), extents
 
 
 async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Slab) -> AsyncGenerator[Batch, None]:

@@ -76,7 +76,12 @@ def test_all_that_is_reserved_has_its_memory_and_nothing_else(
     assert had(file) == nbytes
 
 
-def test_what_cannot_be_reserved_whole_leaves_nothing(small_tmpfs: Path) -> None:
+@pytest.mark.parametrize("said", [True, False], ids=["as it says", "as it turns out"])
+def test_what_cannot_be_reserved_whole_leaves_nothing(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch, said: bool
+) -> None:
+    if not said:  # somebody else takes it meanwhile
+        monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs("/proc"))
     (small_tmpfs / "filler").write_bytes(bytes(57 * MIB))
     fd = os.open(small_tmpfs / "file", os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, 16 * MIB)
@@ -133,6 +138,15 @@ def test_huge_pages_are_asked_for_until_there_seem_to_be_no_more(
     monkeypatch.setattr(mapping, "_THREADS", 1)  # on several, some are asked for by then
     reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
     assert kernel.calls == calls
+    assert had(file) == 16 * MIB
+
+
+def test_where_no_thread_can_be_started_small_pages_do(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mapping, "ThreadPoolExecutor", refuse)
+    reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
     assert had(file) == 16 * MIB
 
 

@@ -91,6 +91,11 @@ async def test_an_automatic_capacity_is_a_part_of_memory_and_grows_with_need(
         assert store.slab.reserved == MIB
 
 
+def growing(folder: Path) -> Path:
+    """The link that tells where the slab of a folder was growing."""
+    return folder / (json.loads((folder / "slab.json").read_text())["slab"] + ".growing")
+
+
 async def test_what_a_writer_asked_for_when_it_died_is_given_back(folder: Path) -> None:
     async with opened(folder, None) as store:
         offset = take_extent(store, b"chunk")
@@ -99,11 +104,11 @@ async def test_what_a_writer_asked_for_when_it_died_is_given_back(folder: Path) 
         for at in range(there, 32 * MIB, 8 * MIB):  # as huge pages begin
             os.posix_fallocate(store.slab.fileno(), at, ALIGNMENT)
     for _ in range(2):
-        (folder / "growing").symlink_to(str(there))
+        growing(folder).symlink_to(str(there))
         async with opened(folder, None) as store:
             assert store.slab.reserved == os.fstat(store.slab.fileno()).st_blocks * 512 == there
             assert bytes(store.slab.array[offset : offset + 5]) == b"chunk"
-            assert not (folder / "growing").is_symlink(), "or what comes there would be given back"
+            assert not growing(folder).is_symlink(), "or what comes there would be given back"
             store.slab.reserve(there + 2 * MIB)
             assert store.slab.reserved == os.fstat(store.slab.fileno()).st_blocks * 512 == there + 2 * MIB
             there = store.slab.reserved
@@ -113,7 +118,7 @@ async def test_what_a_writer_asked_for_when_it_died_is_given_back(folder: Path) 
 async def test_a_note_of_growth_that_nobody_wrote_harms_nothing(folder: Path, said: str) -> None:
     async with opened(folder, None) as store:
         offset = take_extent(store, b"chunk")
-    (folder / "growing").symlink_to(said)
+    growing(folder).symlink_to(said)
     async with opened(folder, None) as store:
         assert bytes(store.slab.array[offset : offset + 5]) == b"chunk"
         assert store.slab.reserved == os.fstat(store.slab.fileno()).st_blocks * 512
@@ -123,7 +128,7 @@ def test_growth_is_noted_while_it_lasts(folder: Path, monkeypatch: pytest.Monkey
     store, reserve, noted = RamStore.open(folder, None), mapping.reserve, []
 
     def look(*arguments: Any) -> None:
-        noted.append((folder / "growing").readlink().name)
+        noted.append(growing(folder).readlink().name)
         reserve(*arguments)
 
     monkeypatch.setattr(mapping, "reserve", look)

@@ -102,6 +102,24 @@ async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(shared_memory: 
         await checkpoint.reached("far")
 
 
+async def test_what_could_not_be_evicted_for_it_is_not_there_yet_still_comes_there(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
+    async with CheckpointStore.open(settings) as store:
+        held = faults["far"].hold("put", key="packs/*", times=None)
+        for step in (1, 2):  # the one is on its way, the other waits for that
+            await store.save(step, tree(step))
+        await held.reached()
+        for step in (1, 2):
+            with pytest.raises(NotFound, match=f"does not hold step {step}"):
+                await store.evict(step, "far")
+        held.release()
+        await store.flush()
+        for step in (1, 2):
+            assert await store.where(step) == ("near", "far")
+
+
 async def test_what_was_evicted_by_hand_stays_away_though_not_all_of_it_could_be_deleted(
     tmp_path: Path, faults: FaultyTiers
 ) -> None:
