@@ -105,6 +105,25 @@ async def test_what_was_streamed_is_there_after_a_restart(opened: Any) -> None:
         await assert_restores(store, {1: state(1)})
 
 
+async def test_what_a_tier_forgets_while_a_save_streams_to_it_is_known_to_the_save(
+    opened: Any, faults: FaultyTiers
+) -> None:
+    """As the end of another promotion makes it forget on any rank but the first of several."""
+    async with opened() as store:
+        await store.save(1, state(1, frozen=1))
+        held = faults["disk"].hold("put", key="packs/*")
+        saving = asyncio.create_task(store.save(2, state(2, frozen=1)))
+        await held.reached()
+
+        async def forget() -> None:
+            tier_of(store, "disk").chunks.clear()
+
+        await store.engine_loop.call(forget())
+        held.release()
+        await saving
+        await assert_restores(store, {step: state(step, frozen=1) for step in (1, 2)})
+
+
 async def test_the_same_state_again_writes_nothing(opened: Any, tmp_path: Path) -> None:
     async with opened() as store:
         heard = Heard(store)
