@@ -13,11 +13,21 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from cohort import DEADLINE, Cohort, assert_whole, cohort, common, part, whole
+from insight import tier_of
 from scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine import promoter, team
-from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.errors import (
+    Conflict,
+    Corrupt,
+    Invalid,
+    NoSpace,
+    NotFound,
+    RanksUnavailable,
+    TieredCkptError,
+    TierUnavailable,
+)
 from tieredckpt.events import CommitFailed, StepEvicted, StepPromoted, TierFailed, TierRecovered
 
 SIZE = 4
@@ -215,6 +225,32 @@ async def test_a_step_of_which_a_part_has_left_ram_goes_on_from_the_next_tier(pl
         await ranks.reached(checkpoints, "far")
     async with CheckpointStore.open(config({"far": folder(tmp_path / "far")}), ranks=None) as store:
         assert_whole(await store.restore(), 2)
+
+
+async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_brought_from_another_tier(
+    place: Place, tmp_path: Path
+) -> None:
+    tiers = {"ram": ram(place.shared_memory), "disk": folder(place.disk), "far": folder(tmp_path / "far")}
+    async with place.open(2, tiers=tiers) as ranks:
+        checkpoints = await ranks.save(1)
+        await ranks.reached(checkpoints, "disk")
+        await ranks.reached(checkpoints, "far")
+        state, disk = ranks[0].engine.state, tier_of(ranks[0], "disk")
+        held = ranks.faulty(0).hold("put", key="steps/*/parts/*")
+
+        async def misread() -> None:
+            disk.condemn(state.find(1), Corrupt("misread"))
+            state.changed.beat()
+
+        await ranks[0].engine_loop.call(misread())
+        await held.reached()
+        evicting = asyncio.create_task(ranks[0].evict(1, "disk"))
+        await ranks.heard[0].first(StepEvicted)
+        held.release()
+        await evicting
+        await ranks[0].flush()
+        assert "disk" not in await ranks[0].where(1)
+        assert place.steps() == []
 
 
 async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
