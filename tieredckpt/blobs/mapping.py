@@ -21,6 +21,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.transfer import check_room
+
 __all__ = ["HUGE_PAGE", "Addresses", "give_back", "map_shared", "populate", "reserve"]
 
 HUGE_PAGE = 2 << 20
@@ -58,12 +60,12 @@ class Addresses:
         self.start: int = start
         self._memory = (ctypes.c_uint8 * nbytes).from_address(start)
 
-        def give_back() -> None:
+        def unmap() -> None:
             libc.munmap(start, nbytes)
             if release is not None:
                 release()
 
-        weakref.finalize(self._memory, give_back).atexit = False  # an exit handler of somebody else may still look
+        weakref.finalize(self._memory, unmap).atexit = False  # an exit handler of somebody else may still look
 
     def place(self, position: int, fd: int, offset: int, nbytes: int, *, writable: bool = False) -> None:
         """Show a part of a file from ``position`` on. Raises `OSError`."""
@@ -98,9 +100,7 @@ def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) ->
     Nothing of the part is in use; ``mapped`` is the file from its start. Raises `OSError`, with nothing reserved
     where the system can give memory back.
     """
-    room = os.fstatvfs(fd)
-    if room.f_blocks and nbytes > room.f_bavail * room.f_frsize:  # or nobody would have any until that shows
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    check_room(fd, nbytes)
     try:
         if hasattr(os, "posix_fallocate"):
             with contextlib.suppress(OSError, RuntimeError):  # small pages will do, also where no thread can be started

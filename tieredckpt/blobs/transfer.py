@@ -34,6 +34,7 @@ __all__ = [
     "Stopped",
     "aligned_batches",
     "as_arrays",
+    "check_room",
     "fill",
     "plain_batches",
     "reserve",
@@ -120,10 +121,7 @@ def reserve(fd: int, nbytes: int) -> None:
     It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would write into
     every block then, which on NFS doubles the traffic. Raises `OSError`.
     """
-    # Asked for more than there is, ext4 takes all there is before it fails, and others meet a full device.
-    free = os.fstatvfs(fd)
-    if free.f_blocks and nbytes > free.f_bavail * free.f_frsize:  # without blocks it is no figure at all
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    check_room(fd, nbytes)
     if nbytes == 0 or not hasattr(_libc, "fallocate"):
         return
     length, start = ctypes.c_int64(nbytes), ctypes.c_int64(0)
@@ -131,6 +129,16 @@ def reserve(fd: int, nbytes: int) -> None:
         number = ctypes.get_errno()
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise OSError(number, os.strerror(number))
+
+
+def check_room(fd: int, nbytes: int) -> None:
+    """See that the file system has as much room, before it is asked for it. Raises `OSError`.
+
+    Asked for more than there is, ext4 and tmpfs take all there is before they fail, and others meet a full device.
+    """
+    free = os.fstatvfs(fd)
+    if free.f_blocks and nbytes > free.f_bavail * free.f_frsize:  # without blocks it is no figure at all
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def aligned_batches(parts: Sequence[Bytes], arena: Bytes) -> Iterator[list[Bytes]]:
