@@ -253,6 +253,7 @@ class Collector:
             # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
             own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(_PATIENCE)
             live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(_PATIENCE)
+            live |= self._state.packs_streamed_to(tier)
             kept = tier.orphans | own | tier.damaged.own_packs()
             oldest_kept = time.time() - self._state.config.grace
             dead = [

@@ -20,7 +20,6 @@ from tieredckpt.engine import manifests, messages
 from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.copier import batches, copy_step, make_room
-from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
@@ -272,18 +271,17 @@ class Commits:
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
         """The packs of a part that was streamed to the tier when it was saved, which the leader does not know."""
         streamed = self._state.streamed.get(step)
-        if streamed is None or streamed[0] is not tier:
+        if streamed is None or streamed.tier is not tier:
             return {}
-        paths = {extent.path for extent in unique_extents(streamed[1].arrays).values()}
         with suppress(TieredCkptError):  # a pack that is gone is missed by the leader, who says so
-            return {path: (await tier.store.stat(path)).size for path in paths}
+            return {path: (await tier.store.stat(path)).size for path in streamed.packs}
         return {}
 
     async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes) -> bytes:
         """Write some chunks of a part as packs; the part, encoded."""
         streamed = self._state.streamed.get(step)
-        if streamed is not None and streamed[0] is tier:
-            return await in_thread(encode_own, streamed[1], pool=self._state.pool)
+        if streamed is not None and streamed.tier is tier:
+            return await in_thread(encode_own, streamed.index, pool=self._state.pool)
         wanted = {digests[start : start + SIZE] for start in range(0, len(digests), SIZE)}
         async with StepSource.open(self._state, step, only=self._home(step, part)) as source:
             needs: dict[bytes, tuple[str, int]] = {}

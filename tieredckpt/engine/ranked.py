@@ -141,7 +141,7 @@ class Ranked:
                 self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             streamed = state.streamed.get(saved.step)
-            index = streamed[1] if streamed is not None else await state.tiers[0].load_index(saved.step)
+            index = streamed.index if streamed is not None else await state.tiers[0].load_index(saved.step)
         except BaseException as error:
             self._count_as_saved(step)
             self.agreement.not_saved(attempt, step, error)
@@ -199,7 +199,7 @@ class Ranked:
         if record is not None:
             nbytes = record.nbytes
         else:
-            nbytes = state.streamed[step][1].record.nbytes * self.team.size if step in state.streamed else 0
+            nbytes = state.streamed[step].index.record.nbytes * self.team.size if step in state.streamed else 0
         patience = self.team.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:

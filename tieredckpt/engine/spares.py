@@ -27,7 +27,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
     once that was collected, alone. So what an earlier process wrote is read before it is referred to, unless a
     committed step refers to that very copy. The step itself and the newest ones are asked whether they do, which
     has nearly all of what a training has again; to ask all would take longer than to read. The caller holds
-    ``tier.guards_packs``.
+    ``tier.guards_packs``, or has noted the packs in ``tier.streamed_to``.
 
     Args:
         state: of the engine.

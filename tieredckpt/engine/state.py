@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tieredckpt.engine.agent.streaming import AgentsTiers
     from tieredckpt.engine.source import ChosenStep
 
-__all__ = ["Role", "State", "blend", "numbers"]
+__all__ = ["Role", "State", "Streamed", "blend", "numbers"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -45,6 +45,16 @@ class Role(enum.Enum):
     WHOLE = "saves and promotes"
     TRAINER = "saves, and has an agent that promotes"
     AGENT = "promotes what a trainer saves"
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A rank's part of a step that its RAM could not hold: written to a shared tier, and not committed there yet."""
+
+    tier: Tier
+    index: StepIndex
+    packs: frozenset[str]
+    """To which the part refers: those written for it, and older ones."""
 
 
 @dataclass
@@ -80,8 +90,8 @@ class State:
     """At a trainer with an agent: how it streams to tiers that the agent manages."""
     ranks: int = 1
     """How many ranks this store has; they make every step together."""
-    streamed: dict[StepId, tuple[Tier, StepIndex]] = field(default_factory=dict)
-    """This rank's parts of steps that RAM could not hold: written to a shared tier, and not committed there yet."""
+    streamed: dict[StepId, Streamed] = field(default_factory=dict)
+    """This rank's parts of steps that RAM could not hold, until they are committed."""
     undecided: set[StepId] = field(default_factory=set)
     """Steps that this rank saved, and the ranks have not agreed on yet."""
     failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
@@ -201,6 +211,10 @@ class State:
         if tier.config.kind == "ram":
             return self.role is not Role.AGENT
         return self.rank == 0 and self.role is not Role.TRAINER
+
+    def packs_streamed_to(self, tier: Tier) -> set[str]:
+        """Packs of a tier to which saves of several ranks refer that are not committed there yet."""
+        return tier.streamed_to.union(*(part.packs for part in self.streamed.values() if part.tier is tier))
 
     def check_writable(self, what: str) -> None:
         """Raise `Invalid` in a store that is only looked at."""

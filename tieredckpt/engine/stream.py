@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,8 +95,10 @@ async def stream(
         if state.agents_tiers is not None:
             with attributed(tier):
                 await state.agents_tiers.borrow(tier, until_committed)
-        elif state.ranks == 1:  # else the commit is behind the training, and young packs that none refers to are kept
+        elif state.ranks == 1:
             await until_committed.enter_async_context(tier.guards_packs)
+        else:  # a commit holds the packs for as long as it waits for a silent rank, and no save waits for that
+            until_committed.callback(tier.streamed_to.clear)
         return tier, await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
@@ -163,6 +165,8 @@ async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab)
     if state.agents_tiers is not None:
         await state.agents_tiers.find(tier, sizes)
     else:
+        if state.ranks > 1:
+            tier.streamed_to |= _packs_with(tier, sizes)
         await refer_to_intact(state, tier, None, sizes)
     extents = {digest: tier.chunks[digest] for digest, nbytes in sizes.items() if tier.has(digest, nbytes)}
     new = {done.digest: done for done in copied if done.digest not in extents}
@@ -174,6 +178,12 @@ async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab)
     async with aclosing(_batches(state, tier, waiting, slab)) as batches:
         await write_packs(tier, batches, note)
     return sum(done.cell.nbytes for done in waiting), extents
+
+
+def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
+    """The packs that are known to have any of the chunks, or a copy of it."""
+    known = {tier.chunks[digest].path for digest in digests if digest in tier.chunks}
+    return known | {extent.path for digest in tier.spares.keys() & digests for extent in tier.spares[digest]}
 
 
 async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Slab) -> AsyncGenerator[Batch, None]:

@@ -85,6 +85,8 @@ class Tier:
     catalogued: Catalogued = field(default_factory=Catalogued)
     orphans: dict[str, float] = field(default_factory=dict)
     """When packs that no step was known to use were last changed (epoch seconds)."""
+    streamed_to: set[str] = field(default_factory=set)
+    """Packs to which a save may refer that is streaming here beside other ranks: it holds no lock, and they stay."""
     pins: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
     leaving: set[StepId] = field(default_factory=set)

@@ -26,7 +26,7 @@ from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.state import State
+from tieredckpt.engine.state import State, Streamed
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
@@ -137,7 +137,7 @@ class Writer:
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.last_serial = identity.serial
                     if tier.ram is None and self._state.ranks > 1:
-                        self._keep_streamed(tier, StepIndex(record, arrays))
+                        await self._keep_streamed(tier, StepIndex(record, arrays))
                     elif tier.ram is None and self._state.agents_tiers is not None:
                         await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
                     else:
@@ -148,11 +148,13 @@ class Writer:
                 raise
         return tier, record, arrays
 
-    def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
+    async def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
         """Hold this rank's part, which rank 0 commits with those of the others."""
-        self._state.streamed[index.record.id] = tier, index
+        extents = await self._in_pool(unique_extents, index.arrays)
+        packs = frozenset(extent.path for extent in extents.values())
+        self._state.streamed[index.record.id] = Streamed(tier, index, packs)
         if not self._state.manages(tier):
-            for digest in unique_extents(index.arrays):
+            for digest in extents:
                 tier.chunks.pop(digest, None)  # nothing here hears of what becomes of its pack
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cohort import DEADLINE, Cohort, assert_whole, cohort, part
 from scenes import SOON, config, files_under, folder, pack_bytes
@@ -66,6 +67,28 @@ async def test_declared_replicas_are_streamed_once(place: Place) -> None:
         saves = await ranks.all(lambda store, rank: store.save(1, tree, replicated=["common"]))
         await ranks.reached(saves, "disk")
         assert pack_bytes(place.disk) < 1.6 * tree["common"].nbytes  # one copy, in chunks with a page for a checksum
+
+
+@pytest.mark.parametrize("when", ["while it streams", "once it has streamed"])
+async def test_packs_that_a_part_refers_to_stay_when_the_step_goes_that_had_them(place: Place, when: str) -> None:
+    async with place.open() as ranks:
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+        leader, new = ranks[0], np.random.default_rng(3).bytes(1 << 17)
+        held = ranks.faulty(0).hold("put", key="packs/*")
+        first = asyncio.create_task(leader.save(3, part(1, 0, SIZE) | {"new": np.frombuffer(new, np.uint8)}))
+        await held.reached()
+        if when == "once it has streamed":
+            held.release()
+            await first
+        await leader.evict(1, "disk")
+        await leader.collect()
+        held.release()
+        await ranks.reached([await first, *await ranks.save(3, 1, ranks=[1, 2])], "disk")
+        for restored in await ranks.restored(3):
+            assert_whole(restored, 1)
+            assert restored is not None
+            assert restored.tree["new"].tobytes() == new
 
 
 async def test_a_rank_that_did_not_stream_leaves_no_commit(place: Place) -> None:
