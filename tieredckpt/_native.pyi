@@ -27,6 +27,18 @@ def xxh3(data: Bytes) -> bytes:
 def xxh3_crc32c(data: Bytes) -> tuple[bytes, int]:
     """Both of a C-contiguous buffer, which is read from memory once; without the GIL from 64 KiB on."""
 
+class Xxh3Stream:
+    """XXH3-128 of bytes that come in pieces of any size; on one thread at a time."""
+
+    def copy(self, source: NDArray[Any], target: NDArray[Any]) -> None:
+        """Take `source` in, and fill `target` with its start, which counts as it arrived there.
+
+        Without the GIL from 64 KiB on. A longer target is refused (`ValueError`).
+        """
+
+    def digest(self) -> bytes:
+        """Of all bytes so far, canonical; of fewer than `XXH3_SHORTEST` it is refused (`ValueError`)."""
+
 def xxh3_copy(source: NDArray[Any], target: NDArray[Any]) -> bytes:
     """Copy what fits of `source` to `target`, fill that up with zeros, and return the digest of the longer one.
 

@@ -9,6 +9,7 @@
 
 namespace nb = nanobind;
 using tieredckpt::Xxh3Digest;
+using tieredckpt::Xxh3Stream;
 using tieredckpt::python::LentBytes;
 
 namespace {
@@ -90,6 +91,24 @@ NB_MODULE(_native, module) {
         return copy_and_hash(tieredckpt::xxh3_copy_portable, source, target);
       },
       nb::arg("source"), nb::arg("target"));
+  nb::class_<Xxh3Stream>(module, "Xxh3Stream")
+      .def(nb::init<>())
+      .def(
+          "copy",
+          [](Xxh3Stream& stream, nb::handle source, nb::handle target) {
+            const LentBytes from(source, PyBUF_SIMPLE);
+            const LentBytes to(target, PyBUF_WRITABLE);
+            if (to.size() > from.size()) throw nb::value_error("the target is longer than the source");
+            without_gil(from.size(), [&] {
+              stream.take(from.data(), to.data(), to.size());
+              stream.take(static_cast<const std::uint8_t*>(from.data()) + to.size(), nullptr, from.size() - to.size());
+            });
+          },
+          nb::arg("source"), nb::arg("target"))
+      .def("digest", [](const Xxh3Stream& stream) {
+        check_long(stream.size());
+        return as_bytes(stream.digest());
+      });
   module.attr("XXH3_ACCELERATED") = tieredckpt::xxh3_accelerated();
   module.attr("XXH3_SHORTEST") = tieredckpt::kXxh3Shortest;
 }

@@ -46,14 +46,13 @@ constexpr std::array<std::uint8_t, kSecretSize> make_secret() {
 
 alignas(64) constexpr std::array<std::uint8_t, kSecretSize> kSecret = make_secret();
 
-// Stripes that are in the first level cache when they are taken in a second time: as many as `crc32c` likes best.
-constexpr std::size_t kSealedStripes = 24576 / kStripe;
+// Bytes that are in the first level cache when they are taken in a second time: as many as `crc32c` likes best.
+constexpr std::size_t kSealed = 24576;
 
 using Lanes = std::array<std::uint64_t, 8>;
 
-struct alignas(64) Accumulators {
-  Lanes lanes{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-};
+constexpr Lanes kFirstLanes = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                               kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 
 std::uint64_t load(const std::uint8_t* p) {
   std::uint64_t word = 0;
@@ -61,8 +60,8 @@ std::uint64_t load(const std::uint8_t* p) {
   return word;
 }
 
-// Takes `count` stripes in, of which the first is the `first`th of all; copies them to `target` unless it is null.
-using TakeStripes = void (*)(Accumulators&, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
+// As `Xxh3Stream` has it.
+using TakeStripes = void (*)(Lanes&, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
                              std::size_t count);
 
 void accumulate(Lanes& lanes, const std::uint8_t* stripe, const std::uint8_t* secret) {
@@ -81,7 +80,7 @@ void scramble(Lanes& lanes) {
   }
 }
 
-void take_stripes_portable(Accumulators& state, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
+void take_stripes_portable(Lanes& lanes, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
                            std::size_t count) {
   std::uint8_t stripe[kStripe];
   for (std::size_t i = first; i < first + count; ++i, source += kStripe) {
@@ -90,8 +89,8 @@ void take_stripes_portable(Accumulators& state, const std::uint8_t* source, std:
       std::memcpy(target, stripe, kStripe);
       target += kStripe;
     }
-    accumulate(state.lanes, stripe, kSecret.data() + kSecretStep * (i % kStripesPerBlock));
-    if (i % kStripesPerBlock == kStripesPerBlock - 1) scramble(state.lanes);
+    accumulate(lanes, stripe, kSecret.data() + kSecretStep * (i % kStripesPerBlock));
+    if (i % kStripesPerBlock == kStripesPerBlock - 1) scramble(lanes);
   }
 }
 
@@ -145,11 +144,11 @@ TIEREDCKPT_AVX2 inline __m256i scramble_half(__m256i lanes, const std::uint8_t* 
 }
 
 template <Store kStore>
-TIEREDCKPT_AVX2 void take_avx2(Accumulators& state, const std::uint8_t* source, std::uint8_t* target,
-                               std::size_t first, std::size_t count) {
-  auto* lanes = reinterpret_cast<__m256i*>(state.lanes.data());
-  __m256i low = _mm256_load_si256(lanes);
-  __m256i high = _mm256_load_si256(lanes + 1);
+TIEREDCKPT_AVX2 void take_avx2(Lanes& lanes, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
+                               std::size_t count) {
+  auto* halves = reinterpret_cast<__m256i*>(lanes.data());
+  __m256i low = _mm256_loadu_si256(halves);
+  __m256i high = _mm256_loadu_si256(halves + 1);
   for (std::size_t i = first; i < first + count; ++i, source += kStripe) {
     const std::uint8_t* secret = kSecret.data() + kSecretStep * (i % kStripesPerBlock);
     _mm_prefetch(reinterpret_cast<const char*>(source + kFarAhead), _MM_HINT_T1);
@@ -165,17 +164,17 @@ TIEREDCKPT_AVX2 void take_avx2(Accumulators& state, const std::uint8_t* source, 
       high = scramble_half(high, kSecret.data() + kSecretSize - kStripe + 32);
     }
   }
-  _mm256_store_si256(lanes, low);
-  _mm256_store_si256(lanes + 1, high);
+  _mm256_storeu_si256(halves, low);
+  _mm256_storeu_si256(halves + 1, high);
   if constexpr (kStore == Store::kStreamed) _mm_sfence();  // whoever is told of the copy is to see it
 }
 
-void take_stripes_avx2(Accumulators& state, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
+void take_stripes_avx2(Lanes& lanes, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
                        std::size_t count) {
   switch (store_for(target, count)) {
-    case Store::kNone: return take_avx2<Store::kNone>(state, source, target, first, count);
-    case Store::kPlain: return take_avx2<Store::kPlain>(state, source, target, first, count);
-    case Store::kStreamed: return take_avx2<Store::kStreamed>(state, source, target, first, count);
+    case Store::kNone: return take_avx2<Store::kNone>(lanes, source, target, first, count);
+    case Store::kPlain: return take_avx2<Store::kPlain>(lanes, source, target, first, count);
+    case Store::kStreamed: return take_avx2<Store::kStreamed>(lanes, source, target, first, count);
   }
 }
 
@@ -220,10 +219,69 @@ std::uint64_t merge(const Lanes& lanes, std::size_t secret, std::uint64_t start)
   return hash ^ (hash >> 32);
 }
 
-Xxh3Digest finish(Accumulators& state, const std::uint8_t* last_stripe, std::size_t size) {
-  accumulate(state.lanes, last_stripe, kSecret.data() + kSecretSize - kStripe - 7);
-  const std::uint64_t halves[2] = {merge(state.lanes, kSecretSize - kStripe - 11, ~(size * kPrime64_2)),
-                                   merge(state.lanes, 11, size * kPrime64_1)};
+Xxh3Digest copy(Xxh3Stream stream, const void* source, std::size_t source_size, void* target,
+                std::size_t target_size) {
+  const std::size_t copied = std::min(source_size, target_size);
+  stream.take(source, target, copied);
+  stream.take(static_cast<const std::uint8_t*>(source) + copied, nullptr, source_size - copied);
+  if (target_size > copied) {
+    auto* rest = static_cast<std::uint8_t*>(target) + copied;
+    std::memset(rest, 0, target_size - copied);
+    stream.take(rest, nullptr, target_size - copied);
+  }
+  return stream.digest();
+}
+
+}  // namespace
+
+bool xxh3_accelerated() noexcept { return chosen() != take_stripes_portable; }
+
+Xxh3Stream::Xxh3Stream(TakeStripes take_stripes) noexcept : take_stripes_(take_stripes), lanes_(kFirstLanes) {}
+
+Xxh3Stream::Xxh3Stream() noexcept : Xxh3Stream(chosen()) {}
+
+Xxh3Stream Xxh3Stream::portable() noexcept { return Xxh3Stream(take_stripes_portable); }
+
+void Xxh3Stream::take(const void* source, void* target, std::size_t size) noexcept {
+  const auto* from = static_cast<const std::uint8_t*>(source);
+  auto* to = static_cast<std::uint8_t*>(target);
+  if (size == 0) return;
+  if (waiting_ != 0) {
+    const std::size_t more = std::min(kStripe - waiting_, size);
+    keep(from, to, more);
+    if (more == size) return;
+    take_stripes_(lanes_, last_.data() + kStripe, nullptr, stripes_++, 1);
+    std::memcpy(last_.data(), last_.data() + kStripe, kStripe);
+    waiting_ = 0;
+    from += more;
+    if (to != nullptr) to += more;
+    size -= more;
+  }
+  const std::size_t whole = (size - 1) / kStripe;
+  if (whole != 0) {
+    const std::size_t bytes = whole * kStripe;
+    take_stripes_(lanes_, from, to, stripes_, whole);
+    stripes_ += whole;
+    std::memcpy(last_.data(), (to != nullptr ? to : from) + bytes - kStripe, kStripe);
+    from += bytes;
+    if (to != nullptr) to += bytes;
+    size -= bytes;
+  }
+  keep(from, to, size);
+}
+
+void Xxh3Stream::keep(const std::uint8_t* source, std::uint8_t* target, std::size_t size) noexcept {
+  std::uint8_t* kept = last_.data() + kStripe + waiting_;
+  std::memcpy(kept, source, size);
+  if (target != nullptr) std::memcpy(target, kept, size);
+  waiting_ += size;
+}
+
+Xxh3Digest Xxh3Stream::digest() const noexcept {
+  Lanes lanes = lanes_;
+  accumulate(lanes, last_.data() + waiting_, kSecret.data() + kSecretSize - kStripe - 7);
+  const std::uint64_t halves[2] = {merge(lanes, kSecretSize - kStripe - 11, ~(size() * kPrime64_2)),
+                                   merge(lanes, 11, size() * kPrime64_1)};
   Xxh3Digest digest{};
   for (std::size_t i = 0; i < digest.size(); ++i) {
     digest[i] = static_cast<std::uint8_t>(halves[i / 8] >> (56 - 8 * (i % 8)));
@@ -231,73 +289,31 @@ Xxh3Digest finish(Accumulators& state, const std::uint8_t* last_stripe, std::siz
   return digest;
 }
 
-Xxh3Digest copy(TakeStripes take, const std::uint8_t* source, std::size_t source_size, std::uint8_t* target,
-                std::size_t target_size) {
-  const std::size_t copied = std::min(source_size, target_size);
-  const std::size_t size = std::max(source_size, target_size);
-  const std::size_t stripes = (size - 1) / kStripe;  // the last one is taken in differently
-  const std::size_t whole = std::min(stripes, copied / kStripe);
-  Accumulators state;
-  take(state, source, target, 0, whole);
-  const std::size_t at = whole * kStripe;
-  if (copied > at) std::memcpy(target + at, source + at, copied - at);
-  if (target_size > copied) std::memset(target + copied, 0, target_size - copied);
-  if (target_size >= source_size) {
-    take(state, target + at, nullptr, whole, stripes - whole);
-    return finish(state, target + size - kStripe, size);
-  }
-  // What was copied is hashed as it arrived, and the rest where it lies.
-  const auto stripe_at = [&](std::size_t start, std::uint8_t* stripe) {
-    const std::size_t arrived = start < copied ? std::min(copied - start, kStripe) : 0;
-    if (arrived != 0) std::memcpy(stripe, target + start, arrived);
-    std::memcpy(stripe + arrived, source + start + arrived, kStripe - arrived);
-  };
-  std::uint8_t stripe[kStripe];
-  std::size_t next = whole;
-  if (next < stripes && copied > at) {
-    stripe_at(at, stripe);
-    take(state, stripe, nullptr, next++, 1);
-  }
-  take(state, source + next * kStripe, nullptr, next, stripes - next);
-  stripe_at(size - kStripe, stripe);
-  return finish(state, stripe, size);
-}
-
-}  // namespace
-
-bool xxh3_accelerated() noexcept { return chosen() != take_stripes_portable; }
-
 Xxh3Digest xxh3(const void* data, std::size_t size) noexcept {
-  const auto* bytes = static_cast<const std::uint8_t*>(data);
-  Accumulators state;
-  chosen()(state, bytes, nullptr, 0, (size - 1) / kStripe);
-  return finish(state, bytes + size - kStripe, size);
+  Xxh3Stream stream;
+  stream.take(data, nullptr, size);
+  return stream.digest();
 }
 
 Sealed xxh3_crc32c(const void* data, std::size_t size) noexcept {
   const auto* bytes = static_cast<const std::uint8_t*>(data);
-  const TakeStripes take = chosen();
-  const std::size_t stripes = (size - 1) / kStripe;
-  Accumulators state;
+  Xxh3Stream stream;
   std::uint32_t crc = 0;
-  for (std::size_t done = 0; done < stripes; done += kSealedStripes) {
-    const std::size_t count = std::min(stripes - done, kSealedStripes);
-    take(state, bytes + done * kStripe, nullptr, done, count);
-    crc = crc32c(bytes + done * kStripe, count * kStripe, crc);
+  for (std::size_t done = 0; done < size; done += kSealed) {
+    const std::size_t count = std::min(size - done, kSealed);
+    stream.take(bytes + done, nullptr, count);
+    crc = crc32c(bytes + done, count, crc);
   }
-  crc = crc32c(bytes + stripes * kStripe, size - stripes * kStripe, crc);
-  return {finish(state, bytes + size - kStripe, size), crc};
+  return {stream.digest(), crc};
 }
 
 Xxh3Digest xxh3_copy(const void* source, std::size_t source_size, void* target, std::size_t target_size) noexcept {
-  return copy(chosen(), static_cast<const std::uint8_t*>(source), source_size, static_cast<std::uint8_t*>(target),
-              target_size);
+  return copy(Xxh3Stream(), source, source_size, target, target_size);
 }
 
 Xxh3Digest xxh3_copy_portable(const void* source, std::size_t source_size, void* target,
                               std::size_t target_size) noexcept {
-  return copy(take_stripes_portable, static_cast<const std::uint8_t*>(source), source_size,
-              static_cast<std::uint8_t*>(target), target_size);
+  return copy(Xxh3Stream::portable(), source, source_size, target, target_size);
 }
 
 }  // namespace tieredckpt

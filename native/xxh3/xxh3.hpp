@@ -14,8 +14,42 @@ constexpr std::size_t kXxh3Shortest = 241;
 // The canonical form: big-endian, the high half first.
 using Xxh3Digest = std::array<std::uint8_t, 16>;
 
-// Whether this processor has the vector instructions that `xxh3_copy` is written for.
+// Whether this processor has the vector instructions that the code here is written for.
 bool xxh3_accelerated() noexcept;
+
+// The digest of bytes that come in pieces of any size, which may be copied as they come.
+class Xxh3Stream {
+ public:
+  Xxh3Stream() noexcept;
+
+  // Without vector instructions, for comparison.
+  static Xxh3Stream portable() noexcept;
+
+  // Takes in `size` bytes, and copies them to `target` unless it is null: what counts is what arrives there.
+  void take(const void* source, void* target, std::size_t size) noexcept;
+
+  // Bytes taken in so far.
+  std::size_t size() const noexcept { return stripes_ * kStripe + waiting_; }
+
+  // The digest of all bytes so far, at least `kXxh3Shortest`.
+  Xxh3Digest digest() const noexcept;
+
+ private:
+  static constexpr std::size_t kStripe = 64;
+  using Lanes = std::array<std::uint64_t, 8>;
+  // Takes in `count` stripes, of which the first is the `first`th of all; copies them to `target` unless it is null.
+  using TakeStripes = void (*)(Lanes&, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
+                               std::size_t count);
+
+  explicit Xxh3Stream(TakeStripes take_stripes) noexcept;
+  void keep(const std::uint8_t* source, std::uint8_t* target, std::size_t size) noexcept;
+
+  TakeStripes take_stripes_;
+  Lanes lanes_;
+  std::size_t stripes_ = 0;  // that are in `lanes_`
+  std::size_t waiting_ = 0;  // bytes since then; up to a whole stripe, because the last one of all counts differently
+  std::array<std::uint8_t, 2 * kStripe> last_{};  // the last stripe in `lanes_`, and what is waiting
+};
 
 // The digest of `size` bytes.
 Xxh3Digest xxh3(const void* data, std::size_t size) noexcept;

@@ -118,6 +118,38 @@ def test_the_digest_holds_for_the_copy_even_if_the_source_changes_meanwhile(copy
         trainer.join()
 
 
+@pytest.mark.parametrize("native_built", [True, False])
+@given(
+    pieces=st.lists(st.one_of(st.integers(0, 130), st.sampled_from((1024, STREAMED)), sizes), max_size=8),
+    part=st.floats(0, 1),
+    offset=offsets,
+)
+@example(pieces=[64, 64, 64, 64], part=1.0, offset=0)
+@example(pieces=[240, 0, 1], part=0.5, offset=0)
+def test_a_copy_in_pieces_has_the_digest_of_the_whole(
+    native_built: bool, pieces: list[int], part: float, offset: int
+) -> None:
+    data, at = random_bytes(sum(pieces)), 0
+    with pytest.MonkeyPatch.context() as patch:
+        if not native_built:
+            patch.setattr(digests, "_native_stream", None)
+        copier = digests.CopyDigester(data.size)
+    for size in pieces:
+        piece, room = data[at : at + size], blank(int(size * part) + 1, offset)
+        copier.copy(piece, room[:-1])
+        assert room[:-1].tobytes() == piece[: room.size - 1].tobytes()
+        assert room[-1] == 7
+        at += size
+    assert copier.digest() == xxhash.xxh3_128_digest(data.tobytes())
+
+
+def test_a_piece_is_not_copied_beyond_its_end() -> None:
+    with pytest.raises(digests.Invalid, match="cannot be filled"):
+        digests.CopyDigester(1000).copy(random_bytes(10), blank(11, 0))
+    with pytest.raises(ValueError, match="longer"):
+        native.Xxh3Stream().copy(random_bytes(10), blank(11, 0))
+
+
 @pytest.mark.parametrize("size", [0, 1, native.XXH3_SHORTEST - 1])
 def test_what_is_too_short_for_the_long_form_is_refused_and_goes_another_way(size: int) -> None:
     data = random_bytes(size)
@@ -128,6 +160,10 @@ def test_what_is_too_short_for_the_long_form_is_refused_and_goes_another_way(siz
             copy(data, blank(size, 0))
     with pytest.raises(ValueError, match="long form"):
         native.xxh3_crc32c(data)
+    stream = native.Xxh3Stream()
+    stream.copy(data, blank(0, 0))
+    with pytest.raises(ValueError, match="long form"):
+        stream.digest()
     expected = xxhash.xxh3_128_digest(data.tobytes())
     for copied in (digests.copy_and_digest, digests.copy_start_and_digest):
         assert copied(data, blank(size, 0)) == expected
@@ -149,6 +185,7 @@ def test_native_code_is_used_where_the_processor_is_fit_for_it() -> None:
     assert digests._native_copy is (native.xxh3_copy if fit else None)
     assert digests._native_digest is (native.xxh3 if fit else None)
     assert digests._native_seal is (native.xxh3_crc32c if fit else None)
+    assert digests._native_stream is (native.Xxh3Stream if fit else None)
 
 
 @pytest.mark.parametrize("native_built", [True, False])

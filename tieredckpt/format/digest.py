@@ -29,6 +29,7 @@ __all__ = [
     "NATIVE",
     "SIZE",
     "Bytes",
+    "CopyDigester",
     "Digester",
     "copy_and_digest",
     "copy_start_and_digest",
@@ -58,14 +59,16 @@ Copy: TypeAlias = Callable[[NDArray[np.uint8], NDArray[np.uint8]], bytes]
 _native_copy: Copy | None = None
 _native_digest: Callable[[Bytes], bytes] | None = None
 _native_seal: Callable[[Bytes], tuple[bytes, int]] | None = None
+_native_stream: type[Xxh3Stream] | None = None
 _SHORTEST = 0
 try:
-    from tieredckpt._native import XXH3_ACCELERATED, XXH3_SHORTEST, xxh3, xxh3_copy, xxh3_crc32c
+    from tieredckpt._native import XXH3_ACCELERATED, XXH3_SHORTEST, Xxh3Stream, xxh3, xxh3_copy, xxh3_crc32c
 except ImportError:
     pass
 else:
     if XXH3_ACCELERATED:  # else xxhash's own code for the processor is the faster one
         _native_copy, _native_digest, _native_seal, _SHORTEST = xxh3_copy, xxh3, xxh3_crc32c, XXH3_SHORTEST
+        _native_stream = Xxh3Stream
 
 NATIVE: Final = _native_copy is not None
 """Whether digests, and copies with a digest, are native here."""
@@ -88,6 +91,35 @@ class Digester:
     def digest(self) -> bytes:
         """Digest of all bytes so far, 16 bytes."""
         return self._state.digest()
+
+
+class CopyDigester:
+    """The digest of bytes that come in pieces and are copied as they come: of the copy, as it arrived.
+
+    ``nbytes`` is how many will come.
+    """
+
+    __slots__ = ("_in_blocks", "_native")
+
+    def __init__(self, nbytes: int) -> None:
+        self._native = _native_stream() if _native_stream is not None and nbytes >= _SHORTEST else None
+        self._in_blocks = Digester()
+
+    def copy(self, src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> None:
+        """Take ``src`` in, and fill ``dst`` with its start.
+
+        Both are one-dimensional, uint8 and contiguous, and ``dst`` is writable; raises `Invalid` for others, and
+        where ``dst`` is the longer one.
+        """
+        _check_start(src, dst)
+        if self._native is not None:
+            self._native.copy(src, dst)
+        else:
+            _copy_start_in_blocks(src, dst, self._in_blocks)
+
+    def digest(self) -> bytes:
+        """Digest of all bytes so far, 16 bytes."""
+        return (self._native or self._in_blocks).digest()
 
 
 def digest(data: Bytes, padding: int = 0) -> bytes:
@@ -168,10 +200,7 @@ def copy_start_and_digest(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> byt
     Raises:
         Invalid: arrays of another form, or ``dst`` longer than ``src``.
     """
-    _check(src, "src")
-    _check(dst, "dst")
-    if dst.size > src.size:
-        raise Invalid(f"{dst.size} bytes cannot be filled from a cell of {src.size}")
+    _check_start(src, dst)
     if _native_copy is not None and src.size >= _SHORTEST:
         return _native_copy(src, dst)
     return _copy_start_and_digest_in_blocks(src, dst)
@@ -204,6 +233,11 @@ def _copy_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -
 
 def _copy_start_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
     digester = Digester()
+    _copy_start_in_blocks(src, dst, digester)
+    return digester.digest()
+
+
+def _copy_start_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8], digester: Digester) -> None:
     for start in range(0, src.size, BLOCK):
         block = src[start : start + BLOCK]
         copy = dst[start : start + BLOCK]
@@ -211,7 +245,13 @@ def _copy_start_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uin
         digester.update(copy)
         if copy.size < block.size:
             digester.update(block[copy.size :])
-    return digester.digest()
+
+
+def _check_start(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> None:
+    _check(src, "src")
+    _check(dst, "dst")
+    if dst.size > src.size:
+        raise Invalid(f"{dst.size} bytes cannot be filled from a cell of {src.size}")
 
 
 def _check(array: NDArray[np.uint8], name: str) -> None:
