@@ -187,7 +187,7 @@ class PosixTier(_Tier):
     fsync: Flag = True
     """False gives up promise 3 on this tier: after a crash of the node it may hold nothing."""
     survives: Literal["node", "site"] = "node"
-    threads: Threads = 4
+    threads: Threads = 8
 
     @property
     def location(self) -> str:

@@ -23,6 +23,7 @@ from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, 
 from trainer import state
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs import transfer
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import reader
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
@@ -460,7 +461,8 @@ async def test_a_restore_that_ran_out_of_memory_once_can_be_repeated(
         if nearest == "disk":
             await store.evict(1, "ram")
         target = tree(0)
-        for owner, name in ((reader, "deliver"), (reader, "pieces_of")):
+        reading = (reader, "deliver") if nearest == "ram" else (transfer, "_arena")
+        for owner, name in (reading, (reader, "pieces_of")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, _raises(MemoryError("out of memory")).__func__)
                 with pytest.raises(MemoryError):

@@ -30,7 +30,7 @@ import enum
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from tieredckpt.errors import Invalid
 
@@ -41,9 +41,11 @@ __all__ = [
     "Buffer",
     "Delete",
     "Get",
+    "GetDigested",
     "List",
     "Put",
     "Stat",
+    "Stretch",
     "Survives",
     "Sweep",
     "Traits",
@@ -105,6 +107,8 @@ class Traits:
     """Aligned buffers (see `ALIGNMENT`) go to and from the device without a copy."""
     object_size: int
     """Preferred size of a large object, in bytes."""
+    digests: bool = False
+    """It has the ability `GetDigested`, by which chunks are best read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,15 @@ class BlobInfo:
     key: str
     size: int
     modified: float
+
+
+class Stretch(NamedTuple):
+    """Bytes of an object, one or more, and where their start goes."""
+
+    offset: int
+    nbytes: int
+    into: memoryview
+    """Writable, of any alignment, and at most as long."""
 
 
 class Get(Protocol):
@@ -160,6 +173,19 @@ class List(Protocol):
 class Delete(Protocol):
     async def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error. The removal is as durable as a put."""
+
+
+@runtime_checkable
+class GetDigested(Protocol):
+    """An ability that some stores have beyond the verbs; to whoever counts or limits these, it is a `get_into`."""
+
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        """Read stretches of an object, one or more, each behind those before it; the digest of each.
+
+        It is the one of `tieredckpt.format.digest.copy_start_and_digest`: bytes that go to memory count as they
+        arrived there. What lies between the stretches may be read too. Raises as `get_into`, and the contents of
+        all memory are undefined then.
+        """
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ import aiofiles.os
 import numpy as np
 
 from tieredckpt.blobs import transfer
-from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix
 from tieredckpt.blobs.folders import Folders, probe
 from tieredckpt.blobs.settle import settle
 from tieredckpt.errors import (
@@ -66,7 +66,7 @@ class PosixStore:
         direct: bool | None = None,
         follow_symlinks: bool = False,
         object_size: int = 256 << 20,
-        threads: int = 4,
+        threads: int = 8,
         folder_mode: int = 0o700,
         file_mode: int = 0o600,
     ) -> None:
@@ -85,6 +85,7 @@ class PosixStore:
             ranged_get=True,
             direct_io=self._direct,
             object_size=object_size,
+            digests=True,
         )
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
         self._active = 0
@@ -108,6 +109,18 @@ class PosixStore:
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
         await self._on_thread(partial(self._fill, path, offset, into))
+
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        path = self._path(key)
+        at = 0
+        for offset, nbytes, into in stretches:
+            if offset < at or not 0 < nbytes >= into.nbytes or into.readonly:
+                raise Invalid(
+                    f"{nbytes} bytes of {key} cannot be read from offset {offset} on into {into.nbytes} bytes of "
+                    f"memory: they are none or not behind those before, or the memory is larger or read-only"
+                )
+            at = offset + nbytes
+        return await self._on_thread(partial(self._fill_digested, path, stretches))
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         path = self._path(key)
@@ -228,14 +241,24 @@ class PosixStore:
 
     def _fill(self, path: Path, offset: int, into: memoryview, stop: transfer.Stop) -> None:
         array = np.frombuffer(into, dtype=np.uint8)
-        direct = self._direct and len(array) >= transfer.DIRECT_FROM
+        with self._reading(path, offset, len(array)) as (fd, direct):
+            transfer.fill(fd, offset, array, stop, direct=direct)
+
+    def _fill_digested(self, path: Path, stretches: Sequence[Stretch], stop: transfer.Stop) -> Sequence[bytes]:
+        first, last = stretches[0], stretches[-1]
+        with self._reading(path, first.offset, last.offset + last.nbytes - first.offset) as (fd, direct):
+            return transfer.fill_digested(fd, stretches, stop, direct=direct)
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, bool]]:
+        """A descriptor to read that range by, and whether by direct I/O."""
         with self._errors(path, "read"):
-            fd, direct = self._open_to_read(path, direct)
+            fd, direct = self._open_to_read(path, self._direct and nbytes >= transfer.DIRECT_FROM)
             try:
                 size = os.fstat(fd).st_size
-                if offset + len(array) > size:
-                    raise ShortRead(f"{path} has {size} bytes, and {len(array)} from offset {offset} were wanted")
-                transfer.fill(fd, offset, array, stop, direct=direct)
+                if offset + nbytes > size:
+                    raise ShortRead(f"{path} has {size} bytes, and {nbytes} from offset {offset} were wanted")
+                yield fd, direct
             except transfer.EndOfFile as end:
                 raise ShortRead(f"{path} ended {end.got} bytes after offset {offset}") from None
             finally:

@@ -7,9 +7,7 @@ grows and never a SIGBUS later. See fallocate(2) and madvise(2).
 from __future__ import annotations
 
 import bisect
-import contextlib
 import logging
-import mmap
 import os
 import threading
 import warnings
@@ -23,6 +21,7 @@ import numpy.typing as npt
 from tieredckpt.blobs import mapping, shared
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.mapping import HUGE_PAGE
+from tieredckpt.blobs.transfer import private_memory
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
 
@@ -64,7 +63,7 @@ class Slab:
         """Bytes; lowered to what there is when the system has no more memory to give."""
         self.writable = writable
         self._fd = fd
-        self.array = _private(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
+        self.array = private_memory(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
         self.region = None if fd is None else shared.register(self.array.ctypes.data, capacity, fd, writable=writable)
         """What lets another process map the slab too."""
         self._unclosed: weakref.finalize[..., Slab] | None = None
@@ -248,11 +247,3 @@ def _mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def _private(nbytes: int) -> npt.NDArray[np.uint8]:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)

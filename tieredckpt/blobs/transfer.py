@@ -11,18 +11,21 @@ system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is ser
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT, Buffer
+from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch
+from tieredckpt.format.digest import CopyDigester
 
 __all__ = [
     "BLOCK",
@@ -36,7 +39,9 @@ __all__ = [
     "as_arrays",
     "check_room",
     "fill",
+    "fill_digested",
     "plain_batches",
+    "private_memory",
     "reserve",
     "write",
 ]
@@ -54,6 +59,8 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """The flag of direct I/O; 0 on platforms without it."""
 
 _ARENA = 4 << 20
+_DIGESTED_AT_ONCE = 1 << 20
+"""Bytes that are read before they are copied and digested: they are in the core's own cache then."""
 _BUFFERS_PER_CALL = 512  # half of Linux's IOV_MAX
 _EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -113,6 +120,69 @@ def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None
         if got == 0:
             raise EndOfFile(done)
         done += got
+
+
+def fill_digested(fd: int, stretches: Sequence[Stretch], stop: Stop, *, direct: bool) -> list[bytes]:
+    """Fill the memory of stretches of a file, which are in order and do not overlap; the digest of each.
+
+    All from the first to the last passes through the arena, and from there past the caches, while it is still in
+    those of the core that read it. Raises as `fill`.
+    """
+    digested = _Digested(stretches)
+
+    def take(unit: int) -> None:
+        arena = _arena()[:_DIGESTED_AT_ONCE]
+        for piece in _pieces(fd, digested.at, digested.end - digested.at, arena, stop, unit):
+            digested.take(piece)
+
+    if direct:
+        try:
+            take(ALIGNMENT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        if digested.at < digested.end:
+            _leave_direct(fd)
+    take(1)
+    if digested.at < digested.end:
+        raise EndOfFile(digested.at - stretches[0].offset)
+    return digested.digests
+
+
+class _Digested:
+    """Brings the bytes of a file to the stretches that they belong to, and digests them there."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self._waiting = deque(stretches)
+        self._digester: CopyDigester | None = None
+        self.digests: list[bytes] = []
+        self.at = stretches[0].offset
+        """Offset of the next byte that is wanted."""
+        self.end = stretches[-1].offset + stretches[-1].nbytes
+
+    def take(self, piece: Bytes) -> None:
+        begin, self.at = self.at, self.at + len(piece)
+        while self._waiting and self._waiting[0].offset < self.at:
+            offset, nbytes, into = self._waiting[0]
+            first, end = max(offset, begin), min(offset + nbytes, self.at)
+            if self._digester is None:
+                self._digester = CopyDigester(nbytes)
+            target = np.frombuffer(into, dtype=np.uint8)
+            self._digester.copy(piece[first - begin : end - begin], target[first - offset : end - offset])
+            if end < offset + nbytes:
+                return
+            self.digests.append(self._digester.digest())
+            self._digester = None
+            self._waiting.popleft()
+
+
+def private_memory(nbytes: int) -> Bytes:
+    """New memory of this process alone, empty, in huge pages where the kernel has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def reserve(fd: int, nbytes: int) -> None:
@@ -238,20 +308,31 @@ def _fill_in_place(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
 
 
 def _fill_through_arena(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
-    arena, done = _arena(), 0
-    while done < len(into):
+    done = 0
+    for piece in _pieces(fd, offset, len(into), _arena(), stop, ALIGNMENT):
+        np.copyto(into[done : done + len(piece)], piece)
+        done += len(piece)
+    return done
+
+
+def _pieces(fd: int, offset: int, nbytes: int, arena: Bytes, stop: Stop, unit: int) -> Iterator[Bytes]:
+    """Bytes of a file, each piece in ``arena`` until the next is asked for, up to the end of the file.
+
+    Reads begin at multiples of ``unit``, and a short one that does not end there was the last.
+    """
+    done = 0
+    while done < nbytes:
         _check(stop)
-        skip = (offset + done) % ALIGNMENT
-        span = arena[: min(len(arena), _down(skip + len(into) - done + ALIGNMENT - 1))]
+        skip = (offset + done) % unit
+        span = arena[: min(len(arena), -(-(skip + nbytes - done) // unit) * unit)]
         got = os.preadv(fd, [span.data], offset + done - skip)
-        fresh = min(got - skip, len(into) - done)
+        fresh = min(got - skip, nbytes - done)
         if fresh <= 0:
             break
-        np.copyto(into[done : done + fresh], arena[skip : skip + fresh])
+        yield arena[skip : skip + fresh]
         done += fresh
-        if got % ALIGNMENT:
+        if got % unit:
             break
-    return done
 
 
 def _leave_direct(fd: int) -> bool:
@@ -266,7 +347,7 @@ def _leave_direct(fd: int) -> bool:
 def _arena() -> Bytes:
     arena: Bytes | None = getattr(_of_thread, "arena", None)
     if arena is None:
-        arena = np.frombuffer(mmap.mmap(-1, _ARENA), dtype=np.uint8)
+        arena = private_memory(_ARENA)
         _of_thread.arena = arena
     return arena
 

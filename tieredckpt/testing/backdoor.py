@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobStore
+from tieredckpt.blobs.base import ALIGNMENT, BlobStore, GetDigested, Stretch
 
 __all__ = ["BackDoor", "FolderBackDoor", "aligned", "listed", "pattern", "verbs"]
 
@@ -84,8 +84,8 @@ async def listed(store: BlobStore, prefix: str = "") -> dict[str, int]:
 
 
 def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
-    """A call of each verb that takes a key."""
-    return [
+    """A call of each verb that takes a key, and of what the store can do beyond."""
+    calls: list[Callable[[], Awaitable[object]]] = [
         lambda: store.get(key, limit=10),
         lambda: store.get_into(key, 0, memoryview(bytearray(1))),
         lambda: store.put(key, [b"x"]),
@@ -94,3 +94,6 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
         lambda: store.stat(key),
         lambda: store.delete(key),
     ]
+    if store.traits.digests and isinstance(store, GetDigested):
+        calls.append(lambda: store.get_digested(key, [Stretch(0, 1, memoryview(bytearray(1)))]))
+    return calls

@@ -29,6 +29,7 @@ import pytest
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, Traits
 from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NotFound, ShortRead
 from tieredckpt.testing.backdoor import BackDoor, aligned, listed, pattern, verbs
+from tieredckpt.testing.digesting import GetDigestedTests
 
 __all__ = ["BlobStoreTests"]
 
@@ -39,7 +40,7 @@ NOT_KEYS = ["", "/", "a/", "/a", "a//b", ".", "..", "a/../b", "./a", "a b", "a\n
 NOT_PREFIXES = ["a", "/", "../", "a/../", "a//", "a b/"]
 
 
-class BlobStoreTests:
+class BlobStoreTests(GetDigestedTests):
     """The contract of `tieredckpt.blobs.base`. Subclasses give the fixtures ``store`` and ``back_door``."""
 
     @pytest.fixture

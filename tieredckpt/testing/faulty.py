@@ -26,16 +26,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar, get_args
 
-from tieredckpt.blobs.base import BlobStore
+import numpy as np
+
+from tieredckpt.blobs.base import BlobStore, Stretch
 from tieredckpt.blobs.settle import outlast
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
+from tieredckpt.format.digest import copy_start_and_digest
 
 __all__ = ["KINDS", "Faulty", "Hold", "Kind"]
 
@@ -275,7 +278,9 @@ class Faulty(Forward):
         return data
 
     async def get_into(self, key: str, offset: int, into: memoryview) -> None:
-        effects = self._due(Operation("get_into", key, into.nbytes), "data")
+        await self._get_into(key, offset, into, self._due(Operation("get_into", key, into.nbytes), "data"))
+
+    async def _get_into(self, key: str, offset: int, into: memoryview, effects: Sequence[_Effect]) -> None:
         keep = min([len(into), *(effect.nbytes for effect in effects if isinstance(effect, _Cut))])
         await super().get_into(key, offset, into[:keep])
         for effect in effects:
@@ -285,6 +290,19 @@ class Faulty(Forward):
         if keep < len(into):
             self._count("short read", "get_into")
             raise ShortRead(f"{key} ended after {keep} of {len(into)} bytes, by script")
+
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        """To the script, this is `get_into` of all from the first stretch to the last."""
+        first, end = stretches[0].offset, stretches[-1].offset + stretches[-1].nbytes
+        effects = self._due(Operation("get_into", key, end - first), "data")
+        if self.traits.digests and not effects:
+            return await super().get_digested(key, stretches)
+        memory = np.zeros(end - first, dtype=np.uint8)
+        await self._get_into(key, first, memoryview(memory), effects)
+        return [
+            copy_start_and_digest(memory[at : at + nbytes], np.frombuffer(into, dtype=np.uint8))
+            for at, nbytes, into in ((offset - first, nbytes, into) for offset, nbytes, into in stretches)
+        ]
 
     def _add(
         self,

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.blobs import transfer
-from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.base import ALIGNMENT, Stretch
 from tieredckpt.blobs.transfer import (
     Bytes,
     EndOfFile,
@@ -190,6 +191,44 @@ def test_the_end_of_the_file_tells_how_far_it_came(tmp_path: Path, direct: bool,
     assert into[: raised.value.got] == data[offset:]
 
 
+def assert_digested(path: Path, stretches: list[tuple[int, int, int]], *, direct: bool) -> None:
+    """Of each stretch, its offset, its bytes, and those of its memory."""
+    data = path.read_bytes()
+    rooms = [aligned(b"\xa5" * (kept + 1), shift=3) for _, _, kept in stretches]
+    asked = [Stretch(offset, n, room[:-1]) for (offset, n, _), room in zip(stretches, rooms, strict=True)]
+    fd = opened(path, os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
+    try:
+        digests = transfer.fill_digested(fd, asked, Stop(), direct=direct)
+    finally:
+        os.close(fd)
+    for (offset, nbytes, kept), room, found in zip(stretches, rooms, digests, strict=True):
+        assert found == xxhash.xxh3_128_digest(data[offset : offset + nbytes])
+        assert room == data[offset : offset + kept] + b"\xa5"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stretches_are_digested_whatever_the_system_reads_at_a_time(
+    tmp_path: Path, direct: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(pattern(300_007))
+    rng = random.Random(seed)
+    monkeypatch.setattr(transfer, "_DIGESTED_AT_ONCE", rng.choice([ALIGNMENT, 8 * ALIGNMENT]))
+    monkeypatch.setattr(os, "preadv", shortened(os.preadv, rng))
+    at, stretches = rng.choice([0, 77, ALIGNMENT]), []
+    while (nbytes := min(rng.choice([1, 100, ALIGNMENT, 40_000, 150_000]), 300_007 - at)) > 0:
+        stretches.append((at, nbytes, rng.choice([0, nbytes // 2, nbytes])))
+        at += nbytes + rng.choice([0, 4, ALIGNMENT, 20_000])
+    assert_digested(tmp_path / "file", stretches, direct=direct)
+
+
+@pytest.mark.parametrize("offset", [0, 77])
+def test_the_end_of_the_file_is_told_where_stretches_go_beyond(tmp_path: Path, direct: bool, offset: int) -> None:
+    (tmp_path / "file").write_bytes(pattern(3 * ALIGNMENT + 9))
+    with pytest.raises(EndOfFile) as raised:
+        assert_digested(tmp_path / "file", [(offset, 100, 100), (200, 5 * ALIGNMENT, 0)], direct=direct)
+    assert raised.value.got == 3 * ALIGNMENT + 9 - offset
+
+
 def refusing(call: Callable[..., int], after: int) -> Callable[..., int]:
     """A call that answers EINVAL to direct I/O, ``after`` so many calls."""
 
@@ -224,6 +263,7 @@ def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
         transfer.fill(fd, 0, as_arrays([into])[0], Stop(), direct=True)
         os.close(fd)
         assert into == data
+    assert_digested(tmp_path / "file", [(0, 5000, 5000), (5000, len(data) - 5000, 7)], direct=True)
 
 
 def test_a_transfer_stops_before_its_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

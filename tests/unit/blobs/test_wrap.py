@@ -12,6 +12,7 @@ import stamina
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.kvstore import KvStoreBlobs
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
@@ -267,6 +268,7 @@ class TestMetered:
         await store.put("key", [b"12345", b"678"])
         await store.get("key", limit=1000)
         await store.get_into("key", 2, memoryview(bytearray(3)))
+        await store.get_digested("key", [Stretch(0, 4, memoryview(bytearray(1)))])
         await store.stat("key")
         with pytest.raises(NotFound):
             await store.stat("none")
@@ -281,7 +283,7 @@ class TestMetered:
         assert {verb: (u.operations, u.errors, u.nbytes) for verb, u in verbs.items()} == {
             "put": (3, 1, 8),
             "get": (1, 0, 8),
-            "get_into": (1, 0, 3),
+            "get_into": (2, 0, 7),
             "stat": (2, 0, 0),
             "list": (2, 0, 0),
             "delete": (1, 1, 0),

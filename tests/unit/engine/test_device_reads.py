@@ -1,63 +1,115 @@
-"""Restores from a device: large runs are read in parts, few at a time, through little memory."""
+"""Restores from a store that digests what it reads: every byte once, straight to where it goes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from insight import flip_chunk, tier_of
 from scenes import CHUNK, assert_same, config, folder, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.engine import reader
+from tieredckpt.engine.pieces import NOTHING, Piece
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.ocdbt import Extent
 
-PART = 3 << 12
 RUN = 4 * CHUNK
 
 
 class Watching:
     """Notes what is read of a tier's packs, and how much of it is under way at most."""
 
-    def __init__(self, blobs: BlobStore, scratch: Scratch, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, store: CheckpointStore, patch: pytest.MonkeyPatch) -> None:
         self.read: list[tuple[str, int, int]] = []
-        self.under_way = self.most = self.most_memory = 0
-        self._get_into, self._scratch = blobs.get_into, scratch
-        patch.setattr(blobs, "get_into", self.get_into)
+        self.under_way = self.most = 0
+        self.most_scratch = 0
+        self._scratch: Scratch = store.engine.state.scratch
+        blobs = tier_of(store, "disk").store
+        assert isinstance(blobs, GetDigested)
+        self._get_digested = blobs.get_digested
+        patch.setattr(blobs, "get_digested", self.get_digested)
 
-    async def get_into(self, key: str, offset: int, memory: memoryview) -> None:
-        self.read.append((key, offset, memory.nbytes))
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        self.read += ((key, stretch.offset, stretch.nbytes) for stretch in stretches)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        self.most_memory = max(self.most_memory, self._scratch.slab.used)
+        self.most_scratch = max(self.most_scratch, self._scratch.slab.used)
         try:
-            await self._get_into(key, offset, memory)
+            return await self._get_digested(key, stretches)
         finally:
             self.under_way -= 1
 
+    def assert_nothing_was_read_twice(self) -> None:
+        ends: dict[str, int] = {}
+        for key, offset, nbytes in sorted(self.read):
+            assert offset >= ends.get(key, 0)
+            ends[key] = offset + nbytes
 
-async def test_large_runs_are_read_in_equal_parts_once_each_and_few_are_in_memory(
+
+async def test_every_byte_is_read_once_and_straight_to_where_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_DEVICE_READ_SIZE", PART)
     monkeypatch.setattr(reader, "_RUN_SIZE", RUN)
     saved = tree(arrays=20)
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", direct=None)})) as store:
         await store.save(1, saved)
-        state = store._engine.state
-        blobs = state.tiers[0].store
-        if not blobs.traits.direct_io:
-            pytest.skip("the file system refuses direct I/O")
-        watching = Watching(blobs, state.scratch, monkeypatch)
+        watching = Watching(store, monkeypatch)
         restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, saved)
-    ends: dict[str, int] = {}
-    for key, offset, nbytes in sorted(watching.read):
-        assert offset % 4096 == 0
-        assert nbytes <= PART
-        assert offset >= ends.get(key, 0)  # nothing is read twice
-        ends[key] = offset + nbytes
-    assert 1 < watching.most <= reader._DEVICE_READS
-    assert watching.most_memory <= reader._DEVICE_RUNS * RUN
+    assert restored is not None
+    assert_same(restored.tree, saved)
+    watching.assert_nothing_was_read_twice()
+    assert 1 < watching.most <= reader._DIGESTED_READS
+    assert watching.most_scratch == 0
     assert sum(nbytes for _, _, nbytes in watching.read) >= 20 * 3 * CHUNK
+
+
+async def test_a_chunk_that_is_wanted_in_several_places_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {
+        "zeros": np.zeros(5 * CHUNK, np.uint8),
+        "fewer": np.zeros(2 * CHUNK - 100, np.uint8),  # its last chunk is filled up
+        "other": np.arange(CHUNK, dtype=np.uint8),
+    }
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
+        await store.save(1, saved)
+        watching = Watching(store, monkeypatch)
+        restored = await store.restore()
+    assert restored is not None
+    assert_same(restored.tree, saved)
+    watching.assert_nothing_was_read_twice()
+
+
+@pytest.mark.parametrize("content", ["random", "zeros"])
+async def test_a_damaged_chunk_comes_from_another_tier_and_those_beside_it_from_this_one(
+    tmp_path: Path, content: str
+) -> None:
+    array = np.zeros(6 * CHUNK, np.uint8) if content == "zeros" else np.random.default_rng(0).bytes(6 * CHUNK)
+    saved = {"a": np.frombuffer(array, np.uint8), "b": np.arange(3 * CHUNK, dtype=np.uint8)}
+    tiers = {"disk": folder(tmp_path / "disk"), "far": folder(tmp_path / "far")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        checkpoint = await store.save(1, saved)
+        await checkpoint.reached("far")
+        await flip_chunk(store, "disk", 1, "a", 1)
+        restored = await store.restore()
+    assert restored is not None
+    assert_same(restored.tree, saved)
+    assert set(restored.sources) == {"disk", "far"}
+
+
+def test_extents_that_overlap_are_read_one_after_the_other() -> None:
+    """As a crafted index may have them; a store reads no byte for two stretches."""
+
+    def piece(offset: int, nbytes: int, digest: bytes) -> Piece:
+        return Piece("key", 0, nbytes, Chunk(digest, Extent("pack", offset, nbytes + 4)), NOTHING)
+
+    same = [piece(0, 4096, b"a"), piece(0, 4096, b"a")]
+    assert [len(run.pieces) for run in reader._runs([*same, piece(4096, 4096, b"b")])] == [3]
+    assert [len(run.pieces) for run in reader._runs([piece(0, 8192, b"a"), piece(4096, 4096, b"b")])] == [1, 1]
+    assert [len(run.pieces) for run in reader._runs([piece(0, 4096, b"a"), piece(0, 4096, b"b")])] == [1, 1]
+    assert [len(run.pieces) for run in reader._runs([piece(0, 4096, b"a"), piece(0, 8192, b"a")])] == [1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,14 @@ from scenes import Heard, config, folder, ram
 from trees import arrays, indexed
 
 from tieredckpt import CheckpointStore, Shard, Sharded
-from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import reader
-from tieredckpt.engine.pieces import Piece, deliver
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.events import ChunkRepaired, StepPromoted, StepSaved
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.joining import join
 from tieredckpt.format.layout import block_key
 from tieredckpt.sync import SyncStore
+from tieredckpt.testing.faulty import Faulty
 from tieredckpt.tree import flatten
 
 Array = np.ndarray[Any, Any]
@@ -169,27 +167,15 @@ def test_what_pieces_leave_out_is_found_before_anything_is_written(blocking: Syn
     assert blocking.steps() == steps
 
 
-class Listening:
-    """Notes what is read of a tier's packs."""
-
-    def __init__(self, blobs: BlobStore, patch: pytest.MonkeyPatch) -> None:
-        self.read: list[tuple[str, int, int]] = []
-        self._get_into = blobs.get_into
-        patch.setattr(blobs, "get_into", self.get_into)
-
-    async def get_into(self, key: str, offset: int, memory: memoryview) -> None:
-        self.read.append((key, offset, memory.nbytes))
-        await self._get_into(key, offset, memory)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.read)
+def listen(store: CheckpointStore) -> Callable[[], list[int]]:
+    """Tells the bytes of each read of the disk's packs from now on."""
+    tier = tier_of(store, "disk")
+    tier.blobs = faulty = Faulty(tier.store)
+    return lambda: [call.nbytes for call in faulty.calls if call.verb == "get_into"]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-async def test_a_restore_of_some_boxes_reads_only_the_chunks_that_overlap_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int
-) -> None:
+async def test_a_restore_of_some_boxes_reads_only_the_chunks_that_overlap_them(tmp_path: Path, axis: int) -> None:
     tiers = {"disk": folder(tmp_path / "disk")}
     whole = np.random.default_rng(0).random((512, 512))
     bounds: list[list[int]] = [[], []]
@@ -198,12 +184,12 @@ async def test_a_restore_of_some_boxes_reads_only_the_chunks_that_overlap_them(
     async with CheckpointStore.open(config(tiers, chunk_size=16 << 10)) as store:
         await store.save(1, {"w": sharded(whole, cut_at(whole.shape, bounds))})
         (array,) = (await index_of(store, "disk", 1)).values()
-        listening = Listening(tier_of(store, "disk").store, monkeypatch)
+        reads = listen(store)
         restored = await store.restore(like={"w": sharded(whole, [mine], values=False)})
     assert restored is not None
     assert_pieces(restored.tree["w"], whole)
     # Neighbours are read in one go with the pages that the checksum fills up.
-    assert mine.size * 8 <= listening.nbytes <= mine.size * 8 * (1 + 4096 / array.grid.cell_nbytes)
+    assert mine.size * 8 <= sum(reads()) <= mine.size * 8 * (1 + 4096 / array.grid.cell_nbytes)
     assert restored.sources == {"disk": mine.size * 8}
 
 
@@ -224,25 +210,16 @@ def test_many_blocks_come_back_as_many_other_boxes_in_time(blocking: SyncStore) 
     assert_pieces(restored.tree["w"], whole)
 
 
-async def test_a_chunk_that_several_pieces_need_is_read_and_verified_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_chunk_that_several_pieces_need_is_read_once(tmp_path: Path) -> None:
     whole = np.random.default_rng(0).random((64, 64))
-    verified = []
-
-    def noted(piece: Piece, memory: Array) -> bool:
-        verified.append(piece)
-        return deliver(piece, memory)
-
-    monkeypatch.setattr(reader, "deliver", noted)
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")}, chunk_size=1 << 20)) as store:
         await store.save(1, {"w": whole})
-        listening = Listening(tier_of(store, "disk").store, monkeypatch)
+        reads = listen(store)
         boxes = cut_at(whole.shape, [[10, 33], [7, 50]])
         restored = await store.restore(like={"w": sharded(whole, boxes, values=False)})
     assert restored is not None
     assert_pieces(restored.tree["w"], whole)
-    assert len(listening.read) == len(verified) == 1
+    assert reads() == [whole.nbytes]
 
 
 async def test_pieces_go_through_every_tier_unchanged_and_an_unchanged_one_is_not_written_again(

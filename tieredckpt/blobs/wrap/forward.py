@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Sweep, Traits
+from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, GetDigested, Stretch, Sweep, Traits
 
 __all__ = ["Forward", "Operation"]
 
@@ -61,6 +61,13 @@ class Forward:
     async def get_into(self, key: str, offset: int, into: memoryview) -> None:
         operation = Operation("get_into", key, into.nbytes)
         await self.around(operation, lambda: self._inner.get_into(key, offset, into))
+
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        """What `tieredckpt.blobs.base.GetDigested` says, of an inner store whose traits have the ability."""
+        inner = self._inner
+        assert isinstance(inner, GetDigested)
+        operation = Operation("get_into", key, sum(stretch.nbytes for stretch in stretches))
+        return await self.around(operation, lambda: inner.get_digested(key, stretches))
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         operation = Operation("put", key, size_of(parts))
