@@ -28,10 +28,10 @@ def xxh3_crc32c(data: Bytes) -> tuple[bytes, int]:
     """Both of a C-contiguous buffer, which is read from memory once; without the GIL from 64 KiB on."""
 
 class Xxh3Stream:
-    """XXH3-128 of bytes that come in pieces of any size; on one thread at a time."""
+    """XXH3-128 of bytes that come in pieces of any size; two threads at one would harm memory."""
 
     def copy(self, source: NDArray[Any], target: NDArray[Any]) -> None:
-        """Take `source` in, and fill `target` with its start, which counts as it arrived there.
+        """Take `source` in, and fill `target`, which does not overlap it, with its start; that counts as it arrived.
 
         Without the GIL from 64 KiB on. A longer target is refused (`ValueError`).
         """

@@ -187,7 +187,8 @@ class PosixTier(_Tier):
     fsync: Flag = True
     """False gives up promise 3 on this tier: after a crash of the node it may hold nothing."""
     survives: Literal["node", "site"] = "node"
-    threads: Threads = 8
+    threads: Threads = 4
+    """How many calls block at a time, and twice as many that read chunks."""
 
     @property
     def location(self) -> str:

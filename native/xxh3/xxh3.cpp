@@ -13,7 +13,7 @@
 namespace tieredckpt {
 namespace {
 
-constexpr std::size_t kStripe = 64;
+constexpr std::size_t kStripe = Xxh3Stream::kStripe;
 constexpr std::size_t kStripesPerBlock = 16;
 constexpr std::size_t kSecretSize = 192;
 constexpr std::size_t kSecretStep = 8;
@@ -49,7 +49,8 @@ alignas(64) constexpr std::array<std::uint8_t, kSecretSize> kSecret = make_secre
 // Bytes that are in the first level cache when they are taken in a second time: as many as `crc32c` likes best.
 constexpr std::size_t kSealed = 24576;
 
-using Lanes = std::array<std::uint64_t, 8>;
+using Lanes = Xxh3Stream::Lanes;
+using TakeStripes = Xxh3Stream::TakeStripes;
 
 constexpr Lanes kFirstLanes = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
@@ -59,10 +60,6 @@ std::uint64_t load(const std::uint8_t* p) {
   for (unsigned i = 0; i < 8; ++i) word |= std::uint64_t{p[i]} << (8 * i);
   return word;
 }
-
-// As `Xxh3Stream` has it.
-using TakeStripes = void (*)(Lanes&, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
-                             std::size_t count);
 
 void accumulate(Lanes& lanes, const std::uint8_t* stripe, const std::uint8_t* secret) {
   for (std::size_t i = 0; i < lanes.size(); ++i) {

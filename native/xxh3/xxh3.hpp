@@ -20,12 +20,19 @@ bool xxh3_accelerated() noexcept;
 // The digest of bytes that come in pieces of any size, which may be copied as they come.
 class Xxh3Stream {
  public:
+  static constexpr std::size_t kStripe = 64;
+  using Lanes = std::array<std::uint64_t, 8>;
+  // Takes in `count` stripes, of which the first is the `first`th of all; copies them to `target` unless it is null.
+  using TakeStripes = void (*)(Lanes&, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
+                               std::size_t count);
+
   Xxh3Stream() noexcept;
 
   // Without vector instructions, for comparison.
   static Xxh3Stream portable() noexcept;
 
-  // Takes in `size` bytes, and copies them to `target` unless it is null: what counts is what arrives there.
+  // Takes in `size` bytes, and copies them to `target`, which does not overlap them, unless it is null: what counts is
+  // what arrives there.
   void take(const void* source, void* target, std::size_t size) noexcept;
 
   // Bytes taken in so far.
@@ -35,11 +42,6 @@ class Xxh3Stream {
   Xxh3Digest digest() const noexcept;
 
  private:
-  static constexpr std::size_t kStripe = 64;
-  using Lanes = std::array<std::uint64_t, 8>;
-  // Takes in `count` stripes, of which the first is the `first`th of all; copies them to `target` unless it is null.
-  using TakeStripes = void (*)(Lanes&, const std::uint8_t* source, std::uint8_t* target, std::size_t first,
-                               std::size_t count);
 
   explicit Xxh3Stream(TakeStripes take_stripes) noexcept;
   void keep(const std::uint8_t* source, std::uint8_t* target, std::size_t size) noexcept;

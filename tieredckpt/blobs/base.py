@@ -107,8 +107,8 @@ class Traits:
     """Aligned buffers (see `ALIGNMENT`) go to and from the device without a copy."""
     object_size: int
     """Preferred size of a large object, in bytes."""
-    digests: bool = False
-    """It has the ability `GetDigested`, by which chunks are best read."""
+    digested_reads: int = 0
+    """How many calls of the ability `GetDigested` are best asked for at a time; 0 for a store without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class GetDigested(Protocol):
     """An ability that some stores have beyond the verbs; to whoever counts or limits these, it is a `get_into`."""
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
-        """Read stretches of an object, one or more, each behind those before it; the digest of each.
+        """Read stretches of an object, each behind those before it; the digest of each.
 
         It is the one of `tieredckpt.format.digest.copy_start_and_digest`: bytes that go to memory count as they
         arrived there. What lies between the stretches may be read too. Raises as `get_into`, and the contents of

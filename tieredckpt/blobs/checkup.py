@@ -16,8 +16,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer
+from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, GetDigested, Stretch
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
+from tieredckpt.format.digest import digest
 from tieredckpt.units import format_size
 
 __all__ = ["CHECKUP", "Check", "Facts", "check_up", "warm_memory"]
@@ -158,6 +159,13 @@ class _Trial:
         seconds = time.perf_counter() - begin
         if not await asyncio.to_thread(np.array_equal, into, self._large):
             raise _Failed("other bytes came back than were written")
+        if self._store.traits.digested_reads and isinstance(self._store, GetDigested):  # as chunks are read
+            into[:] = 0
+            stretch = Stretch(0, into.size, memoryview(into))
+            digests = await self._store.get_digested(self._folder + "large", [stretch])
+            expected = [await asyncio.to_thread(digest, memoryview(self._large))]
+            if digests != expected or not await asyncio.to_thread(np.array_equal, into, self._large):
+                raise _Failed("other bytes came back than were written, or their digest is another one")
         return _rate(self._large.size, seconds)
 
     async def _range(self) -> str:

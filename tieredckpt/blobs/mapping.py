@@ -1,4 +1,4 @@
-"""Memory that is a shared mapping of files, and comes in huge pages where the kernel has them.
+"""Memory in huge pages where the kernel has them: shared mappings of files, and of this process alone.
 
 A device takes memory in pieces that lie in one page. Shared memory has pages of 4 KiB unless it is mounted
 otherwise, but Linux makes 2 MiB of 512 of them when it is asked to (``MADV_COLLAPSE``, Linux 6.1): asked while they
@@ -21,9 +21,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.transfer import check_room
+from tieredckpt.blobs.room import check_room
 
-__all__ = ["HUGE_PAGE", "Addresses", "give_back", "map_shared", "populate", "reserve"]
+__all__ = ["HUGE_PAGE", "Addresses", "give_back", "map_shared", "populate", "private_memory", "reserve"]
 
 HUGE_PAGE = 2 << 20
 """Bytes, as on x86-64 and as most of ARM has it; where they are larger the kernel refuses, and small pages remain."""
@@ -92,6 +92,17 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]
     position = -addresses.start % HUGE_PAGE
     addresses.place(position, fd, 0, nbytes, writable=writable)
     return addresses.array(writable=writable)[position : position + nbytes]
+
+
+def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """New memory of this process alone, empty, from a page's start on; of a huge page where there are such."""
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, dtype=np.uint8)
+    start = -int(array.__array_interface__["data"][0]) % HUGE_PAGE
+    return array[start : start + nbytes]
 
 
 def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:

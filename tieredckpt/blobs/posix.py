@@ -24,6 +24,7 @@ import numpy as np
 from tieredckpt.blobs import transfer
 from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix
 from tieredckpt.blobs.folders import Folders, probe
+from tieredckpt.blobs.room import reserve
 from tieredckpt.blobs.settle import settle
 from tieredckpt.errors import (
     Closed,
@@ -53,7 +54,7 @@ class PosixStore:
         direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
         follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
         object_size: the trait, in bytes.
-        threads: how many calls block at a time.
+        threads: how many calls block at a time, and twice as many that read chunks.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
     """
 
@@ -66,7 +67,7 @@ class PosixStore:
         direct: bool | None = None,
         follow_symlinks: bool = False,
         object_size: int = 256 << 20,
-        threads: int = 8,
+        threads: int = 4,
         folder_mode: int = 0o700,
         file_mode: int = 0o600,
     ) -> None:
@@ -77,6 +78,7 @@ class PosixStore:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
         self._direct = takes_direct if direct is None else direct
         self._fsync, self._file_mode, self._follow = fsync, file_mode, follow_symlinks
+        readers = 2 * threads  # half of them copy while half of them read
         self._traits = Traits(
             survives=survives,
             durable=fsync,
@@ -85,9 +87,11 @@ class PosixStore:
             ranged_get=True,
             direct_io=self._direct,
             object_size=object_size,
-            digests=True,
+            digested_reads=readers + readers // 2,  # for whichever thread is done, the next is there
         )
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
+        # Of their own, so that nothing small waits behind them.
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="tieredckpt-posix-reader")
         self._active = 0
         self._closed = False
 
@@ -112,15 +116,16 @@ class PosixStore:
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
         path = self._path(key)
-        at = 0
+        end = 0
         for offset, nbytes, into in stretches:
-            if offset < at or not 0 < nbytes >= into.nbytes or into.readonly:
-                raise Invalid(
-                    f"{nbytes} bytes of {key} cannot be read from offset {offset} on into {into.nbytes} bytes of "
-                    f"memory: they are none or not behind those before, or the memory is larger or read-only"
-                )
-            at = offset + nbytes
-        return await self._on_thread(partial(self._fill_digested, path, stretches))
+            if offset < end or nbytes < 1:
+                raise Invalid(f"{key} cannot be read: {nbytes} bytes from offset {offset} on are not behind {end}")
+            if into.readonly or into.nbytes > nbytes:
+                raise Invalid(f"{nbytes} bytes of {key} cannot fill {into.nbytes} bytes, or the memory is read-only")
+            end = offset + nbytes
+        if not stretches:
+            raise Invalid(f"nothing of {key} was asked for")
+        return await self._on_thread(partial(self._fill_digested, path, stretches), self._readers)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         path = self._path(key)
@@ -182,8 +187,7 @@ class PosixStore:
     async def close(self) -> None:
         """Refuse further verbs; those under way end as they would have."""
         self._closed = True
-        if not self._active:
-            self._pool.shutdown(wait=False)
+        self._end_threads()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -193,9 +197,9 @@ class PosixStore:
         self._check_open()
         return self._root / check_key(key)
 
-    async def _on_thread(self, work: Callable[[transfer.Stop], T]) -> T:
+    async def _on_thread(self, work: Callable[[transfer.Stop], T], pool: ThreadPoolExecutor | None = None) -> T:
         stop = transfer.Stop()
-        call = self._pool.submit(work, stop)
+        call = (pool or self._pool).submit(work, stop)
 
         def give_up() -> None:
             stop.set()
@@ -210,8 +214,12 @@ class PosixStore:
 
     def _ended(self, _: object) -> None:
         self._active -= 1
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         if self._closed and not self._active:
             self._pool.shutdown(wait=False)
+            self._readers.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _errors(self, path: Path, doing: str) -> Iterator[None]:
@@ -308,7 +316,7 @@ class PosixStore:
             temporary, fd = folders.create(path, flags, self._file_mode, create_only=create_only)
             try:
                 try:
-                    transfer.reserve(fd, nbytes)
+                    reserve(fd, nbytes)
                     transfer.write(fd, transfer.as_arrays(parts), stop, direct=direct)
                     if self._fsync:
                         os.fsync(fd)

@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from tieredckpt.blobs import mapping, shared
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.blobs.mapping import HUGE_PAGE
-from tieredckpt.blobs.transfer import private_memory
+from tieredckpt.blobs.mapping import HUGE_PAGE, private_memory
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
 

@@ -5,17 +5,15 @@ large copies release the GIL. A transfer looks at its `Stop` before every system
 than about `BLOCK` bytes.
 
 Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Bytes that are not go through
-an *arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy. A file
+an *arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do bytes that
+are digested as they come. A file
 system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served by buffered I/O.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections import deque
@@ -25,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch
+from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.format.digest import CopyDigester
 
 __all__ = [
@@ -37,12 +36,9 @@ __all__ = [
     "Stopped",
     "aligned_batches",
     "as_arrays",
-    "check_room",
     "fill",
     "fill_digested",
     "plain_batches",
-    "private_memory",
-    "reserve",
     "write",
 ]
 
@@ -65,7 +61,6 @@ _BUFFERS_PER_CALL = 512  # half of Linux's IOV_MAX
 _EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
 _of_thread = threading.local()
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Stopped(Exception):
@@ -174,41 +169,6 @@ class _Digested:
             self.digests.append(self._digester.digest())
             self._digester = None
             self._waiting.popleft()
-
-
-def private_memory(nbytes: int) -> Bytes:
-    """New memory of this process alone, empty, in huge pages where the kernel has them."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
-
-
-def reserve(fd: int, nbytes: int) -> None:
-    """Reserve room for a file, so that a full device is an error before the first byte is written.
-
-    It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would write into
-    every block then, which on NFS doubles the traffic. Raises `OSError`.
-    """
-    check_room(fd, nbytes)
-    if nbytes == 0 or not hasattr(_libc, "fallocate"):
-        return
-    length, start = ctypes.c_int64(nbytes), ctypes.c_int64(0)
-    if _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), start, length) != 0:
-        number = ctypes.get_errno()
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise OSError(number, os.strerror(number))
-
-
-def check_room(fd: int, nbytes: int) -> None:
-    """See that the file system has as much room, before it is asked for it. Raises `OSError`.
-
-    Asked for more than there is, ext4 and tmpfs take all there is before they fail, and others meet a full device.
-    """
-    free = os.fstatvfs(fd)
-    if free.f_blocks and nbytes > free.f_bavail * free.f_frsize:  # without blocks it is no figure at all
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def aligned_batches(parts: Sequence[Bytes], arena: Bytes) -> Iterator[list[Bytes]]:

@@ -293,10 +293,14 @@ class Commits:
                         sizes[chunk.digest] = array.grid.cell_nbytes
             if lacking := wanted - needs.keys():
                 raise NotFound(f"{step}: {len(lacking)} chunks of the part of rank {part} are not in RAM any more")
+            written: dict[bytes, Extent] = {}
+
+            async def note(placed: Mapping[bytes, Extent]) -> None:
+                written.update(placed)  # for a save that streams to the tier may let it forget them meanwhile
+
             if needs:
                 async with aclosing(batches(self._state, source, tier, needs, sizes)) as sealed:
-                    await write_packs(tier, sealed)
-            written = {digest: tier.chunks[digest] for digest in wanted}
+                    await write_packs(tier, sealed, note)
             return await in_thread(encode_written, source.index, written, pool=self._state.pool)
 
     def _home(self, step: StepId, part: int) -> Tier:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -32,9 +32,11 @@ __all__ = ["Read", "check", "fill"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_DIGESTED_READS = 12
-"""Runs asked for at a time of a store that digests them: one of its threads, of which a folder has eight, that ends one
-finds the next, and need not wait until the end was noticed."""
+_DIGESTED_SIZE = 192 << 20
+"""Bytes asked for at a time of a store that digests them, or one run: each read ends within the deadline of a tier that
+is as slow as it may be, though all share its bandwidth."""
+_SCRATCH_RUNS = 3
+"""Of these, so many pass through scratch memory. What is soon used again stays in the processor's cache."""
 _REMOTE_READS = 8
 """Reads in flight where latency, and not the device, is what one waits for."""
 _RUN_SIZE = 16 << 20
@@ -138,7 +140,9 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    read = _from_slab if source.tier.ram is not None else _from_packs
+    # Nobody waits for it, and the store digests on threads of its own.
+    at_once = state.config.copy_threads
+    read = _from_slab if source.tier.ram is not None else partial(_from_packs, most_at_once=at_once)
     unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
     for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
         await scan.turn(sum(piece.nbytes for piece in batch))
@@ -204,24 +208,30 @@ def _runs(pieces: list[Piece]) -> list[Run]:
         path, offset, _ = _place(piece)
         end = offset + piece.nbytes
         last = runs[-1] if runs else None
-        follows = last and (last.end <= offset <= last.end + _RUN_GAP or _chunk(last.pieces[-1]) == _chunk(piece))
-        if last and last.path == path and follows and end - last.offset <= _RUN_SIZE:
-            last.end = max(last.end, end)
-        else:
+        if last is None or not (
+            _chunk(last.pieces[-1]) == _chunk(piece)
+            or (last.path == path and last.end <= offset <= last.end + _RUN_GAP and end - last.offset <= _RUN_SIZE)
+        ):
             last = Run(path, offset, end)
             runs.append(last)
+        last.end = end
         last.pieces.append(piece)
     return runs
 
 
-async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
+async def _from_packs(
+    state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, most_at_once: int | None = None
+) -> list[Piece]:
     """Read runs of extents, several at a time; what was not intact."""
     failed: list[Piece] = []
     if not pieces:
         return failed
     waiting = deque(_runs(pieces))
-    if tier.store.traits.digests:
-        read, runs_at_once = partial(_digested, state, tier), _DIGESTED_READS
+    traits = tier.store.traits
+    if traits.digested_reads and isinstance(tier.store, GetDigested):
+        read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
+        largest = max(run.end - run.offset for run in waiting)
+        runs_at_once = min(traits.digested_reads, max(1, _DIGESTED_SIZE // largest))
     else:
         # Besides what is being read, as much is being verified.
         read = partial(_through_scratch, state, tier, reading=asyncio.Semaphore(_REMOTE_READS))
@@ -230,25 +240,26 @@ async def _from_packs(state: State, source: StepSource, tier: Tier, pieces: list
     async def reader() -> None:
         while waiting:
             run = waiting.popleft()
+            why: TieredCkptError | None = None
             try:
                 bad = await read(run)
-                why: TieredCkptError = Corrupt(f"tier {tier.name!r}: bytes of {run.path} are not what was saved")
             except (Corrupt, NotFound, TierUnavailable) as error:
                 if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
                     waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
                     continue
                 bad, why = run.pieces, error
             for piece in bad:
-                source.note(tier, piece.key, piece.chunk, why)
+                text = f"tier {tier.name!r}: bytes of {run.path} are not what was saved"
+                source.note(tier, piece.key, piece.chunk, why or Corrupt(text))
             failed.extend(bad)
             if source.progress is not None:
                 source.progress(sum(piece.nbytes for piece in run.pieces))
 
-    await together([reader() for _ in range(min(runs_at_once, len(waiting)))])
+    await together([reader() for _ in range(min(most_at_once or runs_at_once, runs_at_once, len(waiting)))])
     return failed
 
 
-async def _digested(state: State, tier: Tier, run: Run) -> list[Piece]:
+async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyncio.Semaphore) -> list[Piece]:
     """Read a run straight to where it goes, digested as it comes; what was not intact.
 
     Chunks of which boxes are wanted, or that are wanted in several places, pass through scratch memory.
@@ -256,36 +267,33 @@ async def _digested(state: State, tier: Tier, run: Run) -> list[Piece]:
     store = tier.store
     assert isinstance(store, GetDigested)
     chunks = [list(same) for _, same in groupby(run.pieces, _chunk)]
-    nbytes = sum(aligned(same[0].nbytes) for same in chunks if not _goes_to_one_place(same))
-    async with state.scratch.lend(nbytes) if nbytes else nullcontext(NOTHING) as scratch:
-        stretches: list[Stretch] = []
-        used = 0
-        for same in chunks:
-            into = same[0].target
-            if not _goes_to_one_place(same):
-                into = scratch[used : used + same[0].nbytes]
-                used += aligned(same[0].nbytes)
-            stretches.append(Stretch(_place(same[0])[1], same[0].nbytes, memoryview(into)))
-        digests = await store.get_digested(run.path, stretches)
-        bad: list[Piece] = []
-        passing: list[tuple[Piece, memoryview]] = []
-        for same, stretch, found in zip(chunks, stretches, digests, strict=True):
-            if found != same[0].chunk.digest:
-                bad += same
-            elif not _goes_to_one_place(same):
-                passing += ((piece, stretch.into) for piece in same)
-        if passing:
-            await in_thread(_put, passing, pool=state.pool)
-    return bad
+    passing = [aligned(same[0].nbytes) if len(same) > 1 or same[0].overlaps else 0 for same in chunks]
+    async with AsyncExitStack() as lent:
+        scratch = NOTHING
+        if any(passing):
+            await lent.enter_async_context(through_scratch)
+            scratch = await lent.enter_async_context(state.scratch.lend(sum(passing)))
+        places: list[Bytes] = []
+        for same, nbytes in zip(chunks, passing, strict=True):
+            places.append(scratch[: same[0].nbytes] if nbytes else same[0].target)
+            scratch = scratch[nbytes:]
+        digests = await store.get_digested(
+            run.path,
+            [
+                Stretch(_place(same[0])[1], same[0].nbytes, memoryview(place))
+                for same, place in zip(chunks, places, strict=True)
+            ],
+        )
+        intact = [found == same[0].chunk.digest for same, found in zip(chunks, digests, strict=True)]
+        passed = [each for each in zip(chunks, places, intact, passing, strict=True) if each[2] and each[3]]
+        if passed:
+            await in_thread(_put, [(piece, place) for same, place, _, _ in passed for piece in same], pool=state.pool)
+    return [piece for same, good in zip(chunks, intact, strict=True) if not good for piece in same]
 
 
-def _goes_to_one_place(pieces: Sequence[Piece]) -> bool:
-    return len(pieces) == 1 and not pieces[0].overlaps
-
-
-def _put(pieces: Iterable[tuple[Piece, memoryview]]) -> None:
+def _put(pieces: Iterable[tuple[Piece, Bytes]]) -> None:
     for piece, memory in pieces:
-        piece.put(np.frombuffer(memory, dtype=np.uint8))
+        piece.put(memory)
 
 
 async def _through_scratch(state: State, tier: Tier, run: Run, *, reading: asyncio.Semaphore) -> list[Piece]:

@@ -150,12 +150,8 @@ class Writer:
 
     async def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
         """Hold this rank's part, which rank 0 commits with those of the others."""
-        extents = await self._in_pool(unique_extents, index.arrays)
-        packs = frozenset(extent.path for extent in extents.values())
+        packs = await self._in_pool(_packs_of, index)
         self._state.streamed[index.record.id] = Streamed(tier, index, packs)
-        if not self._state.manages(tier):
-            for digest in extents:
-                tier.chunks.pop(digest, None)  # nothing here hears of what becomes of its pack
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
@@ -227,6 +223,10 @@ class Writer:
             if key in self._digests and len(self._digests[key]) == len(digests)
         }
         self._digests = now
+
+
+def _packs_of(index: StepIndex) -> frozenset[str]:
+    return frozenset(extent.path for extent in unique_extents(index.arrays).values())
 
 
 @functools.cache

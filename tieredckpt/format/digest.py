@@ -96,30 +96,44 @@ class Digester:
 class CopyDigester:
     """The digest of bytes that come in pieces and are copied as they come: of the copy, as it arrived.
 
-    ``nbytes`` is how many will come.
+    ``nbytes`` is how many will come. On one thread at a time.
     """
 
-    __slots__ = ("_in_blocks", "_native")
+    __slots__ = ("_state",)
 
     def __init__(self, nbytes: int) -> None:
-        self._native = _native_stream() if _native_stream is not None and nbytes >= _SHORTEST else None
-        self._in_blocks = Digester()
+        self._state: Xxh3Stream | _BlockCopier
+        if _native_stream is not None and nbytes >= _SHORTEST:
+            self._state = _native_stream()
+        else:
+            self._state = _BlockCopier()
 
     def copy(self, src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> None:
-        """Take ``src`` in, and fill ``dst`` with its start.
+        """Take ``src`` in, and fill ``dst``, which does not overlap it, with its start.
 
         Both are one-dimensional, uint8 and contiguous, and ``dst`` is writable; raises `Invalid` for others, and
         where ``dst`` is the longer one.
         """
         _check_start(src, dst)
-        if self._native is not None:
-            self._native.copy(src, dst)
-        else:
-            _copy_start_in_blocks(src, dst, self._in_blocks)
+        self._state.copy(src, dst)
 
     def digest(self) -> bytes:
         """Digest of all bytes so far, 16 bytes."""
-        return (self._native or self._in_blocks).digest()
+        return self._state.digest()
+
+
+class _BlockCopier(Digester):
+    __slots__ = ()
+
+    def copy(self, src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> None:
+        """Take ``src`` in, and fill ``dst`` with its start."""
+        for start in range(0, src.size, BLOCK):
+            block = src[start : start + BLOCK]
+            copy = dst[start : start + BLOCK]
+            np.copyto(copy, block[: copy.size])
+            self.update(copy)
+            if copy.size < block.size:
+                self.update(block[copy.size :])
 
 
 def digest(data: Bytes, padding: int = 0) -> bytes:
@@ -232,19 +246,9 @@ def _copy_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -
 
 
 def _copy_start_and_digest_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
-    digester = Digester()
-    _copy_start_in_blocks(src, dst, digester)
-    return digester.digest()
-
-
-def _copy_start_in_blocks(src: NDArray[np.uint8], dst: NDArray[np.uint8], digester: Digester) -> None:
-    for start in range(0, src.size, BLOCK):
-        block = src[start : start + BLOCK]
-        copy = dst[start : start + BLOCK]
-        np.copyto(copy, block[: copy.size])
-        digester.update(copy)
-        if copy.size < block.size:
-            digester.update(block[copy.size :])
+    copier = _BlockCopier()
+    copier.copy(src, dst)
+    return copier.digest()
 
 
 def _check_start(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> None:

@@ -94,6 +94,6 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
         lambda: store.stat(key),
         lambda: store.delete(key),
     ]
-    if store.traits.digests and isinstance(store, GetDigested):
+    if store.traits.digested_reads and isinstance(store, GetDigested):
         calls.append(lambda: store.get_digested(key, [Stretch(0, 1, memoryview(bytearray(1)))]))
     return calls

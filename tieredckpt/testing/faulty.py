@@ -36,7 +36,7 @@ import numpy as np
 
 from tieredckpt.blobs.base import BlobStore, Stretch
 from tieredckpt.blobs.settle import outlast
-from tieredckpt.blobs.wrap.forward import Forward, Operation
+from tieredckpt.blobs.wrap.forward import Forward, Operation, span
 from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import copy_start_and_digest
 
@@ -293,11 +293,10 @@ class Faulty(Forward):
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
         """To the script, this is `get_into` of all from the first stretch to the last."""
-        first, end = stretches[0].offset, stretches[-1].offset + stretches[-1].nbytes
-        effects = self._due(Operation("get_into", key, end - first), "data")
-        if self.traits.digests and not effects:
+        effects = self._due(Operation("get_into", key, span(stretches)), "data")
+        if self.traits.digested_reads and not effects:
             return await super().get_digested(key, stretches)
-        memory = np.zeros(end - first, dtype=np.uint8)
+        first, memory = stretches[0].offset, np.zeros(span(stretches), dtype=np.uint8)
         await self._get_into(key, first, memoryview(memory), effects)
         return [
             copy_start_and_digest(memory[at : at + nbytes], np.frombuffer(into, dtype=np.uint8))

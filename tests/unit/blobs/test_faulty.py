@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.kvstore import KvStoreBlobs
 from tieredckpt.errors import Corrupt, NoSpace, ShortRead, TierUnavailable
+from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import listed, verbs
 from tieredckpt.testing.faulty import Faulty
 
@@ -143,6 +145,29 @@ async def test_reads_are_cut_short(store: Faulty) -> None:
     assert into == b"2345\0\0"
     await store.get_into("key", 2, memoryview(into))
     assert into == b"234567"
+
+
+async def test_what_is_digested_is_what_a_script_lets_through(store: Faulty) -> None:
+    await store.put("key", [b"0123456789"])
+    into = memoryview(bytearray(4))
+    stretches = [Stretch(1, 5, into), Stretch(8, 1, memoryview(bytearray(1)))]
+    sound = await store.get_digested("key", stretches)
+    assert sound == [digest(b"12345"), digest(b"8")]
+    assert into == b"1234"
+    store.flip("get_into", bit=0)
+    flipped = await store.get_digested("key", stretches)
+    assert flipped == [digest(b"02345"), digest(b"8")]
+    assert into == b"0234"
+    store.cut("get_into", 3)
+    with pytest.raises(ShortRead):
+        await store.get_digested("key", stretches)
+    store.fail("get_into", NoSpace("odd"))
+    with pytest.raises(NoSpace):
+        await store.get_digested("key", stretches)
+    assert [(call.verb, call.nbytes) for call in store.calls[1:]] == [("get_into", 8)] * 2 + [
+        ("get_into", 3),
+        ("get_into", 8),
+    ]
 
 
 async def test_bits_flip_without_a_word(store: Faulty) -> None:

@@ -17,7 +17,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from tieredckpt.blobs import transfer
-from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.base import BlobStore, Stretch, Survives
 from tieredckpt.blobs.folders import Folders
 from tieredckpt.blobs.posix import PosixStore
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
@@ -438,12 +438,14 @@ class TestCancellation:
         await store.put("key", [b"x"])
         assert files(root) == {"key"}
 
+    @pytest.mark.parametrize("digested", [False, True])
     async def test_a_read_ends_when_its_thread_has_let_go(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch, digested: bool
     ) -> None:
         await store.put("key", [bytes(LARGE)])
-        calls = Calls(monkeypatch, "preadv")
-        task = await self.hang(store, calls, store.get_into("key", 0, aligned(bytes(LARGE))))
+        calls, into = Calls(monkeypatch, "preadv"), aligned(bytes(LARGE))
+        read = store.get_digested("key", [Stretch(0, LARGE, into)]) if digested else store.get_into("key", 0, into)
+        task = await self.hang(store, calls, read)
         task.cancel()
         assert not await self.settled(task)
         calls.go_on.set()
@@ -464,6 +466,21 @@ class TestCancellation:
         calls.go_on.set()
         await hanging
         await store.close()
+
+    async def test_reads_of_chunks_hold_up_nothing_else(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("key", [bytes(LARGE)])
+        calls = Calls(monkeypatch, "preadv")
+        calls.go_on.clear()
+        stretch = Stretch(0, LARGE, memoryview(bytearray()))
+        reads = [asyncio.ensure_future(store.get_digested("key", [stretch])) for _ in range(40)]
+        await asyncio.to_thread(calls.entered.wait, 30)
+        await store.put("small", [b"x"])
+        assert await store.get("small", limit=1) == b"x"
+        assert not any(read.done() for read in reads)
+        calls.go_on.set()
+        await asyncio.gather(*reads)
 
     async def test_a_store_that_hangs_holds_up_no_other(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.blobs import transfer
+from tieredckpt.blobs import room, transfer
 from tieredckpt.blobs.base import ALIGNMENT, Stretch
 from tieredckpt.blobs.transfer import (
     Bytes,
@@ -195,15 +195,15 @@ def assert_digested(path: Path, stretches: list[tuple[int, int, int]], *, direct
     """Of each stretch, its offset, its bytes, and those of its memory."""
     data = path.read_bytes()
     rooms = [aligned(b"\xa5" * (kept + 1), shift=3) for _, _, kept in stretches]
-    asked = [Stretch(offset, n, room[:-1]) for (offset, n, _), room in zip(stretches, rooms, strict=True)]
+    asked = [Stretch(offset, n, into[:-1]) for (offset, n, _), into in zip(stretches, rooms, strict=True)]
     fd = opened(path, os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
     try:
         digests = transfer.fill_digested(fd, asked, Stop(), direct=direct)
     finally:
         os.close(fd)
-    for (offset, nbytes, kept), room, found in zip(stretches, rooms, digests, strict=True):
+    for (offset, nbytes, kept), memory, found in zip(stretches, rooms, digests, strict=True):
         assert found == xxhash.xxh3_128_digest(data[offset : offset + nbytes])
-        assert room == data[offset : offset + kept] + b"\xa5"
+        assert memory == data[offset : offset + kept] + b"\xa5"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -301,21 +301,21 @@ class TestReserve:
     def test_a_device_without_room_says_so_before_it_is_filled(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_room(monkeypatch, 99_999)
         with pytest.raises(OSError, match="space") as raised:
-            transfer.reserve(fd, 100_000)
+            room.reserve(fd, 100_000)
         assert raised.value.errno == errno.ENOSPC
         assert os.fstat(fd).st_blocks == 0
-        transfer.reserve(fd, 99_999)
+        room.reserve(fd, 99_999)
 
     def test_a_file_system_that_does_not_tell_its_room_is_not_full(
         self, fd: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.with_room(monkeypatch, 0, blocks=0)
-        transfer.reserve(fd, 100_000)
+        room.reserve(fd, 100_000)
 
     def test_room_is_taken_before_the_bytes_come(self, fd: int) -> None:
-        transfer.reserve(fd, 0)
-        transfer.reserve(fd, 100_000)
-        if not hasattr(transfer._libc, "fallocate"):
+        room.reserve(fd, 0)
+        room.reserve(fd, 100_000)
+        if not hasattr(room._libc, "fallocate"):
             pytest.skip("the platform cannot reserve")
         assert os.fstat(fd).st_blocks * 512 >= 100_000
 
@@ -323,17 +323,17 @@ class TestReserve:
     def test_a_refusal_of_the_file_system_is_an_error(
         self, fd: int, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(transfer, "_libc", Libc(number))
+        monkeypatch.setattr(room, "_libc", Libc(number))
         with pytest.raises(OSError, match=r"\d") as raised:
-            transfer.reserve(fd, 100)
+            room.reserve(fd, 100)
         assert raised.value.errno == number
 
     @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
     def test_a_file_system_that_cannot_reserve_does_without(
         self, fd: int, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(transfer, "_libc", Libc(number))
-        transfer.reserve(fd, 100)
+        monkeypatch.setattr(room, "_libc", Libc(number))
+        room.reserve(fd, 100)
 
 
 class Libc:

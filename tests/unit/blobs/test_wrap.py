@@ -151,11 +151,14 @@ class TestDeadline:
             while store.left_behind:  # whoever asked for it has gone, and nobody else hears of it
                 await asyncio.sleep(0.001)
 
-    async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty) -> None:
+    @pytest.mark.parametrize("digested", [False, True])
+    async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty, digested: bool) -> None:
         await faulty.put("key", [b"late"])
         store = Deadline(faulty, "lustre", base=0.01)
         held = faulty.hold("get_into", stubborn=True)
-        reading = asyncio.ensure_future(store.get_into("key", 0, memoryview(bytearray(4))))
+        into = memoryview(bytearray(4))
+        call = store.get_digested("key", [Stretch(0, 4, into)]) if digested else store.get_into("key", 0, into)
+        reading = asyncio.ensure_future(call)
         await held.reached()
         await asyncio.sleep(0.06)
         ended = [reading.done()]

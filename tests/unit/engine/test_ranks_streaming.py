@@ -37,6 +37,9 @@ class Place:
         async with cohort(SIZE, self.shared_memory, self.disk, **settings) as ranks:
             yield ranks
 
+    def packs(self) -> list[Path]:
+        return list(self.disk.glob("packs/**/*.pack"))
+
     def commits(self) -> list[Path]:
         return list(self.disk.glob("steps/*/manifest.ocdbt"))
 
@@ -89,6 +92,28 @@ async def test_packs_that_a_part_refers_to_stay_when_the_step_goes_that_had_them
             assert_whole(restored, 1)
             assert restored is not None
             assert restored.tree["new"].tobytes() == new
+
+
+async def test_a_pack_that_another_step_came_to_need_and_left_stays_with_the_part_that_wrote_it(place: Place) -> None:
+    async with place.open() as ranks:
+        leader, new = ranks[0], np.random.default_rng(3).integers(0, 255, 1 << 17, np.uint8)
+        held = ranks.faulty(0).hold("put", key="packs/*", after=True)
+        first = asyncio.create_task(leader.save(1, part(1, 0, SIZE) | {"new": new}))
+        await held.reached()
+        disk = leader.engine.state.tier("disk")
+
+        async def as_if_known_to_be_used() -> None:
+            await asyncio.sleep(0)
+            disk.packs.update({path.relative_to(place.disk).as_posix(): path.stat().st_size for path in place.packs()})
+            disk.orphans.clear()
+
+        await leader.engine_loop.call(as_if_known_to_be_used())
+        assert place.packs()
+        await leader.collect()
+        held.release()
+        await ranks.reached([await first, *await ranks.save(1, ranks=[1, 2])], "disk")
+        for restored in await ranks.restored(1):
+            assert_whole(restored, 1)
 
 
 async def test_a_rank_that_did_not_stream_leaves_no_commit(place: Place) -> None:

@@ -66,7 +66,7 @@ class Forward:
         """What `tieredckpt.blobs.base.GetDigested` says, of an inner store whose traits have the ability."""
         inner = self._inner
         assert isinstance(inner, GetDigested)
-        operation = Operation("get_into", key, sum(stretch.nbytes for stretch in stretches))
+        operation = Operation("get_into", key, span(stretches))
         return await self.around(operation, lambda: inner.get_digested(key, stretches))
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
@@ -105,6 +105,11 @@ class Forward:
 
     async def close(self) -> None:
         await self._inner.close()
+
+
+def span(stretches: Sequence[Stretch]) -> int:
+    """Bytes from the first stretch to the end of the last."""
+    return stretches[-1].offset + stretches[-1].nbytes - stretches[0].offset if stretches else 0
 
 
 def size_of(parts: Sequence[Buffer]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from insight import flip_chunk, tier_of
 from scenes import CHUNK, assert_same, config, folder, tree
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.engine import reader
 from tieredckpt.engine.pieces import NOTHING, Piece
@@ -32,6 +32,7 @@ class Watching:
         blobs = tier_of(store, "disk").store
         assert isinstance(blobs, GetDigested)
         self._get_digested = blobs.get_digested
+        self.digested_reads = tier_of(store, "disk").store.traits.digested_reads
         patch.setattr(blobs, "get_digested", self.get_digested)
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
@@ -63,7 +64,7 @@ async def test_every_byte_is_read_once_and_straight_to_where_it_goes(
     assert restored is not None
     assert_same(restored.tree, saved)
     watching.assert_nothing_was_read_twice()
-    assert 1 < watching.most <= reader._DIGESTED_READS
+    assert 1 < watching.most <= watching.digested_reads
     assert watching.most_scratch == 0
     assert sum(nbytes for _, _, nbytes in watching.read) >= 20 * 3 * CHUNK
 
@@ -83,6 +84,51 @@ async def test_a_chunk_that_is_wanted_in_several_places_is_read_once(
     assert restored is not None
     assert_same(restored.tree, saved)
     watching.assert_nothing_was_read_twice()
+
+
+async def test_few_runs_are_in_memory_where_boxes_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_RUN_SIZE", RUN)
+    whole = np.random.default_rng(0).random((512, 512))
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")}, chunk_size=CHUNK)) as store:
+        await store.save(1, {"w": whole})
+        watching = Watching(store, monkeypatch)
+        right = np.zeros((512, 200))
+        restored = await store.restore(into={"w": Shard(right, shape=(512, 512), offset=(0, 312))})
+    assert restored is not None
+    np.testing.assert_array_equal(right, whole[:, 312:])
+    watching.assert_nothing_was_read_twice()
+    assert 0 < watching.most_scratch <= reader._SCRATCH_RUNS * RUN
+
+
+async def test_large_chunks_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would share the bandwidth of a slow tier with so many others that its deadline passes."""
+    monkeypatch.setattr(reader, "_DIGESTED_SIZE", 2 * CHUNK)
+    monkeypatch.setattr(reader, "_RUN_SIZE", CHUNK)
+    saved = tree(arrays=20)
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
+        await store.save(1, saved)
+        watching = Watching(store, monkeypatch)
+        restored = await store.restore()
+    assert restored is not None
+    assert_same(restored.tree, saved)
+    assert watching.most == 2
+
+
+@pytest.mark.parametrize("content", ["random", "zeros"])
+async def test_of_a_pack_that_ends_too_soon_is_read_what_is_there(tmp_path: Path, content: str) -> None:
+    array = bytes(6 * CHUNK) if content == "zeros" else np.random.default_rng(0).bytes(6 * CHUNK)
+    saved = {"a": np.frombuffer(array, np.uint8), "b": np.random.default_rng(1).random(CHUNK)}
+    async with CheckpointStore.open(
+        config({"disk": folder(tmp_path / "disk"), "far": folder(tmp_path / "far")})
+    ) as store:
+        await (await store.save(1, saved)).reached("far")
+        for pack in (tmp_path / "disk" / "packs").rglob("*.pack"):
+            with pack.open("r+b") as file:
+                file.truncate(pack.stat().st_size // 2)
+        restored = await store.restore()
+    assert restored is not None
+    assert_same(restored.tree, saved)
+    assert set(restored.sources) == {"disk", "far"}
 
 
 @pytest.mark.parametrize("content", ["random", "zeros"])

@@ -1,0 +1,37 @@
+"""Room on a file system is had before it is used: a full device is an error, and not half an object or a signal."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+__all__ = ["check_room", "reserve"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Reserve room for a file, so that a full device is an error before the first byte is written.
+
+    It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would write into
+    every block then, which on NFS doubles the traffic. Raises `OSError`.
+    """
+    check_room(fd, nbytes)
+    if nbytes == 0 or not hasattr(_libc, "fallocate"):
+        return
+    length, start = ctypes.c_int64(nbytes), ctypes.c_int64(0)
+    if _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), start, length) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(number, os.strerror(number))
+
+
+def check_room(fd: int, nbytes: int) -> None:
+    """See that the file system has as much room, before it is asked for it. Raises `OSError`.
+
+    Asked for more than there is, ext4 and tmpfs take all there is before they fail, and others meet a full device.
+    """
+    free = os.fstatvfs(fd)
+    if free.f_blocks and nbytes > free.f_bavail * free.f_frsize:  # without blocks it is no figure at all
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
