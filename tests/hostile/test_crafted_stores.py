@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -373,7 +374,10 @@ LINKS = [
 
 
 @pytest.mark.parametrize("name", LINKS)
-async def test_nothing_is_read_written_or_deleted_where_a_link_leads(tmp_path: Path, name: str) -> None:
+async def test_nothing_is_read_written_or_deleted_where_a_link_leads(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "new_pack_id", lambda: "ef" + secrets.token_hex(15))  # none goes where a link is
     root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
     outside = tmp_path / "outside"
     write(root, "leases/0000000000000000", b"{}")

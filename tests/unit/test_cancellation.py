@@ -19,6 +19,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine import copier, packs, reader
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.errors import Closed, NotFound
+from tieredckpt.format.digest import CopyDigester
 from tieredckpt.testing.tiers import FaultyTiers
 from tieredckpt.tree import snapshot
 
@@ -87,7 +88,13 @@ class Touched:
         self.gate = threading.Event()
         self.gate.set()
         self._guards_count = threading.Lock()
-        for owner, name in ((snapshot, "copy_and_digest"), (reader, "deliver"), (copier, "seal"), (packs, "seal")):
+        for owner, name in (
+            (snapshot, "copy_and_digest"),
+            (reader, "deliver"),
+            (CopyDigester, "copy"),
+            (copier, "seal"),
+            (packs, "seal"),
+        ):
             patch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
