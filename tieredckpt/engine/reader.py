@@ -140,9 +140,9 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
             )
     if source.progress is not None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    # Nobody waits for it, and the store digests on threads of its own.
-    at_once = state.config.copy_threads
-    read = _from_slab if source.tier.ram is not None else partial(_from_packs, most_at_once=at_once)
+    # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
+    reads = 2 * state.config.copy_threads
+    read = _from_slab if source.tier.ram is not None else partial(_from_packs, digested_reads=reads)
     unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
     for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
         await scan.turn(sum(piece.nbytes for piece in batch))
@@ -220,9 +220,12 @@ def _runs(pieces: list[Piece]) -> list[Run]:
 
 
 async def _from_packs(
-    state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, most_at_once: int | None = None
+    state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, digested_reads: int = 0
 ) -> list[Piece]:
-    """Read runs of extents, several at a time; what was not intact."""
+    """Read runs of extents, several at a time; what was not intact.
+
+    ``digested_reads`` is how many of a store that digests them; 0 for as many as it likes best.
+    """
     failed: list[Piece] = []
     if not pieces:
         return failed
@@ -231,7 +234,7 @@ async def _from_packs(
     if traits.digested_reads and isinstance(tier.store, GetDigested):
         read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
         largest = max(run.end - run.offset for run in waiting)
-        runs_at_once = min(traits.digested_reads, max(1, _DIGESTED_SIZE // largest))
+        runs_at_once = min(digested_reads or traits.digested_reads, max(1, _DIGESTED_SIZE // largest))
     else:
         # Besides what is being read, as much is being verified.
         read = partial(_through_scratch, state, tier, reading=asyncio.Semaphore(_REMOTE_READS))
@@ -255,7 +258,7 @@ async def _from_packs(
             if source.progress is not None:
                 source.progress(sum(piece.nbytes for piece in run.pieces))
 
-    await together([reader() for _ in range(min(most_at_once or runs_at_once, runs_at_once, len(waiting)))])
+    await together([reader() for _ in range(min(runs_at_once, len(waiting)))])
     return failed
 
 
@@ -274,21 +277,22 @@ async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyn
             await lent.enter_async_context(through_scratch)
             scratch = await lent.enter_async_context(state.scratch.lend(sum(passing)))
         places: list[Bytes] = []
+        stretches: list[Stretch] = []
         for same, nbytes in zip(chunks, passing, strict=True):
             places.append(scratch[: same[0].nbytes] if nbytes else same[0].target)
+            stretches.append(Stretch(_place(same[0])[1], same[0].nbytes, memoryview(places[-1])))
             scratch = scratch[nbytes:]
-        digests = await store.get_digested(
-            run.path,
-            [
-                Stretch(_place(same[0])[1], same[0].nbytes, memoryview(place))
-                for same, place in zip(chunks, places, strict=True)
-            ],
-        )
-        intact = [found == same[0].chunk.digest for same, found in zip(chunks, digests, strict=True)]
-        passed = [each for each in zip(chunks, places, intact, passing, strict=True) if each[2] and each[3]]
-        if passed:
-            await in_thread(_put, [(piece, place) for same, place, _, _ in passed for piece in same], pool=state.pool)
-    return [piece for same, good in zip(chunks, intact, strict=True) if not good for piece in same]
+        digests = await store.get_digested(run.path, stretches)
+        bad: list[Piece] = []
+        good: list[tuple[Piece, Bytes]] = []
+        for same, place, nbytes, found in zip(chunks, places, passing, digests, strict=True):
+            if found != same[0].chunk.digest:
+                bad += same
+            elif nbytes:
+                good += ((piece, place) for piece in same)
+        if good:
+            await in_thread(_put, good, pool=state.pool)
+    return bad
 
 
 def _put(pieces: Iterable[tuple[Piece, Bytes]]) -> None:
