@@ -52,6 +52,7 @@ __all__ = [
     "check_key",
     "check_prefix",
     "is_key",
+    "span",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -127,6 +128,11 @@ class Stretch(NamedTuple):
     nbytes: int
     into: memoryview
     """Writable, of any alignment, and at most as long."""
+
+
+def span(stretches: Sequence[Stretch]) -> int:
+    """Bytes from the first stretch to the end of the last."""
+    return stretches[-1].offset + stretches[-1].nbytes - stretches[0].offset if stretches else 0
 
 
 class Get(Protocol):

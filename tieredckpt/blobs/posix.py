@@ -22,7 +22,7 @@ import aiofiles.os
 import numpy as np
 
 from tieredckpt.blobs import transfer
-from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix
+from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix, span
 from tieredckpt.blobs.folders import Folders, probe
 from tieredckpt.blobs.room import reserve
 from tieredckpt.blobs.settle import settle
@@ -253,8 +253,7 @@ class PosixStore:
             transfer.fill(fd, offset, array, stop, direct=direct)
 
     def _fill_digested(self, path: Path, stretches: Sequence[Stretch], stop: transfer.Stop) -> Sequence[bytes]:
-        first, last = stretches[0], stretches[-1]
-        with self._reading(path, first.offset, last.offset + last.nbytes - first.offset) as (fd, direct):
+        with self._reading(path, stretches[0].offset, span(stretches)) as (fd, direct):
             return transfer.fill_digested(fd, stretches, stop, direct=direct)
 
     @contextlib.contextmanager

@@ -6,8 +6,8 @@ than about `BLOCK` bytes.
 
 Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Bytes that are not go through
 an *arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do bytes that
-are digested as they come. A file
-system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served by buffered I/O.
+are digested as they come. A file system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served
+by buffered I/O.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch
+from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch, span
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.format.digest import CopyDigester
 
@@ -153,7 +153,7 @@ class _Digested:
         self.digests: list[bytes] = []
         self.at = stretches[0].offset
         """Offset of the next byte that is wanted."""
-        self.end = stretches[-1].offset + stretches[-1].nbytes
+        self.end = self.at + span(stretches)
 
     def take(self, piece: Bytes) -> None:
         begin, self.at = self.at, self.at + len(piece)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["RecentIndexes", "unique_extents"]
+__all__ = ["RecentIndexes", "packs_of", "unique_extents"]
 
 _KEPT = 8
 
@@ -46,3 +46,8 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
         for chunk in array.chunks
         if isinstance(chunk.where, Extent)
     }
+
+
+def packs_of(arrays: Mapping[str, ArrayIndex]) -> frozenset[str]:
+    """The packs that a step refers to."""
+    return frozenset(extent.path for extent in unique_extents(arrays).values())

@@ -97,10 +97,10 @@ async def stream(
                 await state.agents_tiers.borrow(tier, until_committed)
         elif state.ranks == 1:
             await until_committed.enter_async_context(tier.guards_packs)
-        else:  # a commit holds the packs for as long as it waits for a silent rank, and no save waits for that
-            until_committed.callback(tier.streamed_to.clear)
-            if not state.manages(tier):
-                until_committed.callback(tier.chunks.clear)  # nothing here hears of what becomes of their packs
+        elif not state.manages(tier):
+            until_committed.callback(tier.chunks.clear)  # nothing here hears of what becomes of their packs
+        # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
+        until_committed.callback(tier.streamed_to.clear)
         return tier, await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
@@ -167,12 +167,10 @@ async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab)
     if state.agents_tiers is not None:
         await state.agents_tiers.find(tier, sizes)
     else:
-        if state.ranks > 1:
-            tier.streamed_to |= _packs_with(tier, sizes)
+        tier.streamed_to |= _packs_with(tier, sizes)
         await refer_to_intact(state, tier, None, sizes)
     extents = {digest: tier.chunks[digest] for digest, nbytes in sizes.items() if tier.has(digest, nbytes)}
-    if state.ranks > 1:  # of another promotion meanwhile, too
-        tier.streamed_to.update(extent.path for extent in extents.values())
+    tier.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
     new = {done.digest: done for done in copied if done.digest not in extents}
     waiting = sorted(new.values(), key=lambda done: done.offset)
 
@@ -205,8 +203,7 @@ async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Sl
 
 
 async def _sealed(state: State, tier: Tier, batch: Batch) -> Batch:
-    if state.ranks > 1:
-        tier.streamed_to.add(batch.key)
+    tier.streamed_to.add(batch.key)
     if await seal_all(batch.payloads, state.pool, state.config.copy_threads):
         raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
     return batch

@@ -17,7 +17,7 @@ from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.catalog import Catalogued
 from tieredckpt.engine.holdings import DamagedSteps, Held, HeldSteps, Sizes
-from tieredckpt.engine.indexes import RecentIndexes, unique_extents
+from tieredckpt.engine.indexes import RecentIndexes, packs_of
 from tieredckpt.engine.known_chunks import KnownChunks
 from tieredckpt.engine.lease import Lease
 from tieredckpt.engine.slab_index import SlabIndex
@@ -86,7 +86,7 @@ class Tier:
     orphans: dict[str, float] = field(default_factory=dict)
     """When packs that no step was known to use were last changed (epoch seconds)."""
     streamed_to: set[str] = field(default_factory=set)
-    """Packs to which a save may refer that is streaming here beside other ranks: it holds no lock, and they stay."""
+    """Packs to which a save may refer that is streaming here: they stay, though beside other ranks it holds no lock."""
     pins: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
     leaving: set[StepId] = field(default_factory=set)
@@ -295,8 +295,7 @@ class Tier:
         """The packs that a step refers to."""
         found = self._packs_of.get(step)
         if found is None:
-            extents = unique_extents((await self.load_index(step)).arrays).values()
-            found = self._packs_of[step] = frozenset(extent.path for extent in extents)
+            found = self._packs_of[step] = packs_of((await self.load_index(step)).arrays)
         return found
 
     def know(self, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str, nbytes: int) -> None:
@@ -312,7 +311,7 @@ class Tier:
         self.catalogued.forget(step)
         self.index_bytes[step] = nbytes
         self.indexes.remember(step, StepIndex(record, dict(arrays)))
-        self._packs_of[step] = frozenset(extent.path for extent in unique_extents(arrays).values())
+        self._packs_of[step] = packs_of(arrays)
         for key in self._packs_of[step]:
             self.orphans.pop(key, None)
 

@@ -25,7 +25,7 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
-from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.indexes import packs_of
 from tieredckpt.engine.state import State, Streamed
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
 from tieredckpt.engine.tier import Tier
@@ -150,7 +150,7 @@ class Writer:
 
     async def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
         """Hold this rank's part, which rank 0 commits with those of the others."""
-        packs = await self._in_pool(_packs_of, index)
+        packs = await self._in_pool(packs_of, index.arrays)
         self._state.streamed[index.record.id] = Streamed(tier, index, packs)
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -223,10 +223,6 @@ class Writer:
             if key in self._digests and len(self._digests[key]) == len(digests)
         }
         self._digests = now
-
-
-def _packs_of(index: StepIndex) -> frozenset[str]:
-    return frozenset(extent.path for extent in unique_extents(index.arrays).values())
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import mmap
 import random
@@ -12,7 +13,7 @@ from typing import Protocol
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, GetDigested, Stretch
 
-__all__ = ["BackDoor", "FolderBackDoor", "aligned", "listed", "pattern", "verbs"]
+__all__ = ["BackDoor", "FolderBackDoor", "aligned", "assert_cancelled_reads_let_go", "listed", "pattern", "verbs"]
 
 
 class BackDoor(Protocol):
@@ -97,3 +98,21 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
     if store.traits.digested_reads and isinstance(store, GetDigested):
         calls.append(lambda: store.get_digested(key, [Stretch(0, 1, memoryview(bytearray(1)))]))
     return calls
+
+
+async def assert_cancelled_reads_let_go(
+    store: BlobStore, key: str, read: Callable[[memoryview], Awaitable[object]]
+) -> None:
+    """A ``read`` of an object of 8 MiB, cancelled sooner or later, leaves the memory alone once it has ended."""
+    size = 8 << 20
+    for turns in (1, 2, 20, 100):
+        into = aligned(bytes(size))
+        reading = asyncio.ensure_future(read(into))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        into[:] = bytes(size)
+        assert (await store.stat(key)).size == size
+        assert into == bytes(size)

@@ -28,7 +28,7 @@ import pytest
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, Traits
 from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NotFound, ShortRead
-from tieredckpt.testing.backdoor import BackDoor, aligned, listed, pattern, verbs
+from tieredckpt.testing.backdoor import BackDoor, aligned, assert_cancelled_reads_let_go, listed, pattern, verbs
 from tieredckpt.testing.digesting import GetDigestedTests
 
 __all__ = ["BlobStoreTests"]
@@ -348,17 +348,7 @@ class BlobStoreTests(GetDigestedTests):
 
     async def test_a_cancelled_read_lets_go_of_the_memory(self, store: BlobStore, back_door: BackDoor) -> None:
         await back_door.put("key", b"\xff" * (8 * MIB))
-        for turns in (1, 2, 20, 100):
-            into = aligned(bytes(8 * MIB))
-            reading = asyncio.ensure_future(store.get_into("key", 0, into))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reading
-            into[:] = bytes(len(into))
-            assert (await store.stat("key")).size == 8 * MIB
-            assert into == bytes(len(into))
+        await assert_cancelled_reads_let_go(store, "key", lambda into: store.get_into("key", 0, into))
 
     @pytest.mark.parametrize("nbytes", [1000, 3 * MIB])
     async def test_parts_may_change_once_put_has_returned(

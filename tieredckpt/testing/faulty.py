@@ -34,9 +34,9 @@ from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
-from tieredckpt.blobs.base import BlobStore, Stretch
+from tieredckpt.blobs.base import BlobStore, Stretch, span
 from tieredckpt.blobs.settle import outlast
-from tieredckpt.blobs.wrap.forward import Forward, Operation, span
+from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import copy_start_and_digest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ class Watching:
         blobs = tier_of(store, "disk").store
         assert isinstance(blobs, GetDigested)
         self._get_digested = blobs.get_digested
-        self.digested_reads = tier_of(store, "disk").store.traits.digested_reads
+        self.digested_reads = blobs.traits.digested_reads
         patch.setattr(blobs, "get_digested", self.get_digested)
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
@@ -52,17 +53,23 @@ class Watching:
             ends[key] = offset + nbytes
 
 
+async def restored(saved: dict[str, Any], path: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Watching:
+    """Save a tree on a disk and restore it; what was read for that."""
+    async with CheckpointStore.open(config({"disk": folder(path / "disk", **settings)})) as store:
+        await store.save(1, saved)
+        watching = Watching(store, patch)
+        found = await store.restore()
+    assert found is not None
+    assert_same(found.tree, saved)
+    return watching
+
+
 async def test_every_byte_is_read_once_and_straight_to_where_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "_RUN_SIZE", RUN)
     saved = tree(arrays=20)
-    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", direct=None)})) as store:
-        await store.save(1, saved)
-        watching = Watching(store, monkeypatch)
-        restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, saved)
+    watching = await restored(saved, tmp_path, monkeypatch, direct=None)
     watching.assert_nothing_was_read_twice()
     assert 1 < watching.most <= watching.digested_reads
     assert watching.most_scratch == 0
@@ -77,12 +84,7 @@ async def test_a_chunk_that_is_wanted_in_several_places_is_read_once(
         "fewer": np.zeros(2 * CHUNK - 100, np.uint8),  # its last chunk is filled up
         "other": np.arange(CHUNK, dtype=np.uint8),
     }
-    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
-        await store.save(1, saved)
-        watching = Watching(store, monkeypatch)
-        restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, saved)
+    watching = await restored(saved, tmp_path, monkeypatch)
     watching.assert_nothing_was_read_twice()
 
 
@@ -105,12 +107,7 @@ async def test_large_chunks_are_read_few_at_a_time(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(reader, "_DIGESTED_SIZE", 2 * CHUNK)
     monkeypatch.setattr(reader, "_RUN_SIZE", CHUNK)
     saved = tree(arrays=20)
-    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
-        await store.save(1, saved)
-        watching = Watching(store, monkeypatch)
-        restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, saved)
+    watching = await restored(saved, tmp_path, monkeypatch)
     assert watching.most == 2
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, GetDigested, Stretch, Sweep, Traits
+from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, GetDigested, Stretch, Sweep, Traits, span
 
 __all__ = ["Forward", "Operation"]
 
@@ -105,11 +105,6 @@ class Forward:
 
     async def close(self) -> None:
         await self._inner.close()
-
-
-def span(stretches: Sequence[Stretch]) -> int:
-    """Bytes from the first stretch to the end of the last."""
-    return stretches[-1].offset + stretches[-1].nbytes - stretches[0].offset if stretches else 0
 
 
 def size_of(parts: Sequence[Buffer]) -> int:
