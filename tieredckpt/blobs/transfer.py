@@ -55,8 +55,7 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """The flag of direct I/O; 0 on platforms without it."""
 
 _ARENA = 4 << 20
-_DIGESTED_AT_ONCE = 1 << 20
-"""Bytes that are read before they are copied and digested: they are in the core's own cache then."""
+"""Bytes that are read before they are copied: the fewer, the more a fast device waits for the next request."""
 _BUFFERS_PER_CALL = 512  # half of Linux's IOV_MAX
 _EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -120,14 +119,12 @@ def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None
 def fill_digested(fd: int, stretches: Sequence[Stretch], stop: Stop, *, direct: bool) -> list[bytes]:
     """Fill the memory of stretches of a file, which are in order and do not overlap; the digest of each.
 
-    All from the first to the last passes through the arena, and from there past the caches, while it is still in
-    those of the core that read it. Raises as `fill`.
+    All from the first to the last passes through the arena, and from there past the caches. Raises as `fill`.
     """
     digested = _Digested(stretches)
 
     def take(unit: int) -> None:
-        arena = _arena()[:_DIGESTED_AT_ONCE]
-        for piece in _pieces(fd, digested.at, digested.end - digested.at, arena, stop, unit):
+        for piece in _pieces(fd, digested.at, digested.end - digested.at, _arena(), stop, unit):
             digested.take(piece)
 
     if direct:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tieredckpt.blobs import room, transfer
 from tieredckpt.blobs.base import ALIGNMENT, Stretch
+from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.blobs.transfer import (
     Bytes,
     EndOfFile,
@@ -212,7 +213,8 @@ def test_stretches_are_digested_whatever_the_system_reads_at_a_time(
 ) -> None:
     (tmp_path / "file").write_bytes(pattern(300_007))
     rng = random.Random(seed)
-    monkeypatch.setattr(transfer, "_DIGESTED_AT_ONCE", rng.choice([ALIGNMENT, 8 * ALIGNMENT]))
+    arena = private_memory(rng.choice([ALIGNMENT, 8 * ALIGNMENT]))
+    monkeypatch.setattr(transfer, "_arena", lambda: arena)
     monkeypatch.setattr(os, "preadv", shortened(os.preadv, rng))
     at, stretches = rng.choice([0, 77, ALIGNMENT]), []
     while (nbytes := min(rng.choice([1, 100, ALIGNMENT, 40_000, 150_000]), 300_007 - at)) > 0:
