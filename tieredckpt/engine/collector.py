@@ -189,11 +189,11 @@ class Collector:
         await self.evict(step, tier)
         return True
 
-    async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
+    async def make_room(self, tier: Tier, enough: Callable[[], bool], *, of_retained: bool = True) -> bool:
         """Evict from a tier until there is room enough; False when nothing more may go.
 
         Steps that still wait for their promotion stay. Steps that the policy retains leave RAM when a slower
-        tier holds them: the slab is a cache.
+        tier holds them, for the slab is a cache; not without ``of_retained``.
         """
         await self._reclaim_unread(tier)
         if enough():
@@ -202,9 +202,9 @@ class Collector:
             if step not in self._state.undecided:  # it cannot become whole
                 await self.let_part_go(step, tier)
         going = leaving(self._state, tier)
-        if tier.ram is not None:
+        if tier.ram is not None and of_retained:
             going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
-        else:
+        if tier.ram is None:
             await self.collect(tier, orphans=False)
             if enough():
                 return True

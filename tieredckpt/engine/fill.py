@@ -37,6 +37,11 @@ def has_room(slab: Slab, nbytes: int) -> bool:
     return slab.room >= nbytes
 
 
+def _is_reserved(slab: Slab, nbytes: int) -> bool:
+    """Whether the slab has memory for so many bytes, without growing."""
+    return slab.reserved - slab.used >= nbytes
+
+
 async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None:
     """Let the copy threads work until all is copied or the slab is full; none of them runs afterwards."""
     snapshot.full = False
@@ -79,9 +84,12 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         return False
     try:
         if not slab.reserved:
-            await in_thread(_reserve_for_two, slab, need, pool=state.pool)
+            await in_thread(slab.reserve, need, pool=state.pool)
+            slab.wanted = 2 * need  # or the second save would wait for its memory as well
         if not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
+        elif not _is_reserved(slab, need):  # and what nobody has used before comes at the speed of page faults
+            await collector.make_room(tier, partial(_is_reserved, slab, need), of_retained=False)
         while snapshot.pending:
             await copy_cells(state, snapshot, index)
             if snapshot.full:
@@ -100,14 +108,6 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     uses = Counter(done.digest for done in snapshot.copied)
     index.drop((uses - Counter(set(uses))).elements())  # a step uses each of its chunks once
     return True
-
-
-def _reserve_for_two(slab: Slab, nbytes: int) -> None:
-    """An automatic slab takes memory for two snapshots at the first save, so that later ones do not."""
-    try:
-        slab.reserve(2 * nbytes)
-    except NoSpace:
-        slab.reserve(nbytes)
 
 
 def _size(snapshot: Snapshot) -> int:

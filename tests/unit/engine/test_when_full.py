@@ -29,7 +29,7 @@ def state(seed: int) -> dict[str, Any]:
 
 
 class Scene:
-    """A store whose slab holds ``states`` states, and whose next tier is behind a gate."""
+    """A store whose slab holds ``states`` states, or as many as it likes, and whose next tier is behind a gate."""
 
     def __init__(self, store: CheckpointStore, faults: FaultyTiers) -> None:
         self.store = store
@@ -75,9 +75,10 @@ class Scene:
 @pytest.fixture
 def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> Any:
     @asynccontextmanager
-    async def opened(when_full: str, states: int, **settings: Any) -> AsyncIterator[Scene]:
+    async def opened(when_full: str, states: int | None, retained: int = 1, **settings: Any) -> AsyncIterator[Scene]:
+        capacity = "auto" if states is None else states * STATE + STATE // 2
         tiers = {
-            "ram": ram(shared_memory, capacity=states * STATE + STATE // 2),
+            "ram": ram(shared_memory, capacity=capacity, retain={"kind": "last_n", "n": retained}),
             "disk": folder(tmp_path / "disk", retain="all", **settings),
         }
         async with CheckpointStore.open(config(tiers, when_full=when_full)) as store:
@@ -247,6 +248,46 @@ async def test_replace_prefers_what_is_promoted(scene: Any) -> None:
         assert [event.step for event in s.heard.of(StepEvicted)] == [1]
         gate.release()
         await s.check(1, 2, 3)
+
+
+# -- a slab that grows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("retained", "states"), [(1, 2), (3, 4)])
+async def test_an_automatic_slab_has_the_memory_of_the_steps_that_it_retains_and_one_more(
+    scene: Any, retained: int, states: int
+) -> None:
+    async with scene("wait", None, retained) as s:
+        s.gate.release()
+        for step in range(1, 9):
+            await s.save(step)
+            await s.store.flush()
+            assert {*range(max(1, step - retained + 1), step + 1)} <= {*await s.in_ram()}
+        assert slab_of(s.store).reserved == states * STATE
+        await s.check(*range(1, 9))
+
+
+async def test_the_memory_of_a_second_snapshot_comes_behind_the_first_save(scene: Any) -> None:
+    async with scene("wait", None) as s:
+        await s.save(1)
+        async with asyncio.timeout(SOON):
+            while slab_of(s.store).reserved < 2 * STATE:
+                await asyncio.sleep(0.01)
+        assert slab_of(s.store).reserved == 2 * STATE
+        await s.check(1)
+
+
+async def test_an_automatic_slab_grows_for_steps_that_wait_for_their_promotion(scene: Any) -> None:
+    async with scene("wait", None) as s:
+        await s.fill(1, 2, 3, 4, 5)
+        assert await s.in_ram() == [1, 2, 3, 4, 5]
+        assert slab_of(s.store).reserved == 5 * STATE
+        s.gate.release()
+        await s.store.flush()
+        await s.save(6)
+        assert slab_of(s.store).reserved == 5 * STATE
+        assert await s.in_ram() == [2, 3, 4, 5, 6]
+        await s.check(1, 2, 3, 4, 5, 6)
 
 
 # -- in any case ------------------------------------------------------------------------------------------
