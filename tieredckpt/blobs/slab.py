@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ __all__ = ["Slab", "aligned"]
 
 _log = logging.getLogger("tieredckpt")
 
-_STRIDE = 32 << 20
-"""Bytes that come or are mapped at a time, so that nobody waits for long who needs the slab meanwhile."""
+_PREFAULT_STRIDE = 32 << 20
 
 
 def aligned(nbytes: int) -> int:
@@ -61,8 +60,6 @@ class Slab:
     ) -> None:
         self.capacity = capacity
         """Bytes; lowered to what there is when the system has no more memory to give."""
-        self.wanted = 0
-        """Bytes of memory that it is to have before they are needed, if the system has them; see `prefault`."""
         self.writable = writable
         self._fd = fd
         self.array = private_memory(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
@@ -207,16 +204,10 @@ class Slab:
         self._free.insert(i, (start, end - start))
 
     def prefault(self) -> None:
-        """Take the memory that is ``wanted`` and map what there is, so that later copies meet no page fault.
-
-        Blocking; releases the GIL.
-        """
+        """Map the memory that there is, so that later copies meet no page fault. Blocking; releases the GIL."""
         with self._guards_prefault:
-            with suppress(NoSpace):  # whoever needs it is told
-                while not self._closed and self._reserved < min(self.wanted, self.capacity):
-                    self.reserve(min(self.wanted, self._reserved + _STRIDE))
             while not self._closed and self._prefaulted < (there := self._there()):
-                end = min(self._prefaulted + _STRIDE, there)
+                end = min(self._prefaulted + _PREFAULT_STRIDE, there)
                 if not mapping.populate(self.array[self._prefaulted : end]):
                     return  # an old kernel: the first copies fault their pages in themselves
                 self._prefaulted = end

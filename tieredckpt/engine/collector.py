@@ -189,20 +189,20 @@ class Collector:
         await self.evict(step, tier)
         return True
 
-    async def make_room(self, tier: Tier, enough: Callable[[], bool], *, of_retained: bool = True) -> bool:
+    async def make_room(self, tier: Tier, enough: Callable[[], bool], *, needed: bool = True) -> bool:
         """Evict from a tier until there is room enough; False when nothing more may go.
 
-        Steps that still wait for their promotion stay. Steps that the policy retains leave RAM when a slower
-        tier holds them, for the slab is a cache; not without ``of_retained``.
+        Steps that still wait for their promotion stay. If the room is ``needed``, steps that the policy retains leave
+        RAM when a slower tier holds them, for the slab is a cache; so do a rank's parts of what may be no step.
         """
         await self._reclaim_unread(tier)
         if enough():
             return True
         for step in tuple(tier.parts):
-            if step not in self._state.undecided:  # it cannot become whole
+            if needed and step not in self._state.undecided:
                 await self.let_part_go(step, tier)
         going = leaving(self._state, tier)
-        if tier.ram is not None and of_retained:
+        if tier.ram is not None and needed:
             going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
         if tier.ram is None:
             await self.collect(tier, orphans=False)

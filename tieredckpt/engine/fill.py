@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from tieredckpt.engine.packs import stored_size
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import NoSpace
+from tieredckpt.errors import NoSpace, TieredCkptError
 from tieredckpt.tree.snapshot import Snapshot
 from tieredckpt.units import format_size
 
 __all__ = ["SkipSave", "copy_cells", "fill_slab", "has_room", "wait_for_room"]
+
+_log = logging.getLogger("tieredckpt")
 
 _WAIT_FOR_ROOM = 600.0
 """Seconds that ``when_full = "wait"`` waits at most."""
@@ -35,11 +38,6 @@ class SkipSave(Exception):
 def has_room(slab: Slab, nbytes: int) -> bool:
     """Whether ``nbytes`` could still be handed out."""
     return slab.room >= nbytes
-
-
-def _is_reserved(slab: Slab, nbytes: int) -> bool:
-    """Whether the slab has memory for so many bytes, without growing."""
-    return slab.reserved - slab.used >= nbytes
 
 
 async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None:
@@ -84,12 +82,11 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         return False
     try:
         if not slab.reserved:
-            await in_thread(slab.reserve, need, pool=state.pool)
-            slab.wanted = 2 * need  # or the second save would wait for its memory as well
+            await in_thread(_reserve_for_two, slab, need, pool=state.pool)
         if not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
-        elif not _is_reserved(slab, need):  # and what nobody has used before comes at the speed of page faults
-            await collector.make_room(tier, partial(_is_reserved, slab, need), of_retained=False)
+        elif slab.reserved - slab.used < need:
+            await _evict_and_not_grow(collector, tier, slab, need)
         while snapshot.pending:
             await copy_cells(state, snapshot, index)
             if snapshot.full:
@@ -108,6 +105,25 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     uses = Counter(done.digest for done in snapshot.copied)
     index.drop((uses - Counter(set(uses))).elements())  # a step uses each of its chunks once
     return True
+
+
+def _reserve_for_two(slab: Slab, nbytes: int) -> None:
+    """An automatic slab takes memory for two snapshots at the first save, so that later ones do not."""
+    try:
+        slab.reserve(2 * nbytes)
+    except NoSpace:
+        slab.reserve(nbytes)
+
+
+async def _evict_and_not_grow(collector: Collector, tier: Tier, slab: Slab, nbytes: int) -> None:
+    """Have so many bytes of memory that was used before, if steps may leave that are of no more use.
+
+    What is new comes at the speed of page faults, and the save waits for it. But it comes.
+    """
+    try:
+        await collector.make_room(tier, lambda: slab.reserved - slab.used >= nbytes, needed=False)
+    except (TieredCkptError, OSError) as error:
+        _log.warning("tier %r grows, for a step could not be evicted: %s", tier.name, error)
 
 
 def _size(snapshot: Snapshot) -> int:

@@ -28,7 +28,7 @@ ASSUMED: dict[str, float] = {"ram": 5e9, "node": 2e9, "shared": 2e9}
 """Bytes a second where nobody says better: of each node's RAM and medium, and of a shared tier as a whole."""
 
 _SNAPSHOTS = 2
-"""A RAM tier with the capacity ``auto`` grows to so many."""
+"""For so many a RAM tier with the capacity ``auto`` is taken to have room, though it grows for more that must stay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,30 +178,6 @@ def test_a_slab_that_is_refused_memory_stays_at_what_it_has(monkeypatch: pytest.
     slab.close()
 
 
-@pytest.mark.parametrize(("there", "wanted", "comes"), [(70, 60, 60), (70, 99, 70), (50, 60, 40)])
-def test_the_memory_that_is_wanted_comes_a_little_at_a_time_as_far_as_there_is_any(
-    monkeypatch: pytest.MonkeyPatch, there: int, wanted: int, comes: int
-) -> None:
-    """In MiB, of a slab of 70 that has 8, when the system has so much in all, and 32 come at a time."""
-    reserve = mapping.reserve
-    took: list[int] = []
-
-    def take(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
-        if offset + nbytes > there * MIB:
-            raise OSError(28, "No space left on device")
-        took.append(nbytes)
-        reserve(fd, mapped, offset, nbytes)
-
-    monkeypatch.setattr(mapping, "reserve", take)
-    with slab_of(70 * MIB) as slab:
-        slab.reserve(8 * MIB)
-        slab.wanted = wanted * MIB
-        slab.prefault()
-        assert slab.reserved == comes * MIB
-        assert max(took) <= 32 * MIB
-        assert slab.capacity == 70 * MIB
-
-
 def test_a_slab_grows_by_whole_huge_pages_as_far_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     with slab_of(9 * MIB) as slab:
         assert slab.allocate(3 * MIB) == 0

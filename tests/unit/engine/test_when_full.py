@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from insight import bytes_of_listed_steps, flip_chunk, slab_of
+from insight import bytes_of_listed_steps, flip_chunk, slab_of, tier_of
 from scenes import CHUNK, SOON, Heard, assert_same, config, folder, ram
 
 from tieredckpt import Checkpoint, CheckpointStore
+from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.events import SaveSkipped, StepEvicted, TierFailed, TierRecovered
@@ -267,16 +268,6 @@ async def test_an_automatic_slab_has_the_memory_of_the_steps_that_it_retains_and
         await s.check(*range(1, 9))
 
 
-async def test_the_memory_of_a_second_snapshot_comes_behind_the_first_save(scene: Any) -> None:
-    async with scene("wait", None) as s:
-        await s.save(1)
-        async with asyncio.timeout(SOON):
-            while slab_of(s.store).reserved < 2 * STATE:
-                await asyncio.sleep(0.01)
-        assert slab_of(s.store).reserved == 2 * STATE
-        await s.check(1)
-
-
 async def test_an_automatic_slab_grows_for_steps_that_wait_for_their_promotion(scene: Any) -> None:
     async with scene("wait", None) as s:
         await s.fill(1, 2, 3, 4, 5)
@@ -288,6 +279,43 @@ async def test_an_automatic_slab_grows_for_steps_that_wait_for_their_promotion(s
         assert slab_of(s.store).reserved == 5 * STATE
         assert await s.in_ram() == [2, 3, 4, 5, 6]
         await s.check(1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("error", [Corrupt("the index is torn"), OSError(5, "Input/output error")])
+async def test_an_automatic_slab_grows_where_a_step_cannot_be_evicted(
+    scene: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene("wait", None) as s:
+        s.gate.release()
+        for step in (1, 2):
+            await s.save(step)
+            await s.store.flush()
+
+        async def refuse(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Collector, "evict", refuse)
+            assert not (await s.save(3)).skipped
+        assert slab_of(s.store).reserved == 3 * STATE
+        await s.check(1, 2, 3)
+
+
+async def test_parts_of_what_may_become_a_step_leave_for_room_that_is_needed_alone(scene: Any) -> None:
+    async with scene("wait", None) as s:
+        s.gate.release()
+        await s.save(1)
+        await s.store.flush()
+        tier = tier_of(s.store, "ram")
+
+        async def make_room(*, needed: bool) -> int:
+            await s.store.engine.collector.make_room(tier, lambda: False, needed=needed)
+            return len(tier.parts)
+
+        tier.set_apart()
+        assert await s.store.engine_loop.call(make_room(needed=False)) == 1
+        assert await s.store.engine_loop.call(make_room(needed=True)) == 0
+        await s.check(1)
 
 
 # -- in any case ------------------------------------------------------------------------------------------
