@@ -86,7 +86,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         if not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         elif slab.reserved - slab.used < need:
-            await _evict_and_not_grow(collector, tier, slab, need)
+            await _evict_and_not_grow(collector, tier)
         while snapshot.pending:
             await copy_cells(state, snapshot, index)
             if snapshot.full:
@@ -115,13 +115,14 @@ def _reserve_for_two(slab: Slab, nbytes: int) -> None:
         slab.reserve(nbytes)
 
 
-async def _evict_and_not_grow(collector: Collector, tier: Tier, slab: Slab, nbytes: int) -> None:
-    """Have so many bytes of memory that was used before, if steps may leave that are of no more use.
+async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
+    """Have memory that was used before, as far as steps may leave that are of no more use.
 
-    What is new comes at the speed of page faults, and the save waits for it. But it comes.
+    What is new comes at the speed of page faults, and the save waits for it; but it comes. All of them leave, and not
+    as many as are needed now: what is free would be in ever smaller pieces, and the slab would grow for these.
     """
     try:
-        await collector.make_room(tier, lambda: slab.reserved - slab.used >= nbytes, needed=False)
+        await collector.make_room(tier, lambda: False, needed=False)
     except (TieredCkptError, OSError) as error:
         _log.warning("tier %r grows, for a step could not be evicted: %s", tier.name, error)
 
