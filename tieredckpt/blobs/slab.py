@@ -89,6 +89,11 @@ class Slab:
         return self._used
 
     @property
+    def spare(self) -> int:
+        """Bytes of the memory that it holds now and has not handed out, in one piece or in several."""
+        return self._reserved - self._used
+
+    @property
     def room(self) -> int:
         """Bytes that could still be handed out, in one extent or in several."""
         return self.capacity - self.used

@@ -124,7 +124,7 @@ def fill_digested(fd: int, stretches: Sequence[Stretch], stop: Stop, *, direct: 
     digested = _Digested(stretches)
 
     def take(unit: int) -> None:
-        for piece in _pieces(fd, digested.at, digested.end - digested.at, _arena(), stop, unit):
+        for piece in _pieces(fd, digested.at, digested.end - digested.at, stop, unit):
             digested.take(piece)
 
     if direct:
@@ -266,23 +266,23 @@ def _fill_in_place(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
 
 def _fill_through_arena(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
     done = 0
-    for piece in _pieces(fd, offset, len(into), _arena(), stop, ALIGNMENT):
+    for piece in _pieces(fd, offset, len(into), stop, ALIGNMENT):
         np.copyto(into[done : done + len(piece)], piece)
         done += len(piece)
     return done
 
 
-def _pieces(fd: int, offset: int, nbytes: int, arena: Bytes, stop: Stop, unit: int) -> Iterator[Bytes]:
-    """Bytes of a file, each piece in ``arena`` until the next is asked for, up to the end of the file.
+def _pieces(fd: int, offset: int, nbytes: int, stop: Stop, unit: int) -> Iterator[Bytes]:
+    """Bytes of a file, each piece in the arena until the next is asked for, up to the end of the file.
 
     Reads begin at multiples of ``unit``, and a short one that does not end there was the last.
     """
-    done = 0
+    arena, done = _arena(), 0
     while done < nbytes:
         _check(stop)
         skip = (offset + done) % unit
-        span = arena[: min(len(arena), -(-(skip + nbytes - done) // unit) * unit)]
-        got = os.preadv(fd, [span.data], offset + done - skip)
+        wanted = -(-(skip + nbytes - done) // unit) * unit
+        got = os.preadv(fd, [arena[:wanted].data], offset + done - skip)
         fresh = min(got - skip, nbytes - done)
         if fresh <= 0:
             break

@@ -85,7 +85,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
             await in_thread(_reserve_for_two, slab, need, pool=state.pool)
         if not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
-        elif slab.reserved - slab.used < need:
+        elif slab.spare < need:
             await _evict_and_not_grow(collector, tier)
         while snapshot.pending:
             await copy_cells(state, snapshot, index)

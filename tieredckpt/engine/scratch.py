@@ -68,7 +68,7 @@ class Scratch:
         """
         assert aligned(nbytes) <= self.capacity
         async with self._turn:
-            if self.slab.reserved - self.slab.used < aligned(nbytes) and self.slab.reserved < self.capacity:
+            if self.slab.spare < aligned(nbytes) and self.slab.reserved < self.capacity:
                 with suppress(NoSpace):  # then what is out has to come back
                     await in_thread(self.slab.reserve, self.slab.reserved + nbytes)  # new memory takes its time
             while (offset := self.slab.allocate(nbytes)) is None:

@@ -46,7 +46,7 @@ class Arena:
     async def _borrow(self, nbytes: int) -> int:
         slab = self._slab
         async with self._turn:
-            if slab.reserved - slab.used < aligned(nbytes) and slab.reserved < slab.capacity:
+            if slab.spare < aligned(nbytes) and slab.reserved < slab.capacity:
                 with suppress(NoSpace):  # then what is lent has to come back
                     await in_thread(slab.reserve, slab.reserved + nbytes)  # new memory takes its time
             while (offset := slab.allocate(nbytes)) is None:
