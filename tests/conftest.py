@@ -30,22 +30,31 @@ _GRACE = 30.0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    """Fail the run that leaves files of this library in shared memory, or child processes, behind."""
+def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the run that leaves behind files of this library, in shared memory or elsewhere, or child processes.
+
+    What others leave among temporary files, such as PyTorch's cache, goes with the folder that the run has for them.
+    """
     before = _names_in_shared_memory()
-    yield
-    names = _names_in_shared_memory() - before
-    deadline = time.monotonic() + _GRACE
-    while True:
-        names &= _names_in_shared_memory()
-        children = _children()
-        if not names and not children:
-            return
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.05)
+    tmp_path_factory.getbasetemp()  # pytest's own are made, and kept for a while, where they always are
+    with tempfile.TemporaryDirectory(prefix="tieredckpt-test-") as folder, pytest.MonkeyPatch.context() as patch:
+        temporary = Path(folder)
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+        names = _names_in_shared_memory() - before
+        deadline = time.monotonic() + _GRACE
+        while True:
+            names &= _names_in_shared_memory()
+            children = _children()
+            files = sorted(temporary.glob("*tieredckpt*"))
+            if not names and not children and not files:
+                return
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
     left = [str(_SHARED_MEMORY / name) for name in sorted(names)] + [f"process {child}" for child in children]
-    pytest.fail("the tests left behind: " + ", ".join(left))
+    pytest.fail("the tests left behind: " + ", ".join([*left, *map(str, files)]))
 
 
 @pytest.fixture

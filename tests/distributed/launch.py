@@ -187,12 +187,14 @@ def launch(
     need(engine)
     folder.mkdir(parents=True, exist_ok=True)
     common = os.environ | {
+        "HWLOC_XMLFILE": "",  # mpiexec would leave a description of the machine in /tmp where a rank is killed
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{_TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "PYTHONUNBUFFERED": "1",
         "TIEREDCKPT_TEST_ARGUMENTS": json.dumps(dict(arguments or {})),
         "TIEREDCKPT_TEST_ENGINE": engine,
         "TIEREDCKPT_TEST_FOLDER": str(folder),
+        "TMPDIR": str(folder),  # torchrun leaves the folder of its ranks' logs
         **(environment or {}),
     }
     python = [sys.executable, str(program)]
