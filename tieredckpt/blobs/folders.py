@@ -130,7 +130,7 @@ def _takes_link(path: Path, other: Path) -> bool:
     return True
 
 
-def _described(key: str, path: Path, found: os.stat_result) -> BlobInfo:
+def _described(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
     """What is told of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
     if stat.S_ISREG(found.st_mode):
         return BlobInfo(key, found.st_size, found.st_mtime)
@@ -325,7 +325,7 @@ class Folders:
                         elif entry.is_file(follow_symlinks=self.follow_symlinks):
                             with contextlib.suppress(FileNotFoundError):
                                 found = entry.stat(follow_symlinks=self.follow_symlinks)
-                                infos.append(_described(prefix + entry.name, Path(entry.path), found))
+                                infos.append(_described(prefix + entry.name, entry.path, found))
             except OSError as error:
                 if error.errno not in _NOT_THERE:
                     raise

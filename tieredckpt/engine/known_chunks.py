@@ -64,21 +64,25 @@ class KnownChunks(MutableMapping[bytes, Extent]):
             By digest, where chunks lie besides; up to 8 of each.
         """
         self._paths, self._since = list(paths), {}
-        halves = np.ascontiguousarray(table["digest"]).view(">u8").reshape(-1, 2).astype(np.uint64)
-        high, low = halves[:, 0], halves[:, 1]
+        halves = np.ascontiguousarray(table["digest"]).view(">u8").reshape(-1, 2)
+        high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
         order = np.argsort(high)
-        if (high[order][1:] == high[order][:-1]).any():
+        if (np.diff(high[order]) == 0).any():
             order = np.lexsort((low, high))
-        high, low, found = high[order], low[order], table[order]
+        # Column by column: to put whole records in order takes several times as long.
+        high, low = high[order], low[order]
+        offset, length = table["offset"].astype(np.uint64)[order], table["length"].astype(np.uint64)[order]
         path = np.repeat(np.arange(len(paths), dtype=np.uint32), counts)[order]
         again = np.zeros(len(order), bool)
         again[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-        first = ~again
-        offset, length = found["offset"].astype(np.uint64), found["length"].astype(np.uint64)
-        self._columns(high[first], low[first], offset[first], length[first], path[first])
         spares: dict[bytes, list[Extent]] = {}
+        if not again.any():
+            self._columns(high, low, offset, length, path)
+            return spares
+        first = ~again
+        self._columns(high[first], low[first], offset[first], length[first], path[first])
         for row in np.flatnonzero(again).tolist():
-            digest = found["digest"][row].tobytes()
+            digest = _HALVES.pack(high[row], low[row])
             extent = Extent(self._paths[path[row]], int(offset[row]), int(length[row]))
             known = spares.setdefault(digest, [])
             if extent not in known and extent != self[digest] and len(known) < _SPARES:
