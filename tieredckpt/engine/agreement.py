@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
-from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.evictor import Evictor
 from tieredckpt.engine.messages import Agreed, Failed, Failure, Save
 from tieredckpt.engine.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks import LEADER, RanksMissing
@@ -54,14 +54,14 @@ class Agreement:
     def __init__(
         self,
         state: State,
-        collector: Collector,
+        evictor: Evictor,
         team: Team,
         commit_streamed: Callable[[StepId, str, Mapping[int, bytes]], Awaitable[None]],
         gone: Callable[[], Steps],
         forget: Callable[[Steps], Awaitable[None]],
     ) -> None:
         self._state = state
-        self._collector = collector
+        self._evictor = evictor
         self._team = team
         self._commit_streamed = commit_streamed
         self._gone = gone
@@ -253,7 +253,7 @@ class Agreement:
         self._state.streamed.pop(step, None)
         if failure is not None:
             self._state.failed[step] = failure
-        await self._collector.let_part_go(step, self._state.tiers[0])
+        await self._evictor.let_part_go(step, self._state.tiers[0])
         self._state.changed.beat()
 
     async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:

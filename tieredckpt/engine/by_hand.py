@@ -40,14 +40,14 @@ class ByHand:
         return written
 
     async def evict(self, number: int, name: str) -> None:
-        """See `Collector.evict`."""
+        """See `Evictor.evict`."""
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
         self._check_managed("evict from", tier)
         if tier.keeps(step):  # else it would never come there, or is leaving already
             tier.dismissed.add(step)
         try:
-            await self._collector.evict(step, tier)
+            await self._collector.evictor.evict(step, tier)
         except BaseException:
             if tier.keeps(step):
                 tier.dismissed.discard(step)

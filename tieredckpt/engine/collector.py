@@ -10,18 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredckpt.blobs.base import Sweep
-from tieredckpt.blobs.ram import RamStore
-from tieredckpt.blobs.settle import in_thread, whole
-from tieredckpt.engine import manifests
 from tieredckpt.engine.ask import leaving, waits_for_promotion
-from tieredckpt.engine.half_deleted import HalfDeleted
+from tieredckpt.engine.evictor import Evictor
 from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.state import State
-from tieredckpt.engine.survey import look_again
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.events import StepEvicted
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
@@ -48,127 +42,16 @@ class Collected:
 
 
 class Collector:
-    """Evicts and collects. Lives on the engine's loop."""
+    """Evicts by policy and for room, and collects. Lives on the engine's loop."""
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.evictor = Evictor(state)
+        """For the steps that somebody names."""
         self._strays: dict[str, dict[str, float]] = {}
         """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
 
-    # -- steps --------------------------------------------------------------------------------------------
-
-    async def evict(self, step: StepId, tier: Tier) -> None:
-        """Retract one step from one tier.
-
-        Raises:
-            NotFound: the tier does not hold it.
-            Conflict: promise 6, or a reader, forbids it.
-        """
-        if not tier.keeps(step):
-            raise NotFound(f"tier {tier.name!r} does not hold {step}")
-        if not self._state.manages(tier):
-            raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
-        if step in tier.held and (reason := why_not(self._state, step, tier)):
-            raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
-        tier.leaving.add(step)
-        try:
-            if tier.ram is not None:
-                await whole(self._evict_from_ram(step, tier, tier.ram))  # half done, it would lose the extents
-            else:
-                with suppress(TieredCkptError):  # an unreadable index names no packs
-                    for key in await tier.packs_of(step):
-                        tier.orphans.pop(key, None)  # known to have been used: no grace needed
-                await manifests.retract(tier, step)
-        finally:
-            tier.leaving.discard(step)
-            if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
-                self._gone(step, tier)
-            elif step in tier.damaged:
-                self._state.changed.beat()  # for whoever finds out whether it is gone
-
-    def _gone(self, step: StepId, tier: Tier) -> None:
-        records = self._state.records()
-        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
-        self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-        self._state.changed.beat()
-
-    async def find_out(self, tier: Tier) -> None:
-        """Look which steps are still there whose deletion failed: those are held again, the others are gone."""
-        for step, error in tuple(tier.damaged.items()):
-            if not isinstance(error, HalfDeleted) or not self._state.manages(tier):
-                continue
-            try:
-                await tier.store.stat(layout.manifest_key(step.step, step.serial))
-                there = True
-            except NotFound:
-                there = False
-            if tier.damaged.get(step) is not error:
-                continue  # meanwhile it was deleted once more, or committed anew
-            if there:
-                del tier.damaged[step]
-                tier.held[step] = error.held
-                self._state.changed.beat()
-                continue
-            tier.drop(step)
-            self._gone(step, tier)
-            await tier.store.delete(error.held.btree_key)
-
-    async def look_again(self, step: StepId, tier: Tier) -> None:
-        """Read a commit once more that could not be read, and tell what came of it. Raises as a blob store does."""
-        if await look_again(tier, step):
-            self._gone(step, tier)
-        self._state.changed.beat()
-
-    def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
-        """Tell of those that a new look at the tier has not found any more."""
-        for step in steps:
-            if step not in tier.held and step not in tier.damaged:
-                self._gone(step, tier)
-
-    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
-        slab_index = tier.slab_index
-        assert slab_index is not None
-        digests = list(unique_extents((await tier.load_index(step)).arrays)) if tier.has_own(step) else []
-        async with tier.turn(step):
-            held = tier.held.get(step) or tier.parts.get(step)
-            index_key = held.btree_key if held is not None else ""
-            unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
-            btree_key = tier.drop(step)
-        tier.unread.append((slab_index, unread, digests))
-        await self._reclaim_unread(tier)
-        if btree_key:
-            await tier.store.delete(btree_key)
-
-    async def let_part_go(self, step: StepId, tier: Tier) -> None:
-        """Take this rank's part of a step out of RAM, if it is there, for the step is or becomes none."""
-        if tier.ram is None or step in tier.leaving or not (step in tier.parts or step in tier.held):
-            return
-        tier.leaving.add(step)
-        try:
-            await whole(self._evict_from_ram(step, tier, tier.ram))
-        finally:
-            tier.leaving.discard(step)
-            self._state.changed.beat()
-
-    async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
-        """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
-        assert tier.ram is not None
-        await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
-        await manifests.retract(tier, step)
-        self._state.changed.beat()
-
-    async def _reclaim_unread(self, tier: Tier) -> None:
-        if tier.unread:
-            await whole(self._look_who_reads(tier))
-
-    async def _look_who_reads(self, tier: Tier) -> None:
-        looked_at, tier.unread[:] = tuple(tier.unread), ()  # so that nobody else gives it back besides
-        unread = await in_thread(lambda: [gone() for _, gone, _ in looked_at])
-        for each, gone in zip(looked_at, unread, strict=True):
-            if gone:
-                each[0].drop(each[2])  # not the tier's of today: RAM may have been made anew since
-            else:
-                tier.unread.append(each)
+    # -- by policy, and for room --------------------------------------------------------------------------
 
     async def apply_retention(self, tier: Tier) -> None:
         """Let the steps go that the tier's policy does not retain.
@@ -177,41 +60,40 @@ class Collector:
         """
         if tier.capacity is not None or not tier.answers or not self._state.manages(tier):
             return
-        evicted = [step for step in leaving(self._state, tier) if await self._try_evict(step, tier)]
+        evicted = [step for step in leaving(self._state, tier) if await self.evictor.try_evict(step, tier)]
         if evicted:
             await self.collect(tier, orphans=False)
 
-    async def _try_evict(self, step: StepId, tier: Tier) -> bool:
-        if step not in tier.held or step in tier.leaving or not self._state.manages(tier):
-            return False
-        if why_not(self._state, step, tier):
-            return False
-        await self.evict(step, tier)
-        return True
+    async def evict_unretained(self, tier: Tier) -> None:
+        """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
+        await self.evictor.reclaim_unread(tier)
+        for step in leaving(self._state, tier):
+            if not waits_for_promotion(self._state, step, tier):
+                await self.evictor.try_evict(step, tier)
 
-    async def make_room(self, tier: Tier, enough: Callable[[], bool], *, needed: bool = True) -> bool:
+    async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict from a tier until there is room enough; False when nothing more may go.
 
-        Steps that still wait for their promotion stay. If the room is ``needed``, steps that the policy retains leave
-        RAM when a slower tier holds them, for the slab is a cache; so do a rank's parts of what may be no step.
+        Steps that still wait for their promotion stay. Those that the policy retains leave RAM when a slower tier
+        holds them, for the slab is a cache; so do a rank's parts of what may be no step.
         """
-        await self._reclaim_unread(tier)
+        await self.evictor.reclaim_unread(tier)
         if enough():
             return True
         for step in tuple(tier.parts):
-            if needed and step not in self._state.undecided:
-                await self.let_part_go(step, tier)
+            if step not in self._state.undecided:
+                await self.evictor.let_part_go(step, tier)
         going = leaving(self._state, tier)
-        if tier.ram is not None and needed:
+        if tier.ram is not None:
             going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
-        if tier.ram is None:
+        else:
             await self.collect(tier, orphans=False)
             if enough():
                 return True
             if tier.damaged.any_packs(_PATIENCE):
                 return False  # what is evicted now would make no room yet
         for step in going:
-            if waits_for_promotion(self._state, step, tier) or not await self._try_evict(step, tier):
+            if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
             if tier.ram is None:
                 await self.collect(tier, orphans=False)
@@ -225,7 +107,7 @@ class Collector:
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
         for step in sorted(tier.held):
-            if await self._try_evict(step, tier) and enough():
+            if await self.evictor.try_evict(step, tier) and enough():
                 return True
         return enough()
 
@@ -239,10 +121,10 @@ class Collector:
             orphans: also delete packs and files that no step was ever known to use, once they are older than
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
-        await self._reclaim_unread(tier)
+        await self.evictor.reclaim_unread(tier)
         if tier.ram is not None or not tier.answers or not self._state.manages(tier):
             return Collected(tier.name)
-        await self.find_out(tier)  # before its packs are taken for dead
+        await self.evictor.find_out(tier)  # before its packs are taken for dead
         async with tier.guards_packs:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
@@ -271,7 +153,7 @@ class Collector:
         for step in tuple(tier.damaged):
             if step in tier.damaged:
                 try:
-                    await self.look_again(step, tier)
+                    await self.evictor.look_again(step, tier)
                 except TierUnavailable as silence:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
 

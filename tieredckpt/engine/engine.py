@@ -1,8 +1,8 @@
 """The engine: everything a store does, on one event loop of its own.
 
 The parts, each a module: `connect` makes tiers, `writer` saves, `promoter` and `copier` move steps down,
-`reader` and `source` bring them back, `heal` mends, `collector` and `safety` let go; `ranked` is what several
-ranks do together. This one ties them together and owns their life.
+`reader` and `source` bring them back, `heal` mends, `evictor`, `collector` and `safety` let go; `ranked` is what
+several ranks do together. This one ties them together and owns their life.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
     as many as are needed now: what is free would be in ever smaller pieces, and the slab would grow for these.
     """
     try:
-        await collector.make_room(tier, lambda: False, needed=False)
+        await collector.evict_unretained(tier)
     except (TieredCkptError, OSError) as error:
         _log.warning("tier %r grows, for a step could not be evicted: %s", tier.name, error)
 

@@ -196,7 +196,7 @@ async def heal_index(
             await manifests.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
     if tier.ram is not None:
-        await collector.drop_unreadable(step, tier)
+        await collector.evictor.drop_unreadable(step, tier)
         return
     if not tier.keeps(step):
         return  # it was evicted since it could not be read

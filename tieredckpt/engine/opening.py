@@ -19,9 +19,9 @@ from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.agreement import Agreement
-from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.connect import connect
+from tieredckpt.engine.evictor import Evictor
 from tieredckpt.engine.forks import left_behind
 from tieredckpt.engine.messages import Catalog, HeldStep, Opened, brief
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into
@@ -62,14 +62,14 @@ class Opening:
     def __init__(
         self,
         state: State,
-        collector: Collector,
+        evictor: Evictor,
         team: Team,
         agreement: Agreement,
         commits: Commits,
         open_tiers: Callable[[], Awaitable[None]],
     ) -> None:
         self._state = state
-        self._collector = collector
+        self._evictor = evictor
         self._team = team
         self._agreement = agreement
         self._commits = commits
@@ -90,7 +90,7 @@ class Opening:
         for step in tuple(state.tiers[0].parts):
             if tuple(step) not in opened.kept:
                 _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, team.rank)
-                await self._collector.let_part_go(step, state.tiers[0])
+                await self._evictor.let_part_go(step, state.tiers[0])
         await self._let_leftovers_go(
             {*(record.id for record in opened.whole), *(StepId(*kept) for kept in opened.kept)}
         )

@@ -102,7 +102,7 @@ class Promoter:
                     # Nothing but time brings a failed tier back.
                     await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
                     await self._come_back()
-                await self._collector.find_out(self.tier)
+                await self._collector.evictor.find_out(self.tier)
                 step = self.next_due()
                 if step is not None:
                     await self._promote(step)
@@ -130,7 +130,7 @@ class Promoter:
         tier.marker = None  # what it holds is not known
         self._unsure.update(step for step, error in tier.damaged.items() if isinstance(error, HalfDeleted))
         await self._connect(tier)
-        self._collector.tell_gone(self._unsure, tier)
+        self._collector.evictor.tell_gone(self._unsure, tier)
         self._unsure.clear()
 
     async def _is_itself(self) -> bool:

@@ -86,9 +86,9 @@ class Ranked:
         self._state = state
         self._collector = collector
         self.team = team
-        self.agreement = Agreement(state, collector, team, self._commit_streamed, self.take_gone, self._forget)
+        self.agreement = Agreement(state, collector.evictor, team, self._commit_streamed, self.take_gone, self._forget)
         self.commits = Commits(state, collector, team, self.agreement)
-        self.opening = Opening(state, collector, team, self.agreement, self.commits, open_tiers)
+        self.opening = Opening(state, collector.evictor, team, self.agreement, self.commits, open_tiers)
         self.restores = Restores(
             state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
         )
@@ -240,7 +240,7 @@ class Ranked:
         for serial, step in gone:
             found = StepId(serial, step)
             if first.config.kind == "ram" and found in first.held:
-                await self._collector.let_part_go(found, first)
+                await self._collector.evictor.let_part_go(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))
 
     # -- what the leader tells ----------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Ranked:
         if tier.config.kind == "ram":
             if step not in tier.held:
                 return
-            await self._collector.let_part_go(step, tier)
+            await self._collector.evictor.let_part_go(step, tier)
             self._give_back()
         else:
             tier.drop(step)
@@ -376,7 +376,7 @@ class Ranked:
             needed = why_not(self._state, step, first) or waits_for_promotion(self._state, step, first)
             if any(part != home for part, home in homes.items()) and not needed:
                 with suppress(Conflict, NotFound):
-                    await self._collector.evict(step, first)
+                    await self._collector.evictor.evict(step, first)
 
     def _give_back(self) -> None:
         """Give back the memory of former ranks that holds nothing any more, beside everything else."""

@@ -355,7 +355,7 @@ class Replicas:
             if enough():
                 return
             if step not in whole_ones:
-                await self._collector.let_part_go(step, tier)
+                await self._collector.evictor.let_part_go(step, tier)
 
     async def apply_news(self, news: Replicated) -> None:
         """The copies of a step are complete, and older ones may go; or they are not."""
@@ -369,7 +369,7 @@ class Replicas:
         for tier in self.kept.values():
             for older in [held for held in tier.parts if held < step]:
                 try:
-                    await self._collector.let_part_go(older, tier)
+                    await self._collector.evictor.let_part_go(older, tier)
                 except TieredCkptError as error:
                     _log.warning("a copy of %s stays: %s", older, error)
         self._state.events.emit(StepReplicated(news.step, news.serial, news.copies, news.sent, news.seconds))

@@ -90,7 +90,7 @@ async def verify_on(
     with tier.indexes.rereading(step) as remembered:
         try:
             if step in tier.damaged and tier.ram is None and tier.blobs is not None:
-                await collector.look_again(step, tier)
+                await collector.evictor.look_again(step, tier)
             if step in tier.damaged:
                 raise tier.damaged[step]
             damage = await inspect(state, step, tier, progress, scan)

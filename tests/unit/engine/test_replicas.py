@@ -179,7 +179,7 @@ async def test_what_does_not_fit_is_refused_with_the_numbers_on_both_sides(share
         first = await giver.save(1, tree(1, changed=12))
         await copy(giver, keeper, first, 1)
         used = keeper.used
-        await giver.collector.let_part_go(first, giver.tier)
+        await giver.collector.evictor.let_part_go(first, giver.tier)
         second = await giver.save(2, tree(2, changed=12))
         given, kept = await copy(giver, keeper, second, 2)
         assert isinstance(given, Refused)

@@ -14,7 +14,7 @@ from insight import bytes_of_listed_steps, flip_chunk, slab_of, tier_of
 from scenes import CHUNK, SOON, Heard, assert_same, config, folder, ram
 
 from tieredckpt import Checkpoint, CheckpointStore
-from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.evictor import Evictor
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.events import SaveSkipped, StepEvicted, TierFailed, TierRecovered
@@ -310,7 +310,7 @@ async def test_an_automatic_slab_grows_where_a_step_cannot_be_evicted(
             raise error
 
         with monkeypatch.context() as patched:
-            patched.setattr(Collector, "evict", refuse)
+            patched.setattr(Evictor, "evict", refuse)
             assert not (await s.save(3)).skipped
         assert slab_of(s.store).reserved == 3 * STATE
         await s.check(1, 2, 3)
@@ -323,13 +323,12 @@ async def test_parts_of_what_may_become_a_step_leave_for_room_that_is_needed_alo
         await s.store.flush()
         tier = tier_of(s.store, "ram")
 
-        async def make_room(*, needed: bool) -> int:
-            await s.store.engine.collector.make_room(tier, lambda: False, needed=needed)
-            return len(tier.parts)
-
+        collector = s.store.engine.collector
         tier.set_apart()
-        assert await s.store.engine_loop.call(make_room(needed=False)) == 1
-        assert await s.store.engine_loop.call(make_room(needed=True)) == 0
+        await s.store.engine_loop.call(collector.evict_unretained(tier))
+        assert len(tier.parts) == 1
+        await s.store.engine_loop.call(collector.make_room(tier, lambda: False))
+        assert len(tier.parts) == 0
         await s.check(1)
 
 
