@@ -30,7 +30,7 @@ from tieredckpt.errors import (
     TierUnavailable,
 )
 
-__all__ = ["Folders", "foreign", "open_regular", "probe"]
+__all__ = ["Folders", "Scanned", "foreign", "open_regular", "probe"]
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 _KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
@@ -139,6 +139,15 @@ def _described(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     raise Corrupt(f"{path} is no regular file; remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What was found in some folders."""
+
+    infos: list[BlobInfo]
+    waiting: bool
+    """Most of the time was no work for this thread: the file system asks a server."""
 
 
 @dataclass(slots=True)
@@ -305,16 +314,23 @@ class Folders:
         found = os.stat(path, follow_symlinks=self.follow_symlinks)
         return _described(path.relative_to(self.root).as_posix(), path, found)
 
-    def scan(self, pending: list[str], stopped: Callable[[], bool]) -> list[BlobInfo]:
+    def scan(self, pending: list[str], stopped: Callable[[], bool]) -> Scanned:
         """Objects in some of the folders ``pending`` (``"a/b/"``), which leave it; what folders they hold comes to it.
 
-        Names that are no keys are passed over. Raises `OSError`, `Corrupt`, `TierUnavailable`.
+        Several threads may share ``pending``. Names that are no keys are passed over. Raises `OSError`, `Corrupt`,
+        `TierUnavailable`.
         """
         infos: list[BlobInfo] = []
-        self.check_way(self.root / pending[-1] / "any")
-        until = time.monotonic() + _SCAN_SECONDS
-        while pending and time.monotonic() < until and not stopped():
-            prefix = pending.pop()
+        began, worked = time.monotonic(), time.thread_time()
+        first = True
+        while (first or time.monotonic() < began + _SCAN_SECONDS) and not stopped():
+            try:
+                prefix = pending.pop()
+            except IndexError:
+                break
+            if first:
+                self.check_way(self.root / prefix / "any")
+                first = False
             try:
                 with os.scandir(f"{self.root}/{prefix}") as entries:
                     for entry in entries:
@@ -331,7 +347,7 @@ class Folders:
                     raise
         # After the scan: what was read from an unmounted file system's folder would be silently short.
         self.check_root()
-        return infos
+        return Scanned(infos, waiting=2 * (time.thread_time() - worked) < time.monotonic() - began)
 
     def sweep(self, age: float) -> int:
         """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.

@@ -23,9 +23,9 @@ import numpy as np
 
 from tieredckpt.blobs import transfer
 from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix, span
-from tieredckpt.blobs.folders import Folders, probe
+from tieredckpt.blobs.folders import Folders, Scanned, probe
 from tieredckpt.blobs.room import reserve
-from tieredckpt.blobs.settle import settle
+from tieredckpt.blobs.settle import settle, together
 from tieredckpt.errors import (
     Closed,
     Corrupt,
@@ -39,6 +39,9 @@ from tieredckpt.errors import (
 __all__ = ["PosixStore"]
 
 T = TypeVar("T")
+
+_SCANNERS = 8
+"""Folders that are listed at a time where the file system lets each wait."""
 
 
 class PosixStore:
@@ -54,7 +57,7 @@ class PosixStore:
         direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
         follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
         object_size: the trait, in bytes.
-        threads: how many calls block at a time, and twice as many that read chunks.
+        threads: how many calls block at a time, besides twice as many that read chunks, and 8 that list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
     """
 
@@ -92,6 +95,7 @@ class PosixStore:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
         # Of their own, so that nothing small waits behind them.
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="tieredckpt-posix-reader")
+        self._scanners = ThreadPoolExecutor(_SCANNERS, thread_name_prefix="tieredckpt-posix-scanner")
         self._active = 0
         self._closed = False
 
@@ -149,17 +153,26 @@ class PosixStore:
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         check_prefix(prefix)
-
         pending = [prefix]
+        found: list[Scanned] = []
 
-        def scan(stop: transfer.Stop) -> Sequence[BlobInfo]:
+        def scan(stop: transfer.Stop) -> Scanned:
             with self._errors(self._root / prefix, "listed"):
                 return self._folders.scan(pending, stop.is_set)
 
+        async def scan_some() -> None:
+            found.append(await self._on_thread(scan, self._scanners))
+
+        threads = 1
         while pending:
             self._check_open()
-            for info in await self._on_thread(scan):
-                yield info
+            await together([scan_some() for _ in range(min(threads, len(pending)))])
+            # Where each name costs a wait, several wait at once; where none does, they would wait for each other.
+            threads = _SCANNERS if any(each.waiting for each in found) else 1
+            for each in found:
+                for info in each.infos:
+                    yield info
+            found.clear()
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
@@ -218,8 +231,8 @@ class PosixStore:
 
     def _end_threads(self) -> None:
         if self._closed and not self._active:
-            self._pool.shutdown(wait=False)
-            self._readers.shutdown(wait=False)
+            for pool in (self._pool, self._readers, self._scanners):
+                pool.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _errors(self, path: Path, doing: str) -> Iterator[None]:
