@@ -37,7 +37,8 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     """
     before = _names_in_shared_memory()
     tmp_path_factory.getbasetemp()  # pytest's own are made, and kept for a while, where they always are
-    with tempfile.TemporaryDirectory(prefix="tieredckpt-test-") as folder, pytest.MonkeyPatch.context() as patch:
+    new_folder = tempfile.TemporaryDirectory(prefix="tieredckpt-test-", ignore_cleanup_errors=True)
+    with new_folder as folder, pytest.MonkeyPatch.context() as patch:
         temporary = Path(folder)
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

@@ -194,7 +194,6 @@ def launch(
         "TIEREDCKPT_TEST_ARGUMENTS": json.dumps(dict(arguments or {})),
         "TIEREDCKPT_TEST_ENGINE": engine,
         "TIEREDCKPT_TEST_FOLDER": str(folder),
-        "TMPDIR": str(folder),  # torchrun leaves the folder of its ranks' logs
         **(environment or {}),
     }
     python = [sys.executable, str(program)]

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 def run(folder: Path, *commands: Sequence[str]) -> list[str]:
     """What the commands print, started together in ``folder``; all of them must succeed."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
             command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

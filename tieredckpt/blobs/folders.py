@@ -146,8 +146,8 @@ class Scanned:
     """What was found in some folders."""
 
     infos: list[BlobInfo]
-    waiting: bool
-    """Most of the time was no work for this thread: the file system asks a server."""
+    worked: float
+    """Seconds of the thread's own; the others went by in waiting."""
 
 
 @dataclass(slots=True)
@@ -321,9 +321,9 @@ class Folders:
         `TierUnavailable`.
         """
         infos: list[BlobInfo] = []
-        began, worked = time.monotonic(), time.thread_time()
+        began_at, until = time.thread_time(), time.monotonic() + _SCAN_SECONDS
         first = True
-        while (first or time.monotonic() < began + _SCAN_SECONDS) and not stopped():
+        while (first or time.monotonic() < until) and not stopped():
             try:
                 prefix = pending.pop()
             except IndexError:
@@ -347,7 +347,7 @@ class Folders:
                     raise
         # After the scan: what was read from an unmounted file system's folder would be silently short.
         self.check_root()
-        return Scanned(infos, waiting=2 * (time.thread_time() - worked) < time.monotonic() - began)
+        return Scanned(infos, time.thread_time() - began_at)
 
     def sweep(self, age: float) -> int:
         """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,8 +41,8 @@ __all__ = ["PosixStore"]
 
 T = TypeVar("T")
 
-_SCANNERS = 8
-"""Folders that are listed at a time where the file system lets each wait."""
+_WAITING, _WORKING = 0.5, 0.9
+"""Shares of the time that a processor works for a listing: below the first it mostly waits, above the second hardly."""
 
 
 class PosixStore:
@@ -57,7 +58,7 @@ class PosixStore:
         direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
         follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
         object_size: the trait, in bytes.
-        threads: how many calls block at a time, besides twice as many that read chunks, and 8 that list folders.
+        threads: how many calls block at a time, besides twice as many each that read chunks and that list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
     """
 
@@ -81,7 +82,7 @@ class PosixStore:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
         self._direct = takes_direct if direct is None else direct
         self._fsync, self._file_mode, self._follow = fsync, file_mode, follow_symlinks
-        readers = 2 * threads  # half of them copy while half of them read
+        readers = self._most_scanners = 2 * threads  # half of them copy while half of them read
         self._traits = Traits(
             survives=survives,
             durable=fsync,
@@ -95,7 +96,7 @@ class PosixStore:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
         # Of their own, so that nothing small waits behind them.
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="tieredckpt-posix-reader")
-        self._scanners = ThreadPoolExecutor(_SCANNERS, thread_name_prefix="tieredckpt-posix-scanner")
+        self._scanners = ThreadPoolExecutor(self._most_scanners, thread_name_prefix="tieredckpt-posix-scanner")
         self._active = 0
         self._closed = False
 
@@ -161,14 +162,19 @@ class PosixStore:
                 return self._folders.scan(pending, stop.is_set)
 
         async def scan_some() -> None:
+            self._check_open()
             found.append(await self._on_thread(scan, self._scanners))
 
         threads = 1
         while pending:
-            self._check_open()
+            began = time.monotonic()
             await together([scan_some() for _ in range(min(threads, len(pending)))])
-            # Where each name costs a wait, several wait at once; where none does, they would wait for each other.
-            threads = _SCANNERS if any(each.waiting for each in found) else 1
+            took, worked = time.monotonic() - began, sum(each.worked for each in found)
+            # Where a server is asked for each name several wait at once; where none is, they would for each other.
+            if worked < _WAITING * took:
+                threads = self._most_scanners
+            elif worked > _WORKING * took:
+                threads = 1
             for each in found:
                 for info in each.infos:
                     yield info

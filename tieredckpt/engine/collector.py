@@ -47,7 +47,7 @@ class Collector:
     def __init__(self, state: State) -> None:
         self._state = state
         self.evictor = Evictor(state)
-        """For the steps that somebody names."""
+        """Takes the steps out, also those that somebody names."""
         self._strays: dict[str, dict[str, float]] = {}
         """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
 
@@ -66,6 +66,7 @@ class Collector:
 
     async def evict_unretained(self, tier: Tier) -> None:
         """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
+        assert tier.ram is not None
         await self.evictor.reclaim_unread(tier)
         for step in leaving(self._state, tier):
             if not waits_for_promotion(self._state, step, tier):

@@ -25,7 +25,8 @@ __all__ = ["Evictor"]
 class Evictor:
     """Takes steps out of tiers, one at a time. Lives on the engine's loop.
 
-    Which steps leave is for others to say; that none leaves that promise 6 keeps is seen to here.
+    Which steps leave is for others to say. `evict` refuses those that promise 6 keeps; what is let go otherwise is no
+    step, or cannot be read, and that is for the caller to know.
     """
 
     def __init__(self, state: State) -> None:
@@ -61,7 +62,7 @@ class Evictor:
                 self._state.changed.beat()  # for whoever finds out whether it is gone
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
-        """The same where nothing forbids it; whether it was done."""
+        """`evict` a step that is held, where nothing forbids it; whether it was done."""
         if step not in tier.held or step in tier.leaving or not self._state.manages(tier):
             return False
         if why_not(self._state, step, tier):

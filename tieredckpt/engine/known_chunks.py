@@ -67,10 +67,11 @@ class KnownChunks(MutableMapping[bytes, Extent]):
         halves = np.ascontiguousarray(table["digest"]).view(">u8").reshape(-1, 2)
         high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
         order = np.argsort(high)
-        if (np.diff(high[order]) == 0).any():
+        in_order = high[order]
+        if (in_order[1:] == in_order[:-1]).any():
             order = np.lexsort((low, high))
         # Column by column: to put whole records in order takes several times as long.
-        high, low = high[order], low[order]
+        high, low = in_order, low[order]  # equal ones are in another order, which does not show
         offset, length = table["offset"].astype(np.uint64)[order], table["length"].astype(np.uint64)[order]
         path = np.repeat(np.arange(len(paths), dtype=np.uint32), counts)[order]
         again = np.zeros(len(order), bool)
