@@ -146,8 +146,10 @@ class Scanned:
     """What was found in some folders."""
 
     infos: list[BlobInfo]
+    took: float
+    """Seconds."""
     worked: float
-    """Seconds of the thread's own; the others went by in waiting."""
+    """Seconds of a processor; the others went by in waiting: for the file system, or for a processor."""
 
 
 @dataclass(slots=True)
@@ -321,9 +323,9 @@ class Folders:
         `TierUnavailable`.
         """
         infos: list[BlobInfo] = []
-        began_at, until = time.thread_time(), time.monotonic() + _SCAN_SECONDS
+        began, worked = time.monotonic(), time.thread_time()
         first = True
-        while (first or time.monotonic() < until) and not stopped():
+        while (first or time.monotonic() < began + _SCAN_SECONDS) and not stopped():
             try:
                 prefix = pending.pop()
             except IndexError:
@@ -347,7 +349,7 @@ class Folders:
                     raise
         # After the scan: what was read from an unmounted file system's folder would be silently short.
         self.check_root()
-        return Scanned(infos, time.thread_time() - began_at)
+        return Scanned(infos, time.monotonic() - began, time.thread_time() - worked)
 
     def sweep(self, age: float) -> int:
         """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,8 +40,8 @@ __all__ = ["PosixStore"]
 
 T = TypeVar("T")
 
-_WAITING, _WORKING = 0.5, 0.9
-"""Shares of the time that a processor works for a listing: below the first it mostly waits, above the second hardly."""
+_BUSY = 0.9
+"""Which share of the time the threads of a listing may keep one processor busy, all together."""
 
 
 class PosixStore:
@@ -58,7 +57,7 @@ class PosixStore:
         direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
         follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
         object_size: the trait, in bytes.
-        threads: how many calls block at a time, besides twice as many each that read chunks and that list folders.
+        threads: how many calls block at a time. Twice as many besides read chunks, and as many as that list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
     """
 
@@ -82,7 +81,7 @@ class PosixStore:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
         self._direct = takes_direct if direct is None else direct
         self._fsync, self._file_mode, self._follow = fsync, file_mode, follow_symlinks
-        readers = self._most_scanners = 2 * threads  # half of them copy while half of them read
+        readers = 2 * threads  # half of them copy while half of them read
         self._traits = Traits(
             survives=survives,
             durable=fsync,
@@ -96,6 +95,7 @@ class PosixStore:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
         # Of their own, so that nothing small waits behind them.
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="tieredckpt-posix-reader")
+        self._most_scanners = 2 * threads
         self._scanners = ThreadPoolExecutor(self._most_scanners, thread_name_prefix="tieredckpt-posix-scanner")
         self._active = 0
         self._closed = False
@@ -167,14 +167,12 @@ class PosixStore:
 
         threads = 1
         while pending:
-            began = time.monotonic()
-            await together([scan_some() for _ in range(min(threads, len(pending)))])
-            took, worked = time.monotonic() - began, sum(each.worked for each in found)
+            threads = min(threads, len(pending))
+            await together([scan_some() for _ in range(threads)])
             # Where a server is asked for each name several wait at once; where none is, they would for each other.
-            if worked < _WAITING * took:
-                threads = self._most_scanners
-            elif worked > _WORKING * took:
-                threads = 1
+            took, worked = max(each.took for each in found), sum(each.worked for each in found)
+            enough = threads * _BUSY * took / worked if worked else self._most_scanners
+            threads = max(1, min(int(enough), self._most_scanners))
             for each in found:
                 for info in each.infos:
                     yield info
@@ -204,7 +202,7 @@ class PosixStore:
         return await self._on_thread(sweep)
 
     async def close(self) -> None:
-        """Refuse further verbs; those under way end as they would have."""
+        """Refuse further verbs; those under way end as they would have, but for listings, which end as `Closed`."""
         self._closed = True
         self._end_threads()
 
