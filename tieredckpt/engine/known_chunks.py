@@ -71,17 +71,14 @@ class KnownChunks(MutableMapping[bytes, Extent]):
         if (in_order[1:] == in_order[:-1]).any():
             order = np.lexsort((low, high))
         # Column by column: to put whole records in order takes several times as long.
-        high, low = in_order, low[order]  # equal ones are in another order, which does not show
+        high, low = in_order, low[order]  # the first column is the same after either sort
         offset, length = table["offset"].astype(np.uint64)[order], table["length"].astype(np.uint64)[order]
         path = np.repeat(np.arange(len(paths), dtype=np.uint32), counts)[order]
         again = np.zeros(len(order), bool)
         again[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-        spares: dict[bytes, list[Extent]] = {}
-        if not again.any():
-            self._columns(high, low, offset, length, path)
-            return spares
         first = ~again
         self._columns(high[first], low[first], offset[first], length[first], path[first])
+        spares: dict[bytes, list[Extent]] = {}
         for row in np.flatnonzero(again).tolist():
             digest = _HALVES.pack(high[row], low[row])
             extent = Extent(self._paths[path[row]], int(offset[row]), int(length[row]))

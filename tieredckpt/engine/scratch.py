@@ -7,16 +7,16 @@ import mmap
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.settle import in_thread
+from tieredckpt.blobs.lending import borrow
 from tieredckpt.blobs.slab import Slab, aligned
 from tieredckpt.engine.pulse import Pulse
-from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.errors import Corrupt
 from tieredckpt.units import format_size
 
 __all__ = ["Scratch"]
@@ -67,15 +67,7 @@ class Scratch:
         Raises `NoSpace` when the system refuses the memory and no piece is out that could come back.
         """
         assert aligned(nbytes) <= self.capacity
-        async with self._turn:
-            if self.slab.spare < aligned(nbytes) and self.slab.reserved < self.capacity:
-                with suppress(NoSpace):  # then what is out has to come back
-                    await in_thread(self.slab.reserve, self.slab.reserved + nbytes)  # new memory takes its time
-            while (offset := self.slab.allocate(nbytes)) is None:
-                if not self.slab.used:
-                    raise NoSpace(f"the system has no memory for a buffer of {format_size(nbytes)}; free some")
-                await self.returned.wait()
-            return offset
+        return await borrow(self.slab, nbytes, self._turn, self.returned.wait)
 
     def memory(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         return self.slab.array[offset : offset + aligned(nbytes)]

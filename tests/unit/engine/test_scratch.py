@@ -59,7 +59,7 @@ async def test_who_asks_for_more_than_is_free_waits_until_enough_came_back(scrat
 
 
 async def test_a_large_request_is_not_overtaken_for_ever_by_small_ones(scratch: Scratch) -> None:
-    held = await scratch.borrow(8 * PAGE)
+    held, enough_for_the_small_one = await scratch.borrow(7 * PAGE), await scratch.borrow(PAGE)
     order: list[str] = []
 
     async def borrow(name: str, nbytes: int) -> None:
@@ -71,7 +71,9 @@ async def test_a_large_request_is_not_overtaken_for_ever_by_small_ones(scratch: 
         await turns()
         group.create_task(borrow("small", PAGE))
         await turns()
-        scratch.give_back(held, 8 * PAGE)
+        scratch.give_back(enough_for_the_small_one, PAGE)
+        await turns()
+        scratch.give_back(held, 7 * PAGE)
     assert order == ["large", "small"]
 
 

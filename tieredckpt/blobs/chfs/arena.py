@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.settle import in_thread
+from tieredckpt.blobs.lending import borrow
 from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.errors import NoSpace
-from tieredckpt.units import format_size
 
 __all__ = ["Arena"]
 
@@ -36,25 +34,16 @@ class Arena:
     @asynccontextmanager
     async def lend(self, nbytes: int) -> AsyncIterator[npt.NDArray[np.uint8]]:
         """An array of ``nbytes`` for the length of the block. Raises `NoSpace` when there is no memory."""
-        offset = await self._borrow(nbytes)
+        offset = await borrow(self._slab, nbytes, self._turn, self._wait)
         try:
             yield self._slab.array[offset : offset + nbytes]
         finally:
             self._slab.release(offset, nbytes)
             self._returned.set()
 
-    async def _borrow(self, nbytes: int) -> int:
-        slab = self._slab
-        async with self._turn:
-            if slab.spare < aligned(nbytes) and slab.reserved < slab.capacity:
-                with suppress(NoSpace):  # then what is lent has to come back
-                    await in_thread(slab.reserve, slab.reserved + nbytes)  # new memory takes its time
-            while (offset := slab.allocate(nbytes)) is None:
-                if not slab.used:
-                    raise NoSpace(f"the system has no memory for a buffer of {format_size(nbytes)}; free some")
-                self._returned.clear()
-                await self._returned.wait()
-            return offset
+    async def _wait(self) -> None:
+        self._returned.clear()
+        await self._returned.wait()
 
     def close(self) -> None:
         self._slab.close()
