@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from scenes import new_shared_folder
 
+from tieredckpt.blobs.ram import SHARED_MEMORY_VARIABLE
 from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 
 # Deadlines and speed checks measure the machine that happens to run the tests.
@@ -35,27 +37,31 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
     What others leave among temporary files, such as PyTorch's cache, goes with the folder that the run has for them.
     """
-    before = _names_in_shared_memory()
     tmp_path_factory.getbasetemp()  # pytest's own are made, and kept for a while, where they always are
-    new_folder = tempfile.TemporaryDirectory(prefix="tieredckpt-test-", ignore_cleanup_errors=True)
-    with new_folder as folder, pytest.MonkeyPatch.context() as patch:
-        temporary = Path(folder)
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
+    base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    with ExitStack() as until_end:
+        patch = until_end.enter_context(pytest.MonkeyPatch.context())
+        temporary = Path(until_end.enter_context(_new_folder()))
+        memory = Path(until_end.enter_context(_new_folder(dir=base)))
+        memory.chmod(0o711)  # as what it stands for can be entered by other users
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        patch.setenv(SHARED_MEMORY_VARIABLE, str(memory / "user"))
         yield
-        names = _names_in_shared_memory() - before
         deadline = time.monotonic() + _GRACE
         while True:
-            names &= _names_in_shared_memory()
             children = _children()
-            files = sorted(temporary.glob("*tieredckpt*"))
-            if not names and not children and not files:
+            files = sorted([*temporary.glob("*tieredckpt*"), *memory.iterdir()])
+            if not children and not files:
                 return
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-    left = [str(_SHARED_MEMORY / name) for name in sorted(names)] + [f"process {child}" for child in children]
-    pytest.fail("the tests left behind: " + ", ".join([*left, *map(str, files)]))
+    pytest.fail("the tests left behind: " + ", ".join([*(f"process {child}" for child in children), *map(str, files)]))
+
+
+def _new_folder(**options: Any) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tieredckpt-test-", ignore_cleanup_errors=True, **options)
 
 
 @pytest.fixture
@@ -63,7 +69,7 @@ def shared_memory() -> Iterator[Path]:
     """A folder of the test in shared memory, for RAM tiers."""
     if not _SHARED_MEMORY.is_dir():
         pytest.skip(f"needs {_SHARED_MEMORY}")
-    folder = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir=_SHARED_MEMORY))
+    folder = new_shared_folder()
     yield folder
     shutil.rmtree(folder)
 
@@ -110,13 +116,6 @@ def _tmpfs(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
-
-
-def _names_in_shared_memory() -> set[str]:
-    """What belongs to this run or to nobody known; a run beside this one names its folders for its process."""
-    names = {path.name for path in _SHARED_MEMORY.glob("tieredckpt*")}
-    mine = f"tieredckpt-test-{os.getpid()}-"
-    return {name for name in names if name.startswith(mine) or not re.match(r"tieredckpt-test-\d+-", name)}
 
 
 def _children() -> list[str]:

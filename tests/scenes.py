@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram import SHARED_MEMORY_VARIABLE
 from tieredckpt.config import StoreConfig
 from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
 
@@ -19,6 +22,11 @@ E = TypeVar("E", bound=Event)
 CHUNK = 16 << 10
 SOON = 60.0
 """Seconds after which what should have happened by itself counts as never happening."""
+
+
+def new_shared_folder() -> Path:
+    """A new folder in the shared memory of this test run; its maker removes it."""
+    return Path(tempfile.mkdtemp(dir=Path(os.environ[SHARED_MEMORY_VARIABLE]).parent))
 
 
 def ram(shared_memory: Path, **settings: Any) -> dict[str, Any]:

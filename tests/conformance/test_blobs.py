@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import tensorstore as ts
 from blockbuster import BlockBuster, blockbuster_ctx
+from scenes import new_shared_folder
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.kvstore import KvStoreBlobs
@@ -64,7 +64,7 @@ class TestPosixStoreBuffered(_Folder):
 class TestPosixStoreInSharedMemory(_Folder):
     @pytest.fixture
     def root(self) -> Iterator[Path]:
-        root = Path(tempfile.mkdtemp(prefix="tieredckpt-test-", dir=SHARED_MEMORY))
+        root = new_shared_folder()
         yield root
         shutil.rmtree(root)
 

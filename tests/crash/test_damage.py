@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
-from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine import collector, manifests
@@ -356,7 +355,7 @@ def test_whatever_is_damaged_a_restore_is_right_or_says_what_is_lost(bad: set[tu
                 assert found.intact
             await assert_clean(store)
 
-    place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+    place = new_shared_folder()
     try:
         asyncio.run(check(place))
     finally:

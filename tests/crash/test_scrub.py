@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from insight import flip, flip_chunk, slab_of, tier_of
-from scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
@@ -274,7 +272,7 @@ def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Dama
                 assert found is not None
                 assert_same(found.tree, state(step))
 
-    place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+    place = new_shared_folder()
     try:
         asyncio.run(check(place))
     finally:

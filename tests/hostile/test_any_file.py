@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenes import CHUNK, assert_same, config, folder, ram
+from scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -52,7 +50,7 @@ def _few_steps_are_enough_for_a_catalog() -> Iterator[None]:
 
 
 def new_place() -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+    return new_shared_folder()
 
 
 @cache

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from insight import tier_of
-from scenes import CHUNK, SOON, assert_same, config, crash, folder, ram
+from scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
@@ -47,7 +44,7 @@ class FailingTiersMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self.place = new_shared_folder()
         self.patch = pytest.MonkeyPatch()
         self.runner = asyncio.Runner()
         self.objects = Objects()

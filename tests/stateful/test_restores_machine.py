@@ -6,12 +6,9 @@ The ranks are in one process. Where some are to be missed they wait for each oth
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +16,7 @@ from cohort import Cohort, assert_whole, cohort
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from scenes import SOON
+from scenes import SOON, new_shared_folder
 
 from tieredckpt.checkpoint import Restored
 from tieredckpt.engine import team
@@ -46,7 +43,7 @@ class RestoresMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self.place = new_shared_folder()
         self.runner = asyncio.Runner()
         self.stack = AsyncExitStack()
         self.line: list[int] = []

@@ -7,11 +7,8 @@ the rules as they like, and what is asserted holds at every moment of them.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import tempfile
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from insight import flip_chunk
-from scenes import CHUNK, assert_same, config, crash, folder, ram
+from scenes import CHUNK, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt
@@ -57,7 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self.place = new_shared_folder()
         self.runner = asyncio.Runner()
         self.opened: CheckpointStore | None = None
         self.state: Tree = {key: np.full(len(ORDINALS) * CHUNK, i, np.uint8) for i, key in enumerate(KEYS)}

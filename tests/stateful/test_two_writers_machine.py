@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Coroutine
 from functools import partial
@@ -31,7 +30,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scenes import CHUNK, SOON, assert_same, config, crash, folder, ram
+from scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
 from trees import fingerprint
 
 from tieredckpt import CheckpointStore
@@ -61,7 +60,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self.place = new_shared_folder()
         self.patch = pytest.MonkeyPatch()
         self.runner = asyncio.Runner()
         self.late = dict.fromkeys(("", *HOSTS), 0.0)

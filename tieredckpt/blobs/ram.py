@@ -36,9 +36,12 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, Tie
 from tieredckpt.format.layout import new_pack_id, pack_key
 from tieredckpt.units import format_size
 
-__all__ = ["RANK_FOLDER", "RamStore", "shared_memory_root"]
+__all__ = ["RANK_FOLDER", "SHARED_MEMORY_VARIABLE", "RamStore", "shared_memory_root"]
 
 _log = logging.getLogger("tieredckpt")
+
+SHARED_MEMORY_VARIABLE = "TIEREDCKPT_SHARED_MEMORY"
+"""The environment variable that names another folder for RAM tiers than this user's own in ``/dev/shm``."""
 
 RANK_FOLDER = "rank-"
 """What the name of a folder begins with that belongs to one rank of a node."""
@@ -48,7 +51,11 @@ _AUTO_SHARE_OF_MEMORY = 4  # an automatic slab takes at most a quarter of the me
 
 
 def shared_memory_root() -> Path:
-    """Where this user's RAM tiers live: ``/dev/shm`` on Linux, the temporary folder elsewhere."""
+    """Where this user's RAM tiers live: ``TIEREDCKPT_SHARED_MEMORY`` where that is set, else a folder of their own in
+    ``/dev/shm`` on Linux, in the temporary folder elsewhere.
+    """
+    if chosen := os.environ.get(SHARED_MEMORY_VARIABLE):
+        return Path(chosen).absolute()
     base = Path("/dev/shm")
     if not base.is_dir() or not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())

@@ -570,6 +570,13 @@ async def test_a_file_system_that_is_full_refuses_to_open(small_tmpfs: Path, mon
     assert not opened_below(small_tmpfs), "and holds nothing"
 
 
+def test_the_environment_names_the_folder_of_ram_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ram.SHARED_MEMORY_VARIABLE, str(tmp_path))
+    assert ram.shared_memory_root() == tmp_path
+    monkeypatch.delenv(ram.SHARED_MEMORY_VARIABLE)
+    assert ram.shared_memory_root().name == f"tieredckpt-{os.getuid()}"
+
+
 async def test_a_store_that_is_closed_twice_is_closed(folder: Path) -> None:
     async with opened(folder) as store:
         await asyncio.gather(store.close(), store.close())

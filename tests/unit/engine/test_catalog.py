@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from insight import flip, flip_chunk, tier_of
-from scenes import CHUNK, assert_same, config, folder, ram
+from scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -402,7 +401,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._root = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self._root = new_shared_folder()
         self.place = Place(self._root, self._root / "disk")
         self._older: list[dict[str, bytes]] = [{}]
         self.step = 0

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from insight import arrays_in, bytes_of_listed_steps, flip_chunk, mapped_below, opened_below, slab_of, tier_of
-from scenes import CHUNK, Heard, assert_same, config, folder, ram
+from scenes import CHUNK, Heard, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, Restored
 from tieredckpt.config import StoreConfig
@@ -256,7 +254,7 @@ class ViewsMachine(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        self.place = Path(tempfile.mkdtemp(prefix=f"tieredckpt-test-{os.getpid()}-", dir="/dev/shm"))
+        self.place = new_shared_folder()
         tiers = {"ram": ram(self.place, capacity=3 * STATE), "disk": folder(self.place / "disk")}
         self.async_store = CheckpointStore.open(config(tiers))
         self.store = self.async_store.sync()
