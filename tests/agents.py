@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from scenes import SOON
+from scenes import SOON, ram_in
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.agent.process import LOCK, LOG, lives
@@ -22,7 +22,7 @@ def agent_of(folder: Path, *, after: int | None = None) -> int:
     """The process that is the agent of a RAM folder; the next one, once there is one, ``after`` another."""
     if after is not None:
         eventually(lambda: _holder(folder) not in (None, after), "there is another agent")
-    assert lives(folder), f"there is no agent; its log:\n{log_of(folder)}"
+    assert lives(ram_in(folder)), f"there is no agent; its log:\n{log_of(folder)}"
     found = _holder(folder)
     assert found is not None
     return found
@@ -31,7 +31,7 @@ def agent_of(folder: Path, *, after: int | None = None) -> int:
 def _holder(folder: Path) -> int | None:
     """Who last said that it is the agent of a folder."""
     try:
-        found = re.match(r"process (\d+) on ", (folder / LOCK).read_text())
+        found = re.match(r"process (\d+) on ", (ram_in(folder) / LOCK).read_text())
     except FileNotFoundError:
         return None
     return int(found[1]) if found is not None else None
@@ -39,7 +39,8 @@ def _holder(folder: Path) -> int | None:
 
 def log_of(folder: Path) -> str:
     """What agents that stores started have said."""
-    return (folder / LOG).read_text() if (folder / LOG).exists() else ""
+    log = ram_in(folder) / LOG
+    return log.read_text() if log.exists() else ""
 
 
 def wait_for_end(process: int) -> None:
@@ -52,7 +53,7 @@ def wait_for_end(process: int) -> None:
 
 def end_agent(folder: Path) -> None:
     """Kill the agent of a folder, if there is one; it may end by itself at any moment."""
-    if lives(folder) and (process := _holder(folder)) is not None:
+    if lives(ram_in(folder)) and (process := _holder(folder)) is not None:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         wait_for_end(process)

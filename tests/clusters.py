@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scenes import SOON, Heard, assert_same, config, crash, folder, ram
+from scenes import SOON, Heard, assert_same, config, crash, folder, ram, ram_in
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.wrap import Metered
@@ -37,15 +37,19 @@ class Cluster:
         return self.world.nodes
 
     def ram_of(self, node: str) -> Path:
+        """The store's folder in a node's RAM."""
+        return ram_in(self._root(node))
+
+    def _root(self, node: str) -> Path:
         return self._shared_memory / node / "ram"
 
     def lose(self, node: str) -> None:
         """Everything in the RAM of a node is gone."""
-        shutil.rmtree(self.ram_of(node))
+        shutil.rmtree(self._root(node))
 
     def new(self, rank: int) -> CheckpointStore:
         tiers = {
-            "ram": ram(self._shared_memory, path=self.ram_of(self.nodes[rank]), **self._settings.get("ram", {})),
+            "ram": ram(self._shared_memory, path=self._root(self.nodes[rank]), **self._settings.get("ram", {})),
             "disk": folder(self._shared, **self._settings.get("disk", {})),
         }
         standing = self._settings.get("racks", {}).get(self.nodes[rank])

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from scenes import new_shared_folder
 
-from tieredckpt.blobs.ram import SHARED_MEMORY_VARIABLE
+from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE
 from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 
 # Deadlines and speed checks measure the machine that happens to run the tests.

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.ram import SHARED_MEMORY_VARIABLE
+from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE, is_store_folder
 from tieredckpt.config import StoreConfig
 from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
 
@@ -27,6 +27,13 @@ SOON = 60.0
 def new_shared_folder() -> Path:
     """A new folder in the shared memory of this test run; its maker removes it."""
     return Path(tempfile.mkdtemp(dir=Path(os.environ[SHARED_MEMORY_VARIABLE]).parent))
+
+
+def ram_in(root: Path) -> Path:
+    """The RAM folder of the one store whose RAM is in a root; the root itself where there is none."""
+    found = [path for path in root.glob("*") if is_store_folder(path.name)] if not is_store_folder(root.name) else []
+    assert len(found) < 2, f"there is RAM of several stores: {found}"
+    return found[0] if found else root
 
 
 def ram(shared_memory: Path, **settings: Any) -> dict[str, Any]:

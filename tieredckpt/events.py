@@ -16,6 +16,7 @@ __all__ = [
     "CommitFailed",
     "Event",
     "Events",
+    "RamLeftAlone",
     "ReplicationFailed",
     "SaveFailed",
     "SaveSkipped",
@@ -176,6 +177,17 @@ class TierRecovered(Event):
     """A tier works again and catches up."""
 
     tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class RamLeftAlone(Event):
+    """RAM of another store that was at this one's folder holds ``steps`` steps, the newest as given; it stays."""
+
+    store: str
+    folder: str
+    steps: int
+    step: int
+    serial: int
 
 
 class Events:

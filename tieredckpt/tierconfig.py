@@ -29,6 +29,7 @@ __all__ = [
     "TierConfig",
     "Tiers",
     "expand",
+    "normal",
 ]
 
 
@@ -58,7 +59,8 @@ def expand(text: str) -> Path:
         raise Invalid(f"{text!r}: the home folder is not known; write the path from '/' on") from error
 
 
-def _normal(path: Path) -> str:
+def normal(path: Path) -> str:
+    """The path without ``.``, ``..`` and doubled slashes."""
     # By its text alone: a file system that hangs must not hang the reading of a configuration.
     return os.path.normpath(path)
 
@@ -173,7 +175,7 @@ class RamTier(_Tier):
     @property
     def location(self) -> str | None:
         """What no other tier may use; None where the system's own folder is taken."""
-        return None if self.path is None else _normal(self.path)
+        return None if self.path is None else normal(self.path)
 
 
 class PosixTier(_Tier):
@@ -194,7 +196,7 @@ class PosixTier(_Tier):
     @property
     def location(self) -> str:
         """What no other tier may use."""
-        return _normal(self.path)
+        return normal(self.path)
 
 
 class ChfsTier(_Tier):

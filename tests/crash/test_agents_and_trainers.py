@@ -20,7 +20,7 @@ from agents import agent_of, end_agent, eventually, log_of, until, wait_for_end
 from chfs_servers import LookalikeServers
 from insight import bytes_of_listed_steps, slab_of, tier_of
 from lookalike import missing
-from scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, tree
+from scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, ram_in, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram import RamStore
@@ -94,7 +94,7 @@ async def opened_before_it_goes_on(settings: StoreConfig, ram_folder: Path) -> A
     """A store that the agent which was stopped finds listening when it goes on."""
 
     def listening() -> int | None:
-        path = ram_folder / SOCKET
+        path = ram_in(ram_folder) / SOCKET
         return path.stat().st_ino if path.exists() else None
 
     def then_go_on() -> None:
@@ -201,7 +201,7 @@ async def test_in_place_of_a_killed_agent_another_brings_the_step_once(
         assert len(list(disk.glob("steps/*/manifest.ocdbt"))) == 1
         assert len([name for name in files_under(disk) if name.startswith("packs/")]) >= 1
         await (await store.save(2, tree(2))).reached("disk")
-    assert not lives(ram_folder)
+    assert not lives(ram_in(ram_folder))
     wait_for_end(second)
 
 
@@ -251,7 +251,7 @@ async def test_of_two_agents_one_promotes(slow: StoreConfig, ram_folder: Path) -
     async with CheckpointStore.open(slow) as store:
         await store.save(1, tree(1))
         with pytest.raises(Conflict, match=f"has an agent already, process {agent_of(ram_folder)} on"):
-            claim(ram_folder)
+            claim(ram_in(ram_folder))
 
 
 async def test_a_store_whose_tiers_another_agent_writes_to_is_refused_with_who_that_is(
@@ -292,7 +292,7 @@ async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
     }
     async with CheckpointStore.open(config(tiers, promote_in="agent", when_full="replace")) as store:
         await store.save(1, tree(1))
-        (manifest,) = ram_folder.glob("steps/*/manifest.ocdbt")
+        (manifest,) = ram_in(ram_folder).glob("steps/*/manifest.ocdbt")
         agent = agent_of(ram_folder)
         await asyncio.to_thread(stop_when_it_reads, agent, manifest, disk)
         try:
@@ -462,7 +462,7 @@ async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_
             out, err = await asyncio.to_thread(second.communicate)
             assert second.returncode == 1
             assert f"has an agent already, process {agent.pid} on" in err
-        assert not ram_folder.exists()
+        assert ram_in(ram_folder) == ram_folder
     agent.send_signal(ending)
     out, err = await asyncio.to_thread(agent.communicate)
     assert agent.returncode == 0, err
@@ -518,10 +518,10 @@ async def test_the_socket_is_this_users_alone_and_nonsense_on_it_costs_nothing(
     async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
         await store.save(1, tree(1))
         await store.flush()
-        assert (ram_folder / SOCKET).stat().st_mode & 0o777 == 0o600
+        assert (ram_in(ram_folder) / SOCKET).stat().st_mode & 0o777 == 0o600
         for nonsense in (b"\xff" * 64, (1 << 31).to_bytes(4, "little"), b"\x03\x00\x00\x00abc"):
             async with asyncio.timeout(SOON):
-                reader, writer = await asyncio.open_unix_connection(ram_folder / SOCKET)
+                reader, writer = await asyncio.open_unix_connection(ram_in(ram_folder) / SOCKET)
                 writer.write(nonsense)
                 while await reader.read(1 << 16):  # until it hangs up
                     pass
@@ -542,4 +542,4 @@ def test_nothing_of_the_configuration_is_seen_in_the_list_of_processes(
         line = Path(f"/proc/{agent_of(ram_folder)}/cmdline").read_text()
         assert str(disk) not in line
         assert os.readlink(f"/proc/{agent_of(ram_folder)}/fd/0") == os.devnull
-    eventually(lambda: not lives(ram_folder), "the agent has ended with its store")
+    eventually(lambda: not lives(ram_in(ram_folder)), "the agent has ended with its store")

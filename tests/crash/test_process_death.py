@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import trainer as trainer_module
 from insight import bytes_of_listed_steps, slab_of, tier_of
-from scenes import Heard, assert_same, crash, folder, ram
+from scenes import Heard, assert_same, crash, folder, ram, ram_in
 from trainer import CHUNK, POINTS, state
 
 from tieredckpt import CheckpointStore
@@ -176,7 +176,7 @@ async def test_killed_in_the_middle_of_a_save_it_leaves_whole_steps_and_no_trace
         assert slab_of(store).used == await bytes_of_listed_steps(store)
         in_ram = [f"{info.step:010d}-{info.serial:06d}" for info in await store.steps() if "ram" in info.tiers]
         expected = {f"{name}/{file}" for name in in_ram for file in ("btree", "manifest.ocdbt")}
-        assert files_of_steps(ram_folder) == expected
+        assert files_of_steps(ram_in(ram_folder)) == expected
         for step in range(6, 12):
             assert not (await store.save(step, state(step))).skipped
         await store.flush()
@@ -214,8 +214,8 @@ async def test_without_its_ram_folder_a_process_restores_from_the_directory(
 
 async def test_what_is_of_another_boot_is_wiped(tiers: dict[str, Any], ram_folder: Path) -> None:
     train_and_die(tiers, 3)
-    note = json.loads((ram_folder / "slab.json").read_text())
-    (ram_folder / "slab.json").write_text(json.dumps(note | {"boot_id": "before the power went"}))
+    note = json.loads((ram_in(ram_folder) / "slab.json").read_text())
+    (ram_in(ram_folder) / "slab.json").write_text(json.dumps(note | {"boot_id": "before the power went"}))
     async with opened(tiers) as store:
         assert tier_of(store, "ram").held == {}
         assert slab_of(store).used == 0
@@ -436,7 +436,7 @@ async def test_what_another_process_reads_is_not_reused_by_the_writers_that_foll
         reader.until("the same")
     async with opened(tiers) as store:
         assert slab_of(store).used == await bytes_of_listed_steps(store)
-        assert not list((ram_folder / "retired").iterdir())
+        assert not list((ram_in(ram_folder) / "retired").iterdir())
 
 
 async def test_a_reader_sees_what_was_there_when_it_came_and_what_is_still_there(tiers: dict[str, Any]) -> None:

@@ -14,9 +14,6 @@ import fcntl
 import logging
 import os
 import shutil
-import socket
-import stat
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,38 +25,23 @@ from tieredckpt.blobs.folders import Folders, open_regular
 from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.blobs.ram_folder import LOCK, check_owner, take
+from tieredckpt.blobs.ram_folder import remove as remove_folder
+from tieredckpt.blobs.ram_owner import OWNER_FILES
+from tieredckpt.blobs.ram_quota import Quota
 from tieredckpt.blobs.ramnote import GROWING, NOTE_FILES, Note, boot_id, growing, read_note, undo_growth, write_note
 from tieredckpt.blobs.retired import RETIRED, Retired, StillRead
 from tieredckpt.blobs.settle import whole
 from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
+from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.layout import new_pack_id, pack_key
 from tieredckpt.units import format_size
 
-__all__ = ["RANK_FOLDER", "SHARED_MEMORY_VARIABLE", "RamStore", "shared_memory_root"]
+__all__ = ["RamStore"]
 
 _log = logging.getLogger("tieredckpt")
 
-SHARED_MEMORY_VARIABLE = "TIEREDCKPT_SHARED_MEMORY"
-"""The environment variable that names another folder for RAM tiers than this user's own in ``/dev/shm``."""
-
-RANK_FOLDER = "rank-"
-"""What the name of a folder begins with that belongs to one rank of a node."""
-
-_LOCK = "lock"
-_AUTO_SHARE_OF_MEMORY = 4  # an automatic slab takes at most a quarter of the memory there is
-
-
-def shared_memory_root() -> Path:
-    """Where this user's RAM tiers live: ``TIEREDCKPT_SHARED_MEMORY`` where that is set, else a folder of their own in
-    ``/dev/shm`` on Linux, in the temporary folder elsewhere.
-    """
-    if chosen := os.environ.get(SHARED_MEMORY_VARIABLE):
-        return Path(chosen).absolute()
-    base = Path("/dev/shm")
-    if not base.is_dir() or not os.access(base, os.W_OK):
-        base = Path(tempfile.gettempdir())
-    return base / f"tieredckpt-{os.getuid()}"
+_AUTO_SHARE_OF_MEMORY = 4  # automatic slabs take at most a quarter of the memory there is
 
 
 class RamStore:
@@ -79,14 +61,14 @@ class RamStore:
         self._files = files
         self._lock = lock
         self._retired = Retired(folder)
-        self._own = {_LOCK, *NOTE_FILES, slab_key, slab_key + GROWING}
+        self._own = {LOCK, *NOTE_FILES, *OWNER_FILES, slab_key, slab_key + GROWING}
 
     @classmethod
     def open(cls, folder: Path, capacity: int | None, *, sharers: int = 1) -> RamStore:
         """Open or create the folder; blocking. ``capacity`` in bytes, None for an automatic one.
 
         An explicit capacity is reserved at once; an automatic one is grown as saves need it, and leaves room for as
-        many as there are ``sharers`` of the machine.
+        many as there are ``sharers`` of the machine, and for this user's other slabs.
 
         Raises:
             Conflict: another process writes to the folder (named), or it belongs to another user.
@@ -103,7 +85,7 @@ class RamStore:
         size = aligned(capacity if capacity is not None else limit // _AUTO_SHARE_OF_MEMORY // sharers)
         try:
             with contextlib.ExitStack() as undo:
-                lock = _take(folder)
+                lock = take(folder)
                 undo.callback(let_go, lock)
                 Folders(folder, 0o700, follow_symlinks=True, fsync=False).sweep(0)  # no writer but us is left
                 slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
@@ -124,7 +106,7 @@ class RamStore:
             Conflict: it belongs to another user.
         """
         try:
-            _check_owner(folder)
+            check_owner(folder)
         except FileNotFoundError:
             raise NotFound(f"there is no RAM tier at {folder}") from None
         note = read_note(folder)
@@ -228,17 +210,17 @@ class RamStore:
 
         Before `close`: the lock goes last, so that no other process opens a folder that is half gone.
         """
-        _remove(self._folder)
+        remove_folder(self._folder)
 
     @classmethod
     def discard(cls, folder: Path) -> None:
         """Delete a folder that nobody writes to, with all that is in it; blocking. Raises as `open`."""
         try:
-            lock = _take(folder)
+            lock = take(folder)
         except OSError as error:
             raise TierUnavailable(f"the RAM tier at {folder} cannot be removed: {error.strerror}") from error
         try:
-            _remove(folder)
+            remove_folder(folder)
         finally:
             let_go(lock)
 
@@ -251,96 +233,22 @@ def _is_at(path: Path, fd: int) -> bool:
     return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
-def _remove(folder: Path) -> None:
-    mine = (path for path in folder.iterdir() if not path.name.startswith(RANK_FOLDER))
-    for path in sorted(mine, key=lambda path: path.name == _LOCK):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-        for above in reversed(_above(folder)):
-            above.rmdir()
-
-
 def _files(folder: Path) -> PosixStore:
     return PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True)
-
-
-def _take(folder: Path) -> int:
-    """Make the folder ours alone; the descriptor that locks it. Raises `Conflict`, `OSError`."""
-    while True:
-        with contextlib.suppress(FileNotFoundError):  # the one who had it has just removed it
-            for own in (*_above(folder), folder):
-                _own_folder(own)
-            lock = _lock_folder(folder)
-            if os.fstat(lock).st_nlink:
-                return lock
-            let_go(lock)
-
-
-def _above(folder: Path) -> list[Path]:
-    """The folders above that are this library's own, outermost first."""
-    ranks = [folder.parent] if folder.name.startswith(RANK_FOLDER) else []
-    top = ranks[0] if ranks else folder
-    return [top.parent, *ranks] if top.parent == shared_memory_root() else ranks
-
-
-def _own_folder(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    _check_owner(path, strictly=True)
-    loose = stat.S_IMODE(path.lstat().st_mode) & 0o077
-    if loose & 0o022 and any(path.iterdir()):
-        raise _open_to_others(path)
-    if loose:
-        path.chmod(0o700)
-    if loose & 0o022 and any(path.iterdir()):  # somebody was faster
-        raise _open_to_others(path)
-
-
-def _check_owner(path: Path, *, strictly: bool = False) -> None:
-    """Refuse somebody else's folder, for they could read the state, or make it up; root may look at any."""
-    found = path.lstat()
-    ours = found.st_uid == os.getuid() or (os.getuid() == 0 and not strictly)
-    if not stat.S_ISDIR(found.st_mode) or not ours:
-        raise Conflict(f"{path} is not a folder of user {os.getuid()}; remove it or choose another path")
-    if not strictly and stat.S_IMODE(found.st_mode) & 0o022:
-        raise _open_to_others(path)
-
-
-def _open_to_others(path: Path) -> Conflict:
-    return Conflict(
-        f"{path} can be written to by other users, and what is in it may be theirs; remove it or choose another path"
-    )
-
-
-def _lock_folder(folder: Path) -> int:
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(fd, 200).decode(errors="replace") or "another process"
-        os.close(fd)
-        raise Conflict(f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return hold(fd)
 
 
 def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str, str]:
     """The slab of the folder, its key and notice: the one that is there if it is of this boot, else a new one."""
     note = read_note(folder)
     slab = None
+    quota = None if reserve else Quota(folder, capacity)
     if note is not None and not (folder / note.slab).is_symlink():  # to a memfd, which has ended
         with contextlib.suppress(FileNotFoundError):
-            slab, note = _old_slab(folder, note, capacity)
+            slab, note = _old_slab(folder, note, capacity, quota)
     if slab is None or note is None:
         for stale in ("packs", "steps"):
             shutil.rmtree(folder / stale, ignore_errors=True)
-        slab, note = _new_slab(folder, capacity)
+        slab, note = _new_slab(folder, capacity, quota)
     try:
         if reserve:
             slab.reserve(capacity)
@@ -354,7 +262,7 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     return slab, note.slab, notice
 
 
-def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Note]:
+def _old_slab(folder: Path, note: Note, capacity: int, quota: Quota | None) -> tuple[Slab | None, Note]:
     path = folder / note.slab
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -368,10 +276,10 @@ def _old_slab(folder: Path, note: Note, capacity: int) -> tuple[Slab | None, Not
     except OSError:
         os.close(fd)
         raise
-    return Slab(fd, size, reserved, growing=partial(growing, path)), replace(note, capacity=size)
+    return Slab(fd, size, reserved, growing=partial(growing, path), quota=quota), replace(note, capacity=size)
 
 
-def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
+def _new_slab(folder: Path, capacity: int, quota: Quota | None) -> tuple[Slab, Note]:
     key = pack_key(new_pack_id())
     path = folder / key
     for made in (path.parent.parent, path.parent):
@@ -387,7 +295,7 @@ def _new_slab(folder: Path, capacity: int) -> tuple[Slab, Note]:
     else:
         raise NoSpace(f"{folder} has less than the {format_size(capacity)} of the RAM tier")
     os.ftruncate(fd, capacity)
-    slab = Slab(fd, capacity, growing=partial(growing, path))
+    slab = Slab(fd, capacity, growing=partial(growing, path), quota=quota)
     return slab, Note(slab=key, capacity=capacity, boot_id=boot_id(), memfd=memfd)
 
 

@@ -19,7 +19,17 @@ from tieredckpt.blobs.mapping import give_back
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.layout import parse_pack_key
 
-__all__ = ["GROWING", "NOTE_FILES", "Note", "boot_id", "growing", "read_note", "undo_growth", "write_note"]
+__all__ = [
+    "GROWING",
+    "NOTE_FILES",
+    "Note",
+    "boot_id",
+    "growing",
+    "read_note",
+    "slab_bytes",
+    "undo_growth",
+    "write_note",
+]
 
 _NOTE = "slab.json"
 _NEW_NOTE = "slab.tmp"
@@ -62,6 +72,15 @@ def read_note(folder: Path) -> Note | None:
     except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return note if note.boot_id == boot_id() and parse_pack_key(note.slab) is not None else None
+
+
+def slab_bytes(folder: Path) -> int:
+    """Memory that the slab of a folder has, in bytes; 0 where there is none. Blocking."""
+    note = read_note(folder)
+    if note is not None:
+        with contextlib.suppress(OSError):
+            return (folder / note.slab).stat().st_blocks * 512
+    return 0
 
 
 def write_note(folder: Path, note: Note) -> None:

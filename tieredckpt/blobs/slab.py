@@ -47,6 +47,7 @@ class Slab:
         reserved: how much of it has its memory already, from the start.
         writable: False for a slab that another process writes; nothing is handed out from it then.
         growing: entered, with how much of it has its memory, while more is asked for; it may raise `OSError`.
+        quota: asked before it grows, with the size that it would have then; None where the capacity alone counts.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Slab:
         *,
         writable: bool = True,
         growing: Callable[[int], AbstractContextManager[None]] | None = None,
+        quota: Callable[[int], bool] | None = None,
     ) -> None:
         self.capacity = capacity
         """Bytes; lowered to what there is when the system has no more memory to give."""
@@ -69,7 +71,7 @@ class Slab:
         if fd is not None:
             self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
             self._unclosed.atexit = False  # the system closes what there is then, and nobody is to be warned
-        self._growing = growing
+        self._growing, self._quota = growing, quota
         self._guards_extents = threading.Lock()
         self._reserved = reserved
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
@@ -120,7 +122,8 @@ class Slab:
         """Grow so that an extent of ``need`` bytes may lie at the end; False when the slab cannot."""
         end = self._free[-1] if self._free else (0, 0)
         tail = end[1] if sum(end) == self._reserved else 0
-        if self._closed or self._reserved - tail + need > self.capacity:
+        size = self._reserved - tail + need
+        if self._closed or size > self.capacity or not self._may_have(size):
             return False
         if self._grow(need - tail):
             return True
@@ -152,8 +155,11 @@ class Slab:
         whole = min(-(-end // HUGE_PAGE) * HUGE_PAGE, self.capacity) if end >= HUGE_PAGE else end
         return self._grow_to(whole) or (whole > end and self._grow_to(end))
 
+    def _may_have(self, nbytes: int) -> bool:
+        return self._quota is None or self._quota(nbytes)
+
     def _grow_to(self, end: int) -> bool:
-        if self._closed:
+        if self._closed or not self._may_have(end):
             return False
         start, nbytes = self._reserved, end - self._reserved
         if self._fd is not None:  # private memory comes with its first use

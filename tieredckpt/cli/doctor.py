@@ -18,7 +18,7 @@ from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.checkup import Check, Facts, check_up
 from tieredckpt.blobs.chfs.choice import choose_path
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.blobs.ram import shared_memory_root
+from tieredckpt.blobs.ram_folder import shared_memory_root
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.config import ChfsTier, RamTier, TierConfig, load

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tieredckpt.blobs.ram import shared_memory_root
+from tieredckpt.blobs.ram_folder import ram_root
+from tieredckpt.blobs.ram_found import FoundRam
 from tieredckpt.cli.console import waiting
 from tieredckpt.config import PosixTier, RamTier, StoreConfig, TierConfig, load
+from tieredckpt.engine.ram_opening import ram_of
 from tieredckpt.errors import NotFound
 from tieredckpt.format.layout import MARKER
 from tieredckpt.store import CheckpointStore
@@ -56,23 +58,20 @@ def _opened(config: StoreConfig, *, read_only: bool) -> Iterator[SyncStore]:
 
 def _existing(source: str) -> StoreConfig:
     config = load(source)
-    if not any(_holds_a_store(config, tier) for tier in config.tiers):
-        places = ", ".join(
-            str(tier.path if isinstance(tier, PosixTier) else _ram_folder(config, tier))
-            for tier in config.tiers
-            if isinstance(tier, PosixTier | RamTier)
-        )
+    if not any(_holds_a_store(tier) for tier in config.tiers) and not _ram_of(config):
+        roots = (ram_root(tier.path) for tier in config.tiers if isinstance(tier, RamTier))
+        paths = (tier.path for tier in config.tiers if isinstance(tier, PosixTier))
+        places = ", ".join(map(str, [*roots, *paths]))
         raise NotFound(
             f"{source}: there is no store yet (looked in {places}); give the .toml or the folder that the trainer opens"
         )
     return config
 
 
-def _holds_a_store(config: StoreConfig, tier: TierConfig) -> bool:
-    if not isinstance(tier, PosixTier | RamTier):
-        return True  # only opening it can tell
-    folder = tier.path if isinstance(tier, PosixTier) else _ram_folder(config, tier)
-    return os.path.lexists(folder / MARKER)
+def _holds_a_store(tier: TierConfig) -> bool:
+    if isinstance(tier, RamTier):
+        return False  # it is looked for by what it notes
+    return not isinstance(tier, PosixTier) or os.path.lexists(tier.path / MARKER)  # of others only opening can tell
 
 
 def _as_found(config: StoreConfig) -> StoreConfig:
@@ -80,12 +79,12 @@ def _as_found(config: StoreConfig) -> StoreConfig:
     nearest = config.tiers[0]
     if not isinstance(nearest, RamTier):
         return config
-    if os.path.lexists(_ram_folder(config, nearest) / MARKER):
+    if _ram_of(config):
         kept = nearest.model_copy(update={"on_close": "keep"})
     else:
         kept = nearest.model_copy(update={"on_close": "release", "capacity": "auto"})
     return config.model_copy(update={"tiers": (kept, *config.tiers[1:])})
 
 
-def _ram_folder(config: StoreConfig, tier: RamTier) -> Path:
-    return tier.path or shared_memory_root() / config.identity
+def _ram_of(config: StoreConfig) -> list[FoundRam]:
+    return asyncio.run(ram_of(config))

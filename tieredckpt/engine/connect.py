@@ -5,30 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.places import places_of
 from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.blobs.ram import RANK_FOLDER, RamStore, shared_memory_root
-from tieredckpt.blobs.settle import in_thread, left_behind_after, whole
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram_found import FoundRam
+from tieredckpt.blobs.ram_owner import Place
+from tieredckpt.blobs.settle import left_behind_after, whole
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
 from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.forks import drop_left_behind
 from tieredckpt.engine.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.lease import Lease
-from tieredckpt.engine.state import State
+from tieredckpt.engine.ram_choice import Choice, SeenTier, choose
+from tieredckpt.engine.ram_opening import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
+from tieredckpt.engine.state import Role, State
 from tieredckpt.engine.survey import survey
 from tieredckpt.engine.tier import MARKER_MAX, Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import RamLeftAlone
 from tieredckpt.feasible import doubtful
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StoreMarker, decode_marker
+from tieredckpt.format.manifest import StepId, StoreMarker, decode_marker
 from tieredckpt.settings import explain
 from tieredckpt.units import format_size
 
-__all__ = ["connect", "identify", "make_tiers", "open_slower", "ram_folder", "reopen"]
+__all__ = ["connect", "connect_ram", "identify", "make_tiers", "open_slower", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -36,56 +42,55 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(
-    config: StoreConfig, *, read_only: bool, attach: bool = False, rank: int | None = None, sharers: int = 1
-) -> tuple[Tier, ...]:
-    """The tiers of a store, not connected yet.
+def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
+    """The tiers of a store, not connected yet. RAM waits for `connect_ram`: whose it is, the others tell.
 
     Args:
         config: of the store.
         read_only: to be looked at only.
-        attach: RAM alone is to be looked at.
-        rank: whose RAM it is, where there are several.
-        sharers: how many ranks share the memory of this machine.
     """
     return tuple(
-        Tier(tier.name, index, tier, _connector(config, tier, read_only, attach, rank, sharers))
+        Tier(tier.name, index, tier, partial(_too_early if tier.kind == "ram" else _connect_slower, tier, read_only))
         for index, tier in enumerate(config.tiers)
     )
 
 
-def ram_folder(config: StoreConfig, tier: RamTier) -> Path:
-    """Where the RAM tier is; of several ranks, each has a folder in it."""
-    return tier.path or shared_memory_root() / config.identity
+def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:
+    """Have RAM connected as that of this store, whose identity is known then.
 
+    Args:
+        state: of the store.
+        sharers: how many ranks share the memory of this machine.
+        folder: where an agent has found it; it reads it there.
+    """
+    first = state.tiers[0]
+    if not isinstance(first.config, RamTier):
+        return
 
-def _connector(
-    config: StoreConfig, tier: TierConfig, read_only: bool, attach: bool, rank: int | None, sharers: int
-) -> Callable[[], Awaitable[BlobStore]]:
-    async def connect_ram() -> BlobStore:
-        assert isinstance(tier, RamTier)
-        folder = ram_folder(config, tier)
-        if rank is not None:
-            folder /= f"{RANK_FOLDER}{rank}"
-        if read_only or attach:
+    async def connect() -> BlobStore:
+        if folder is not None:
             return await asyncio.to_thread(RamStore.attach, folder)
-        capacity = tier.capacity if isinstance(tier.capacity, int) else None
-        # What each rank keeps for others takes as much again for every replica.
-        shares = sharers * tier.replicas if rank is not None else 1
-        return await in_thread(partial(RamStore.open, folder, capacity, sharers=shares))
+        if state.marker is None:
+            raise NotFound(f"tier {first.name!r}: there is no RAM of a store that is not there yet")
+        return await (attach_ram(state) if state.read_only else open_ram(state, sharers=sharers))
 
-    async def connect_slower() -> BlobStore:
-        if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
-            raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
-        store: BlobStore = await open_slower(tier)
-        store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
-        store = Retrying(store, attempts=tier.retries + 1)
-        store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
-        if tier.rate_limit is not None:
-            store = Paced(store, rate=tier.rate_limit)
-        return Metered(store)
+    first.connect = connect
 
-    return connect_ram if isinstance(tier, RamTier) else connect_slower
+
+async def _too_early(tier: TierConfig, read_only: bool) -> BlobStore:
+    raise TierUnavailable(f"tier {tier.name!r}: it is not known yet whose RAM it is")
+
+
+async def _connect_slower(tier: TierConfig, read_only: bool) -> BlobStore:
+    if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
+        raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
+    store: BlobStore = await open_slower(tier)
+    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
+    store = Retrying(store, attempts=tier.retries + 1)
+    store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
+    if tier.rate_limit is not None:
+        store = Paced(store, rate=tier.rate_limit)
+    return Metered(store)
 
 
 async def open_slower(tier: TierConfig) -> BlobStore:
@@ -119,29 +124,23 @@ async def connect(state: State, tier: Tier) -> None:
 
     Raises:
         Conflict: it belongs to another store, or another writer holds it.
-        NotFound: it is a RAM tier with what another store left, and not to be written to.
+        NotFound: there is no RAM of this store, and none to be made.
         TierUnavailable, Corrupt: it cannot be read.
     """
+    await refuse_other_file_system(state, tier)
     marker, damaged = await marker_of(tier)
     if state.marker is not None and marker is not None and marker.store != state.marker.store:
-        if await store_of_steps(tier) == state.marker.store:
+        if state.marker.owns(await store_of_steps(tier)):
             marker, damaged = state.marker, True
         elif tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
             await _adopt(state, marker)
-        elif tier.ram is None:
+        elif tier.ram is not None:
+            raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
+        else:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
                 f"{state.marker.store}); point the tier to a folder of its own"
             )
-        elif state.read_only or not state.manages(tier):
-            raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
-        else:
-            await _refuse_to_lose(state, tier, marker)
-            _log.warning(
-                "tier %r: what another store (%s) left at %s is removed", tier.name, marker.store, tier.store.location
-            )
-            await tier.wipe()
-            marker = None
     writes = not state.read_only and state.manages(tier)
     if writes and tier.ram is None and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
@@ -157,21 +156,6 @@ async def connect(state: State, tier: Tier) -> None:
         if state.ranks > 1 and tier.ram is not None:
             tier.set_apart()
         tier.marker = known
-
-
-async def _refuse_to_lose(state: State, tier: Tier, marker: StoreMarker) -> None:
-    """Raise `Conflict` if what another store left in RAM is newer than all that the other tiers hold.
-
-    It may be the only copy of what was saved while those could not be reached.
-    """
-    newest = max((held.record.saved_at for other in state.tiers for held in other.held.values()), default=0.0)
-    async for info in tier.store.list(layout.STEPS):
-        if info.key.endswith(f"/{layout.MANIFEST}") and info.modified > newest:
-            raise Conflict(
-                f"tier {tier.name!r} at {tier.store.location} holds steps of another store ({marker.store}) that are "
-                f"newer than anything on the other tiers; delete that folder if nobody needs them, or give this store "
-                f"a name or RAM path of its own"
-            )
 
 
 async def reopen(state: State, tier: Tier) -> bool:
@@ -191,7 +175,7 @@ async def _reopen(state: State, tier: Tier) -> bool:
         found = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
     except (NotFound, Corrupt, TierUnavailable):
         found = None
-    if found is None or found != state.marker:
+    if found is None or state.marker is None or found.store != state.marker.store:
         await blobs.close()
         return False
     old, tier.blobs = tier.blobs, blobs
@@ -205,42 +189,61 @@ async def _reopen(state: State, tier: Tier) -> bool:
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.marker, state.made_up = marker, False
-    for tier in state.tiers:
+    for tier in state.tiers[1:]:
         if tier.marker is not None and tier.marker != marker:
             tier.marker = marker
             if state.manages(tier):
                 await tier.mark(marker)
+    await mark_ram(state)
 
 
-async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
+async def identify(
+    state: State, found: Sequence[FoundRam] | None = None, folder: Path | None = None
+) -> list[tuple[Tier, TieredCkptError]]:
     """Open every tier and settle whose store it is; returns the tiers that could not be, and why.
 
-    The identity is that of the nearest durable tier, else that of RAM, else a new one. A RAM tier of another
-    identity is a leftover and is emptied.
+    Args:
+        state: of the store.
+        found: the RAM that there is on the machines of all ranks; None to look on this one.
+        folder: the only RAM that counts, for an agent.
+
+    Raises `Conflict` where the tiers belong to two stores, or a writer's are a copy of another's.
     """
     failures: list[tuple[Tier, TieredCkptError]] = []
     if not state.read_only:
-        for doubt in doubtful(state.config):
-            _log.warning("configuration: %s", explain([doubt]))
-        first = state.config.tiers[0]
-        if state.ranks == 1 and isinstance(first, RamTier) and first.replicas > 1:
-            _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
+        _tell_doubts(state)
+    places = await places_of(state.config)
+    if found is None:
+        found = await find(state.config, places.values())
+    if folder is not None:
+        found = [each for each in found if each.folder == str(folder)]
+    slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
+    state.noted = _noted_elsewhere(found)
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:
+            await refuse_other_file_system(state, tier)
             return (await marker_of(tier))[0]
         except TieredCkptError as error:
             failures.append((tier, error))
             return None
 
-    markers = await agreed(state.tiers, await asyncio.gather(*(look(tier) for tier in state.tiers)))
-    durable = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is None]
-    volatile = [marker for tier, marker in zip(state.tiers, markers, strict=True) if marker and tier.ram is not None]
-    found = next(iter([*durable, *volatile]), None)
-    state.marker, state.made_up = found, found is None and not state.read_only
-    if state.made_up:
-        state.marker = StoreMarker(store=str(uuid.uuid4()))
+    markers = await agreed(slower, await asyncio.gather(*(look(tier) for tier in slower)))
     failed = [tier for tier, _ in failures]
+    choice = _chosen(
+        state,
+        [
+            SeenTier(tier.name, places.get(tier.name) or Place(location=""), tier not in failed, marker)
+            for tier, marker in zip(slower, markers, strict=True)
+        ],
+        found,
+    )
+    state.marker, state.made_up = choice.marker, choice.provisional
+    if state.role is Role.AGENT and state.marker is None:  # whose trainer knows better
+        state.marker = next((each.marker for each in found), None)
+    elif state.marker is None and not state.read_only:
+        state.marker, state.made_up = StoreMarker(store=str(uuid.uuid4())), True
+    state.noted = _noted_elsewhere([each for each in found if state.marker and each.store == state.marker.store])
 
     async def join(tier: Tier) -> None:
         try:
@@ -248,15 +251,68 @@ async def identify(state: State) -> list[tuple[Tier, TieredCkptError]]:
         except TieredCkptError as error:
             failures.append((tier, error))
 
-    durable_ones = [tier for tier in state.tiers if tier not in failed and tier.ram is None]
-    await asyncio.gather(*(join(tier) for tier in durable_ones))
-    for tier in state.tiers:
-        if tier.ram is not None and tier not in failed:
-            await join(tier)  # last: what is left in RAM by another store is judged by what the others hold
+    await asyncio.gather(*(join(tier) for tier in slower if tier not in failed))
+    if slower != list(state.tiers):
+        await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
+        await note_owner(state)
     await drop_left_behind(state)
     if not state.read_only:
         _refuse_what_cannot_fit(state)
+        _tell_left(state, choice)
     return failures
+
+
+def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Choice:
+    try:
+        return choose(seen, found, state.config)
+    except Conflict:
+        if not state.read_only:
+            raise
+    store = next(tier.marker.store for tier in seen if tier.marker is not None)  # whoever looks has the nearest
+    return choose([tier for tier in seen if tier.marker is None or tier.marker.store == store], found, state.config)
+
+
+def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
+    """The places of RAM's notes, as noted, where another file system is now."""
+    return {
+        place.location: place
+        for each in found
+        if each.owner is not None
+        for place in each.owner.places
+        if place.location in each.elsewhere
+    }
+
+
+def _tell_doubts(state: State) -> None:
+    for doubt in doubtful(state.config):
+        _log.warning("configuration: %s", explain([doubt]))
+    first = state.config.tiers[0]
+    if state.ranks == 1 and isinstance(first, RamTier) and first.replicas > 1:
+        _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
+
+
+def _tell_left(state: State, choice: Choice) -> None:
+    """Say of RAM that was of this folder, and is of another store, what may be done with it."""
+    for store, group in choice.left.items():
+        steps = sorted({step for each in group for step in each.steps})
+        if not steps:
+            continue
+        newest = StepId(*steps[-1])
+        where = _common_place(state, group)
+        _log.warning(
+            "RAM at %s holds %d steps of another store (%s), up to %s, which was at %s before; it is left alone: "
+            "`tieredckpt adopt %s --ram %s` continues that store there, `tieredckpt forget %s` frees the memory",
+            *(Path(group[0].folder), len(steps), store, newest, where, where, store, store),
+        )
+        state.events.emit(RamLeftAlone(store, group[0].folder, len(steps), newest.step, newest.serial))
+
+
+def _common_place(state: State, group: Sequence[FoundRam]) -> str:
+    """A location that both this store and RAM of another have."""
+    owner = group[0].owner
+    noted = [place.location for place in owner.places] if owner is not None else []
+    paths = {str(tier.path) for tier in state.config.tiers if isinstance(tier, PosixTier)}
+    return next((where for where in noted if where in paths), noted[0] if noted else "")
 
 
 def _refuse_what_cannot_fit(state: State) -> None:

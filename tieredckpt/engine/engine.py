@@ -14,12 +14,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from tieredckpt.blobs.ram_found import FoundRam
 from tieredckpt.blobs.settle import whole
-from tieredckpt.config import StoreConfig
+from tieredckpt.config import RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.agent.by_agent import ByAgent
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.agent.messages import GiveWay
@@ -27,13 +29,14 @@ from tieredckpt.engine.agent.streaming import AgentsTiers
 from tieredckpt.engine.ask import save_is_due
 from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.connect import connect, identify, make_tiers
+from tieredckpt.engine.connect import connect, connect_ram, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.lookup import look_up
 from tieredckpt.engine.mending import Mending
 from tieredckpt.engine.onlooking import look_on
 from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.promoter import Promote, Promoter
+from tieredckpt.engine.ram_opening import keep_noted
 from tieredckpt.engine.ranked import Ranked
 from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.reader import Read, fill
@@ -66,7 +69,16 @@ _CHUNKS_IN_SCRATCH = 8
 class Engine:
     """Runs a store. Every coroutine belongs on the engine's loop."""
 
-    def __init__(self, config: StoreConfig, events: Events, *, read_only: bool, role: Role | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        events: Events,
+        *,
+        read_only: bool,
+        role: Role | None = None,
+        ram: Path | None = None,
+    ) -> None:
+        """``ram`` is where an agent has found RAM."""
         self.ranked: Ranked | None = None
         """What is done with the other ranks; None for one that is alone."""
         self.link: Link | None = None
@@ -74,6 +86,7 @@ class Engine:
         self.events = events
         self._config = config
         self._read_only = read_only
+        self._ram = ram
         has_agent = config.promote_in == "agent" and not read_only
         self._role = role or (Role.TRAINER if has_agent else Role.WHOLE)
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,12 +125,9 @@ class Engine:
 
     def _prepare(self, team: Team | None) -> None:
         config = self._config
-        rank, sharers = (None, 1) if team is None else (team.rank, len(team.neighbours))
         self.state = State(
             config=config,
-            tiers=make_tiers(
-                config, read_only=self._read_only, attach=self._role is Role.AGENT, rank=rank, sharers=sharers
-            ),
+            tiers=make_tiers(config, read_only=self._read_only),
             events=self.events,
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(
@@ -130,10 +140,11 @@ class Engine:
         self.collector = Collector(self.state)
         self._promote: Promote = partial(copy_step, self.state, self.collector)
         if team is not None:
-            self.state.rank, self.state.ranks = team.rank, team.size
+            self.state.rank, self.state.ranks, self.state.neighbours = team.rank, team.size, tuple(team.neighbours)
             finding = partial(look_up, self.state)
             self.ranked = Ranked(self.state, self.collector, team, self._open_tiers, finding, self.promote_at_once)
             self._promote = self.ranked.commits.promote
+        connect_ram(self.state, sharers=_sharers(config.tiers[0], team), folder=self._ram)
         self.by_hand = ByHand(self.state, self.collector, self._promote)
         if self._role is Role.TRAINER:
             self.link = Link(self.state)
@@ -162,6 +173,8 @@ class Engine:
             # Each on its own: one that hangs must not let the leases of the others run out.
             self._go_on(renew_lease(self.state, tier), f"lease of {tier.name}")
             self._go_on(keep_catalogued(tier), f"catalog of {tier.name}")
+        if self._role is not Role.AGENT:
+            self._go_on(keep_noted(self.state), "note of whose RAM it is")
         if self.link is None:
             self._go_on(keep_tidy(self._config.grace, self.by_hand.collect), "collect")
         self.prefault()
@@ -169,8 +182,8 @@ class Engine:
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=f"tieredckpt {name}"))
 
-    async def _open_tiers(self) -> None:
-        failures = await identify(self.state)
+    async def _open_tiers(self, found: Sequence[FoundRam] | None = None) -> None:
+        failures = await identify(self.state, found, self._ram)
         for tier, error in failures:
             if isinstance(error, Conflict | Invalid) and not self._read_only:
                 raise error
@@ -391,3 +404,8 @@ class Engine:
             if self.ranked is not None:
                 self.ranked.plan.reset()
         self.state.changed.beat()
+
+
+def _sharers(nearest: TierConfig, team: Team | None) -> int:
+    """How many ranks share this machine's memory; what each keeps for others takes as much again for every replica."""
+    return len(team.neighbours) * nearest.replicas if team is not None and isinstance(nearest, RamTier) else 1

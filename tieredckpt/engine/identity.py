@@ -77,7 +77,7 @@ async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -
             store = await store_of_steps(tier)
         except TierUnavailable:
             continue  # which is met again where it is reported
-        if store != marker.store and store in others and store is not None:
+        if store is not None and not marker.owns(store) and store in others:
             _log.warning("tier %r: its marker says %s, its steps and another tier %s", tier.name, marker.store, store)
             result[i] = StoreMarker(store=store)
     return result

@@ -21,7 +21,7 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailable,
 )
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 from tieredckpt.format.structure import NoneNode
 
 __all__ = [
@@ -220,7 +220,7 @@ class TierNews(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None
     retry_in: float = 0.0
     catalog: Catalog | None = None
-    store: str = ""
+    marker: StoreMarker | None = None
     """Identity of the store, which may have become known with the tier."""
 
 

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram_folder import RANK_FOLDER
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.config import RamTier
-from tieredckpt.engine.connect import ram_folder
 from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.ram_opening import ram_folder
 from tieredckpt.engine.source import Near, pinned
 from tieredckpt.engine.state import State
 from tieredckpt.engine.survey import survey
@@ -29,10 +29,9 @@ _log = logging.getLogger("tieredckpt")
 
 def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
     """The RAM folders of this store on this machine but those of some ranks; blocking."""
-    config = state.tiers[0].config
-    if not isinstance(config, RamTier):
+    if state.tiers[0].config.kind != "ram" or state.marker is None:
         return []
-    top = ram_folder(state.config, config)
+    top = ram_folder(state)
     skipped = {f"{RANK_FOLDER}{rank}" for rank in but}
     found = [path for path in sorted(top.glob(f"{RANK_FOLDER}*")) if path.name not in skipped and path.is_dir()]
     return [top, *found] if (top / "slab.json").is_file() else found
@@ -49,7 +48,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
         unless_used.push_async_callback(tier.disconnect)
         try:
             marker = await tier.open()
-            if marker is not None and marker == state.marker:
+            if marker is not None and state.marker is not None and marker.store == state.marker.store:
                 await survey(tier)
             if tier.held:
                 unless_used.pop_all()

@@ -9,13 +9,16 @@ by RAM; parts that can never become whole are let go.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
+from tieredckpt.blobs.places import places_of
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram_folder import RANK_FOLDER
+from tieredckpt.blobs.ram_found import FoundRam
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.agreement import Agreement
@@ -26,6 +29,7 @@ from tieredckpt.engine.forks import left_behind
 from tieredckpt.engine.messages import Catalog, HeldStep, Opened, brief
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into
 from tieredckpt.engine.parts import encode_own, merge_parts
+from tieredckpt.engine.ram_opening import find, note_owner
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team, consult
 from tieredckpt.engine.tier import Held, Tier
@@ -43,7 +47,7 @@ Parts = dict[tuple[int, int], dict[int, bytes]]
 class _Found(msgspec.Struct, frozen=True):
     """What the leader found on the shared tiers."""
 
-    store: str
+    marker: StoreMarker
     catalogs: tuple[Catalog, ...]
 
 
@@ -66,7 +70,7 @@ class Opening:
         team: Team,
         agreement: Agreement,
         commits: Commits,
-        open_tiers: Callable[[], Awaitable[None]],
+        open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
     ) -> None:
         self._state = state
         self._evictor = evictor
@@ -82,7 +86,7 @@ class Opening:
     async def open(self) -> None:
         """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
         team, state = self._team, self._state
-        found: _Found = messages.decode(await consult(team, "open/tiers", self._lead(), self._tell_tiers), _Found)
+        found: _Found = messages.decode(await consult(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
         verdict = await consult(team, "open/parts", self._follow(found), self._decide)
         opened: Opened = messages.decode(verdict, Opened)
         for record in opened.whole:
@@ -103,16 +107,24 @@ class Opening:
 
     # -- the shared tiers ---------------------------------------------------------------------------------
 
-    async def _lead(self) -> bytes:
-        if self._team.leads:
-            await self._open_tiers()
-        return b""
-
-    async def _tell_tiers(self, _: dict[int, bytes]) -> bytes:
+    async def _tell_ram(self) -> bytes:
+        """What RAM there is on this machine, before any is opened; one rank of the machine tells."""
         state = self._state
+        found: list[FoundRam] = []
+        if state.is_first_of_node:
+            found = await find(state.config, (await places_of(state.config)).values())
+        return messages.encode(found)
+
+    async def _open_all(self, said: dict[int, bytes]) -> bytes:
+        """At the leader: settle whose store it is, open all tiers, and tell what the shared ones hold."""
+        state = self._state
+        found: list[FoundRam] = []
+        for data in said.values():
+            found += messages.decode(data, list[FoundRam])
+        await self._open_tiers(found)
         assert state.marker is not None
         shared = [tier for tier in state.tiers if tier.config.kind != "ram"]
-        return messages.encode(_Found(state.marker.store, tuple(catalog_of(tier) for tier in shared)))
+        return messages.encode(_Found(state.marker, tuple(catalog_of(tier) for tier in shared)))
 
     async def _follow(self, found: _Found) -> bytes:
         """Open what the leader has found, and tell of this rank's RAM."""
@@ -122,7 +134,7 @@ class Opening:
 
     async def _open_as_follower(self, found: _Found) -> None:
         state = self._state
-        state.marker = StoreMarker(store=found.store)
+        state.marker = found.marker
         for catalog in found.catalogs:
             tier = state.tier(catalog.tier)
             adopt_catalog(tier, catalog, state.marker)
@@ -131,6 +143,7 @@ class Opening:
         if first.config.kind == "ram":
             try:
                 await connect(state, first)
+                await note_owner(state)
             except (Conflict, Invalid):
                 raise
             except TieredCkptError as error:
@@ -145,7 +158,7 @@ class Opening:
                 "rank %d cannot open tier %r, and tries again when it needs it: %s", self._team.rank, tier.name, error
             )
             return
-        if tier.marker is not None and seen != tier.marker:
+        if tier.marker is not None and (seen is None or seen.store != tier.marker.store):
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} is not what rank 0 sees under that name: every tier but "
                 f"RAM is shared by all ranks, so put it where all machines have the same"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from tieredckpt.blobs.ram_found import FoundRam
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.agreement import Agreement, Missed
 from tieredckpt.engine.ask import is_due, waits_for_promotion
@@ -41,6 +42,7 @@ from tieredckpt.engine.messages import (
 )
 from tieredckpt.engine.opening import Opening, adopt_catalog, catalog_of, discard_unused
 from tieredckpt.engine.planning import Plan
+from tieredckpt.engine.ram_opening import mark_ram
 from tieredckpt.engine.ranks import LEADER
 from tieredckpt.engine.replicating import Replicas, replicates
 from tieredckpt.engine.reports import Reports
@@ -61,7 +63,7 @@ from tieredckpt.events import (
     TierFailed,
     TierRecovered,
 )
-from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.tree.flatten import Flat
 from tieredckpt.tree.replicated import split
 
@@ -79,7 +81,7 @@ class Ranked:
         state: State,
         collector: Collector,
         team: Team,
-        open_tiers: Callable[[], Awaitable[None]],
+        open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
@@ -270,8 +272,7 @@ class Ranked:
         elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
             self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
         elif isinstance(event, TierRecovered) and state.tier(event.tier).config.kind != "ram":
-            store = state.marker.store if state.marker is not None else ""
-            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), store))
+            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.marker))
 
     def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
         """Let the other ranks know that a step cannot come to a tier for now."""
@@ -358,8 +359,9 @@ class Ranked:
             self._state.events.emit(TierFailed(tier.name, tier.error, news.retry_in))
             return
         tier.error = None
-        if news.store and self._state.marker is not None and news.store != self._state.marker.store:
-            self._state.marker = StoreMarker(store=news.store)
+        if news.marker is not None and news.marker != self._state.marker:
+            self._state.marker = news.marker
+            self.team.start(mark_ram(self._state), "mark of RAM")
         if news.catalog is not None and self._state.marker is not None:
             adopt_catalog(tier, news.catalog, self._state.marker)
         self._state.events.emit(TierRecovered(tier.name))

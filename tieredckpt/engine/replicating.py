@@ -19,7 +19,8 @@ from typing import TypeGuard
 import msgspec
 
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.blobs.ram import RANK_FOLDER, RamStore
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram_folder import RANK_FOLDER
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.collector import Collector
@@ -198,10 +199,7 @@ class Replicas:
         tier = self.kept[ward] = Tier(own.name, own.index, self._config, connect)
         marker = await tier.open()
         assert self._state.marker is not None
-        if marker is not None and marker != self._state.marker:
-            await tier.wipe()
-            marker = None
-        if marker is None:
+        if marker != self._state.marker:
             await tier.mark(self._state.marker)
         await survey(tier)
         tier.set_apart()

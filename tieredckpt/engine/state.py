@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tieredckpt.blobs.ram_owner import Place
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.lease import Holder
@@ -84,7 +85,11 @@ class State:
     """What the trainer has raised; changed from its thread, or from a signal handler there."""
     promotions_ended: int = 0
     """How many promotions there have been, those left out that failed to a tier which had failed before."""
+    noted: dict[str, Place] = field(default_factory=dict)
+    """By location, what RAM's note says of the slower tiers; at opening, of those that may not be mounted."""
     rank: int = 0
+    neighbours: tuple[int, ...] = (0,)
+    """The ranks of this machine, this one included."""
     role: Role = Role.WHOLE
     agents_tiers: AgentsTiers | None = None
     """At a trainer with an agent: how it streams to tiers that the agent manages."""
@@ -192,6 +197,11 @@ class State:
         return (*self.line, (serial, serial))
 
     # -- tiers --------------------------------------------------------------------------------------------
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank answers for what former ranks left on its machine."""
+        return self.neighbours[0] == self.rank
 
     def tier(self, name: str) -> Tier:
         """The tier of that name. Raises `NotFound` with the names there are."""

@@ -25,6 +25,7 @@ from insight import mapped_below, opened_below
 from tieredckpt.blobs import mapping, ram
 from tieredckpt.blobs.base import ALIGNMENT, Survives
 from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE, shared_memory_root
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TierUnavailable
 
 MIB = 1 << 20
@@ -206,7 +207,7 @@ async def test_a_root_of_all_tiers_that_is_somebody_elses_is_refused(
     root = shared_memory / "tieredckpt-0"
     root.mkdir()
     os.chown(root, 12345, 12345)
-    monkeypatch.setattr(ram, "shared_memory_root", lambda: root)
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(root))
     with pytest.raises(Conflict, match="tieredckpt-0 is not a folder of user 0"):
         RamStore.open(root / "name", MIB)
 
@@ -571,10 +572,10 @@ async def test_a_file_system_that_is_full_refuses_to_open(small_tmpfs: Path, mon
 
 
 def test_the_environment_names_the_folder_of_ram_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ram.SHARED_MEMORY_VARIABLE, str(tmp_path))
-    assert ram.shared_memory_root() == tmp_path
-    monkeypatch.delenv(ram.SHARED_MEMORY_VARIABLE)
-    assert ram.shared_memory_root().name == f"tieredckpt-{os.getuid()}"
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(tmp_path))
+    assert shared_memory_root() == tmp_path
+    monkeypatch.delenv(SHARED_MEMORY_VARIABLE)
+    assert shared_memory_root().name == f"tieredckpt-{os.getuid()}"
 
 
 async def test_a_store_that_is_closed_twice_is_closed(folder: Path) -> None:

@@ -17,6 +17,8 @@ from cohort import DEADLINE, Cohort, assert_whole, cohort, part
 from scenes import SOON, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.locks import let_go
+from tieredckpt.blobs.ram_folder import take
 from tieredckpt.engine import team
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
@@ -55,10 +57,11 @@ async def outcomes(stores: list[CheckpointStore]) -> list[object]:
 
 
 async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Place) -> None:
-    in_use = ram(place.shared_memory, path=place.shared_memory / "held" / "rank-1")
-    taken = CheckpointStore.open(config({"ram": in_use}, name="other"))
-    async with taken:  # another process has the RAM of rank 1
-        tiers = {"ram": ram(place.shared_memory, path=place.shared_memory / "held"), "disk": folder(place.disk)}
+    tiers = {"ram": ram(place.shared_memory, path=place.shared_memory / "held"), "disk": folder(place.disk)}
+    async with CheckpointStore.open(config(tiers)) as store:
+        of_rank_1 = Path(store.engine.state.tiers[0].store.location) / "rank-1"
+    lock = take(of_rank_1)  # another process has the RAM of rank 1
+    try:
         world = World(3, nodes=["a"] * 3)
         chosen = config(tiers, name="test", rank_deadline=SOON)
         stores = [CheckpointStore.open(chosen, ranks=coordinator) for coordinator in world.coordinators()]
@@ -66,6 +69,8 @@ async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Pla
         assert all(isinstance(each, Conflict) for each in found)
         assert "rank 1" in str(found[0])
         assert "in use" in str(found[2])
+    finally:
+        let_go(lock)
 
 
 async def test_a_store_that_others_write_to_is_refused_on_every_rank(place: Place) -> None:

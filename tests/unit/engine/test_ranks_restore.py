@@ -33,7 +33,7 @@ class Place:
 
     def rams(self) -> list[str]:
         """Folders of ranks in shared memory."""
-        return sorted(path.parent.name for path in self.shared_memory.glob("*/of-test/ram/rank-*/slab.json"))
+        return sorted(path.parent.name for path in self.shared_memory.glob("*/of-test/ram/*/rank-*/slab.json"))
 
     def lose_ram(self) -> None:
         for node in self.shared_memory.iterdir():

@@ -18,7 +18,7 @@ from scenes import CHUNK, config, ram
 
 from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.connect import connect, make_tiers
+from tieredckpt.engine.connect import connect, connect_ram, make_tiers
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.replicas import Pace, Refused, Transfer, give, keep
 from tieredckpt.engine.scratch import Scratch
@@ -119,6 +119,7 @@ async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> A
                 settings, make_tiers(settings, read_only=False), Events(), pool, Scratch(1 << 20), read_only=False
             )
             state.marker = StoreMarker(store=STORE)
+            connect_ram(state, sharers=1)
             await connect(state, state.tiers[0])
             made.append(Node(coordinator, state, Collector(state)))
         await asyncio.gather(*(node.coordinator.open(timeout=SOON) for node in made))

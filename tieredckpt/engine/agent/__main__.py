@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 from tieredckpt.config import load
 from tieredckpt.engine.agent.running import run_agent
@@ -21,14 +22,15 @@ def main() -> int:
     logging.Formatter.converter = time.gmtime
     logging.basicConfig(format="%(asctime)sZ %(process)d %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
     _log.setLevel(logging.INFO)
-    config = load(json.load(sys.stdin))
+    handed = json.load(sys.stdin)
+    config, ram = load(handed["config"]), Path(handed["ram"])
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
     os.close(nothing)
     events = Events()
     events.subscribe(_note)
     try:
-        signalled = run_agent(config, events, "with trainer")
+        signalled = run_agent(config, events, "with trainer", ram)
     except TieredCkptError as error:
         _log.error("%s", error)
         return 1

@@ -7,10 +7,15 @@ import logging
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from tieredckpt.blobs.locks import let_go
+from tieredckpt.blobs.places import places_of
 from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram_folder import ram_root
+from tieredckpt.blobs.ram_found import find_ram
+from tieredckpt.blobs.ram_owner import Place
 from tieredckpt.blobs.ramnote import read_note
 from tieredckpt.blobs.settle import in_thread, outlast, whole
 from tieredckpt.config import RamTier, StoreConfig
@@ -20,10 +25,10 @@ from tieredckpt.engine.agent.process import claim
 from tieredckpt.engine.agent.told import VERSION, adopt_ram, settings_of
 from tieredckpt.engine.agent.wire import Parted, Wire, connect
 from tieredckpt.engine.connect import connect as connect_tier
-from tieredckpt.engine.connect import ram_folder
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.lease import Holder, lives_here
 from tieredckpt.engine.messages import Failure
+from tieredckpt.engine.ram_choice import notes
 from tieredckpt.engine.state import Role
 from tieredckpt.engine.survey import survey
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
@@ -63,16 +68,21 @@ class Agent:
         config: of the store, whose nearest tier is RAM.
         events: told what happens.
         life: how long it works.
+        ram: the folder of RAM; None to find that whose note has a tier of the configuration.
     """
 
-    def __init__(self, config: StoreConfig, events: Events, life: Life) -> None:
+    def __init__(self, config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> None:
         first = config.tiers[0] if config.tiers else None
         if not isinstance(first, RamTier) or len(config.tiers) == 1:
             raise Invalid("an agent promotes from RAM to slower tiers; the configuration needs a ram tier and another")
-        self._folder = ram_folder(config, first)
+        self._root = ram_root(first.path)
+        self._given = ram
+        self._folder = ram or self._root
+        """Where RAM is, once it is found."""
+        self._places: list[Place] = []
         self._config = config
         self._life = life
-        self._engine = Engine(config, events, read_only=False, role=Role.AGENT)
+        self._events = events
         self._opened = False
         self._claim = -1
         self._identity: tuple[int, int] | None = None
@@ -106,7 +116,7 @@ class Agent:
         while True:
             if not await in_thread(self._is_claimed) and not await self._attach():
                 if self._life == "once" and not self._opened:
-                    raise NotFound(f"there is no RAM tier at {self._folder}, so there is nothing to promote")
+                    raise NotFound(f"there is no RAM of this store in {self._root}, so there is nothing to promote")
                 if self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO):
                     return  # nothing is left to promote, and nobody who makes more
             elif self._life != "once" and (wire := await self._call()) is not None:
@@ -165,7 +175,7 @@ class Agent:
         self._unclaim()
         if self._opened:
             await self._engine.state.tiers[0].disconnect()
-        if not await in_thread(self._is_there):
+        if not await in_thread(self._is_there) and not await self._find():
             return False
         for attempt in range(_CLAIM_TRIES):
             try:
@@ -183,6 +193,23 @@ class Agent:
         if self._opened:
             await self._look_into_ram()
         return True
+
+    async def _find(self) -> bool:
+        """Take the RAM that notes a tier of the configuration: what a trainer uses, else what was used last."""
+        if self._given is not None:
+            return False
+        if not self._places:
+            self._places = list((await places_of(self._config)).values())
+        found = [each for each in await in_thread(find_ram, self._root) if each.rank is None and not each.lost]
+        mine = [each for each in found if notes([each], self._places)]
+        if not mine:
+            return False
+        folder = Path(max(mine, key=lambda each: (bool(each.user), each.used_at)).folder)
+        if self._opened and folder != self._folder:
+            self._opened = False
+            await self._engine.close(flush=False, keep_ram=True)
+        self._folder = folder
+        return await in_thread(self._is_there)
 
     def _is_there(self) -> bool:
         """Whether the folder is a RAM tier whose writer has said whose it is. Raises `Conflict` for another user's."""
@@ -266,6 +293,7 @@ class Agent:
             await self._look_into_ram()
 
     async def _open(self, *, made_up: bool = False) -> None:
+        self._engine = Engine(self._config, self._events, read_only=False, role=Role.AGENT, ram=self._folder)
         await self._engine.start()
         self._opened = True
         state = self._engine.state

@@ -24,12 +24,13 @@ from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, decode
 from tieredckpt.engine.pulse import Pulse
+from tieredckpt.engine.ram_opening import mark_ram
 from tieredckpt.engine.source import Damage
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
-from tieredckpt.format.manifest import StepId, StoreMarker
+from tieredckpt.format.manifest import StepId
 
 __all__ = ["Link"]
 
@@ -254,10 +255,10 @@ class Link:
             state.tier(news.tier)
         except NotFound as error:
             raise Corrupt(str(error)) from error
-        if state.made_up and state.marker is not None and news.store not in ("", state.marker.store):
+        if state.made_up and news.marker is not None and news.marker != state.marker:
             # A tier that was silent at start had an identity, for which one was made up here.
-            state.marker, state.made_up = StoreMarker(store=news.store), False
-            self._behind(self._mark_ram(state.tiers[0], state.marker))
+            state.marker, state.made_up = news.marker, False
+            self._behind(mark_ram(state))
         tier = adopt_tier(state, news)
         if tier.blobs is None and news.known:
             self._behind(self._open(tier))
@@ -272,11 +273,6 @@ class Link:
             await tier.open()
         except TieredCkptError as error:
             _log.warning("tier %r works for the agent, and cannot be read here: %s", tier.name, error)
-
-    async def _mark_ram(self, ram: Tier, marker: StoreMarker) -> None:
-        ram.marker = marker
-        with suppress(TieredCkptError):  # found out where RAM is used next
-            await ram.mark(marker)
 
     # -- telling and asking -------------------------------------------------------------------------------
 

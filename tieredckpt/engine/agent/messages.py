@@ -8,7 +8,7 @@ import msgspec
 
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.messages import Failure, HeldStep
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = [
     "Alive",
@@ -281,7 +281,7 @@ class OnTier(_Frame, frozen=True):
     """Whether this is all there is, and not only what changed."""
     known: bool
     """Whether the agent could look."""
-    store: str
+    marker: StoreMarker | None
     """Identity of the store, which may have become known with the tier."""
     held: tuple[HeldStep, ...]
     gone: tuple[StepId, ...]

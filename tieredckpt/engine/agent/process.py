@@ -63,7 +63,7 @@ class AgentProcess:
         threading.Thread(target=self._reap, name="tieredckpt agent", daemon=True).start()
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as handed:
-            handed.write(json.dumps(config.model_dump(mode="json")).encode())
+            handed.write(json.dumps({"config": config.model_dump(mode="json"), "ram": str(folder)}).encode())
 
     @property
     def number(self) -> int:

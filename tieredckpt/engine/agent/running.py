@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.agent.agent import Agent, Life
@@ -12,10 +13,10 @@ from tieredckpt.events import Events
 __all__ = ["run_agent"]
 
 
-def run_agent(config: StoreConfig, events: Events, life: Life) -> bool:
+def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> bool:
     """Run until the agent ends: True when a signal ended it. Raises as `Agent.run`. For the main thread."""
     try:
-        asyncio.run(_run(Agent(config, events, life)))
+        asyncio.run(_run(Agent(config, events, life, ram)))
     except asyncio.CancelledError:
         return True
     return False

@@ -94,13 +94,13 @@ class TierNews:
 
     def take(self) -> OnTier | None:
         """What changed since the last call; None for nothing."""
-        tier, marker = self._tier, self._state.marker
+        tier = self._tier
         anew, held, gone = self._steps.changes()
         news = OnTier(
             tier=tier.name,
             anew=anew,
             known=tier.marker is not None,
-            store=marker.store if marker is not None else "",
+            marker=self._state.marker,
             held=held,
             gone=gone,
             damaged=tuple((step, str(error)) for step, error in tier.damaged.items()),

@@ -1,0 +1,212 @@
+"""The folder of a RAM tier: where it lies, that it is this user's alone, who may write to it, and how it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from tieredckpt.blobs.locks import hold, let_go
+from tieredckpt.errors import Conflict
+
+__all__ = [
+    "LOCK",
+    "RANK_FOLDER",
+    "SHARED_MEMORY_VARIABLE",
+    "check_owner",
+    "is_store_folder",
+    "keep_earlier_versions_out",
+    "move_in",
+    "ram_root",
+    "remove",
+    "shared_memory_root",
+    "take",
+    "unfinished_moves",
+]
+
+SHARED_MEMORY_VARIABLE = "TIEREDCKPT_SHARED_MEMORY"
+"""The environment variable that names another folder for RAM tiers than this user's own in ``/dev/shm``."""
+
+RANK_FOLDER = "rank-"
+"""What the name of a folder begins with that belongs to one rank of a node."""
+
+LOCK = "lock"
+
+_MOVING = ".moving"
+"""What the name of the link ends with that leads, while a folder is moved to a store's, from there to where it was."""
+
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def shared_memory_root() -> Path:
+    """Where this user's RAM tiers live: ``TIEREDCKPT_SHARED_MEMORY`` where that is set, else a folder of their own in
+    ``/dev/shm`` on Linux, in the temporary folder elsewhere.
+    """
+    if chosen := os.environ.get(SHARED_MEMORY_VARIABLE):
+        return Path(chosen).absolute()
+    base = Path("/dev/shm")
+    if not base.is_dir() or not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    return base / f"tieredckpt-{os.getuid()}"
+
+
+def ram_root(path: Path | None) -> Path:
+    """The folder that has one of its own for every store: ``path`` of the tier, else this user's."""
+    return path or shared_memory_root()
+
+
+def is_store_folder(name: str) -> bool:
+    """Whether a folder is called as that of a store is: by the UUID."""
+    return _UUID.fullmatch(name) is not None
+
+
+def take(folder: Path) -> int:
+    """Make the folder ours alone; the descriptor that locks it. Raises `Conflict`, `OSError`."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # the one who had it has just removed it
+            for own in (*_above(folder), folder):
+                _own_folder(own)
+            lock = _lock_folder(folder)
+            if os.fstat(lock).st_nlink:
+                return lock
+            let_go(lock)
+
+
+def _above(folder: Path) -> list[Path]:
+    """The folders above that are this library's own, outermost first."""
+    ranks = [folder.parent] if folder.name.startswith(RANK_FOLDER) else []
+    top = ranks[0] if ranks else folder
+    return [top.parent, *ranks] if is_store_folder(top.name) or top.parent == shared_memory_root() else ranks
+
+
+def _own_folder(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    check_owner(path, strictly=True)
+    loose = stat.S_IMODE(path.lstat().st_mode) & 0o077
+    if loose & 0o022 and any(path.iterdir()):
+        raise _open_to_others(path)
+    if loose:
+        path.chmod(0o700)
+    if loose & 0o022 and any(path.iterdir()):  # somebody was faster
+        raise _open_to_others(path)
+
+
+def check_owner(path: Path, *, strictly: bool = False) -> None:
+    """Refuse somebody else's folder, for they could read the state, or make it up; root may look at any."""
+    found = path.lstat()
+    ours = found.st_uid == os.getuid() or (os.getuid() == 0 and not strictly)
+    if not stat.S_ISDIR(found.st_mode) or not ours:
+        raise Conflict(f"{path} is not a folder of user {os.getuid()}; remove it or choose another path")
+    if not strictly and stat.S_IMODE(found.st_mode) & 0o022:
+        raise _open_to_others(path)
+
+
+def _open_to_others(path: Path) -> Conflict:
+    return Conflict(
+        f"{path} can be written to by other users, and what is in it may be theirs; remove it or choose another path"
+    )
+
+
+def _lock_folder(folder: Path) -> int:
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(fd, 200).decode(errors="replace") or "another process"
+        os.close(fd)
+        raise Conflict(f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return hold(fd)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that is locked by this process, but for those of ranks in it; the lock goes last. Blocking."""
+    mine = (path for path in folder.iterdir() if not path.name.startswith(RANK_FOLDER))
+    for path in sorted(mine, key=lambda path: path.name == LOCK):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        for above in reversed(_above(folder)):
+            if not is_store_folder(above.name):
+                _let_earlier_versions_in(above)
+            above.rmdir()
+
+
+# -- versions before, which had one folder for each name or path --------------------------------------------
+
+
+def move_in(old: Path, new: Path) -> None:
+    """Move what a version before has made of a folder to where this one has it. Blocking.
+
+    A process that dies meanwhile leaves a link behind, by which `unfinished_moves` finds what is left to move. Raises
+    `Conflict` when somebody uses it, `OSError`.
+    """
+    lock = take(old)
+    try:
+        for own in (*_above(new), new):
+            _own_folder(own)
+        link = new.with_name(new.name + _MOVING)
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(old)
+        mine = (path for path in old.iterdir() if not _is_of_this_version(path))
+        for path in sorted(mine, key=lambda path: path.name == LOCK):
+            path.rename(new / path.name)
+        link.unlink()
+        with contextlib.suppress(OSError):
+            old.rmdir()
+    finally:
+        let_go(lock)
+
+
+def unfinished_moves(root: Path) -> dict[str, Path]:
+    """By the UUID of the store, the folders from which a process that died was moving to the store's. Blocking."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if path.suffix == _MOVING and is_store_folder(path.stem) and path.is_symlink():
+                found[path.stem] = path.readlink()
+    return found
+
+
+def keep_earlier_versions_out(root: Path, label: str | None, store: str) -> None:
+    """See that a version before is refused where it would look for the RAM of a store. Blocking; raises `OSError`.
+
+    Args:
+        root: where the store's folder is.
+        label: what such a version calls the folder in the root; None where it takes the root itself.
+        store: the UUID.
+    """
+    if label is None:
+        with contextlib.suppress(FileExistsError):
+            (root / LOCK).mkdir(mode=0o700)  # a lock that is no file
+        return
+    link = root / label
+    if link.is_symlink():
+        link.unlink()
+    with contextlib.suppress(FileExistsError):  # a folder: RAM of such a version, and of another store
+        link.symlink_to(store)
+
+
+def _let_earlier_versions_in(root: Path) -> None:
+    for path in root.iterdir():
+        if path.is_symlink() and is_store_folder(str(path.readlink())) and not path.exists():
+            path.unlink()
+    if all(path.name == LOCK for path in root.iterdir()) and (root / LOCK).is_dir():
+        (root / LOCK).rmdir()
+
+
+def _is_of_this_version(path: Path) -> bool:
+    """Whether what lies in a root that a version before took whole is no part of what that left."""
+    return path.name.startswith(RANK_FOLDER) or is_store_folder(path.name) or path.suffix == _MOVING
