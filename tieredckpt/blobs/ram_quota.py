@@ -36,9 +36,9 @@ class Quota:
             self._told = True
             found = ", ".join(f"{folder} ({format_size(size)})" for folder, size in sorted(others.items()))
             _log.warning(
-                "the RAM tier at %s may not grow to %s, for automatic slabs share %s and other stores have: %s; saves "
-                "go past RAM until those end; `tieredckpt ls --ram` tells whose they are, and `tieredckpt forget` "
-                "frees those that nobody needs",
+                "the RAM tier at %s may not grow to %s: automatic slabs share %s, and other stores have %s; saves go "
+                "past RAM until those end; `tieredckpt ls --ram` tells whose they are, and `tieredckpt forget` frees "
+                "those that nobody needs",
                 *(self._top, format_size(nbytes), format_size(self._total), found),
             )
         return False

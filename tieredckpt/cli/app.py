@@ -19,6 +19,7 @@ from tieredckpt.cli.doctor import doctor
 from tieredckpt.cli.ending import ended_in_order
 from tieredckpt.cli.ls import ls
 from tieredckpt.cli.plan import plan
+from tieredckpt.cli.ram import adopt, forget, fork
 from tieredckpt.cli.restore import restore
 from tieredckpt.cli.show import show
 from tieredckpt.cli.simulate import simulate
@@ -93,5 +94,21 @@ _bench.callback()(_reporting(bench))
 _bench.command("chfs")(_reporting(bench_chfs))
 app.add_typer(_bench, name="bench")
 
-for _verb in (demo, ls, show, verify, restore, promote, evict, collect, agent, doctor, plan, simulate):
+for _verb in (
+    demo,
+    ls,
+    show,
+    verify,
+    restore,
+    promote,
+    evict,
+    collect,
+    adopt,
+    forget,
+    fork,
+    agent,
+    doctor,
+    plan,
+    simulate,
+):
     app.command()(_reporting(_verb))

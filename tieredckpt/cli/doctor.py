@@ -21,6 +21,7 @@ from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram_folder import shared_memory_root
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
+from tieredckpt.cli.ram import folders, found_ram
 from tieredckpt.config import ChfsTier, RamTier, TierConfig, load
 from tieredckpt.engine.connect import open_slower
 from tieredckpt.errors import TieredCkptError
@@ -100,6 +101,10 @@ def _machine() -> list[Check]:
                 "shared memory", True, f"{format_size(usage.free)} free of {format_size(usage.total)} in {root.parent}"
             )
         )
+    found += (
+        Check("RAM", True, f"{format_size(sum(each.nbytes for each in group))} of store {store}: {folders(group)}")
+        for store, group in found_ram(None).items()
+    )
     return found
 
 

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated
+
+import typer
 
 from tieredckpt.cli.console import metrics_text, output, print_json, print_table, when
-from tieredckpt.cli.opening import Json, StorePath, reading
+from tieredckpt.cli.opening import Json, reading
+from tieredckpt.cli.ram import print_ram
 from tieredckpt.inventory import StepInfo, TierInfo
 from tieredckpt.units import format_size
+
+MaybeStore = Annotated[
+    str | None,
+    typer.Argument(metavar="STORE", help="A configuration (.toml), or the folder of a store.", show_default=False),
+]
+Ram = Annotated[
+    bool, typer.Option("--ram", help="List instead what RAM your stores have on this machine, and whose it is.")
+]
 
 __all__ = ["ls", "print_steps", "print_tiers", "state_of"]
 
 
-def ls(store: StorePath, as_json: Json = False) -> None:
+def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> None:
     """List the steps of a store, the newest last, and its tiers. Works beside a running trainer."""
+    if ram:
+        print_ram(store, as_json=as_json)
+        return
+    if store is None:
+        raise typer.BadParameter("name a store, or say --ram")
     with reading(store) as opened:
         steps, tiers = opened.steps(), opened.tier_infos()
     if as_json:

@@ -293,6 +293,8 @@ def _tell_doubts(state: State) -> None:
 
 def _tell_left(state: State, choice: Choice) -> None:
     """Say of RAM that was of this folder, and is of another store, what may be done with it."""
+    first = state.config.tiers[0]
+    rooted = f" --root {first.path}" if isinstance(first, RamTier) and first.path is not None else ""
     for store, group in choice.left.items():
         steps = sorted({step for each in group for step in each.steps})
         if not steps:
@@ -301,8 +303,8 @@ def _tell_left(state: State, choice: Choice) -> None:
         where = _common_place(state, group)
         _log.warning(
             "RAM at %s holds %d steps of another store (%s), up to %s, which was at %s before; it is left alone: "
-            "`tieredckpt adopt %s --ram %s` continues that store there, `tieredckpt forget %s` frees the memory",
-            *(Path(group[0].folder), len(steps), store, newest, where, where, store, store),
+            "`tieredckpt adopt %s --ram %s%s` continues that store there, `tieredckpt forget %s%s` frees the memory",
+            *(group[0].folder, len(steps), store, newest, where, where, store, rooted, store, rooted),
         )
         state.events.emit(RamLeftAlone(store, group[0].folder, len(steps), newest.step, newest.serial))
 

@@ -20,7 +20,7 @@ from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.places import place_of, places_of
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.ram_folder import RANK_FOLDER, keep_earlier_versions_out, move_in, ram_root, unfinished_moves
-from tieredckpt.blobs.ram_found import FoundRam, find_ram, judged
+from tieredckpt.blobs.ram_found import FoundRam, find_ram, judged, marker_at
 from tieredckpt.blobs.ram_owner import Owner, Place, is_removed, read_owner, write_owner
 from tieredckpt.blobs.settle import in_thread, left_behind_after, told_to_end
 from tieredckpt.config import RamTier, StoreConfig
@@ -32,6 +32,7 @@ from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, Tier
 __all__ = [
     "attach_ram",
     "find",
+    "judged_within",
     "keep_noted",
     "mark_ram",
     "note_owner",
@@ -72,10 +73,13 @@ async def ram_of(config: StoreConfig) -> list[FoundRam]:
 
 
 async def _judged(config: StoreConfig, found: FoundRam) -> FoundRam:
-    """With what is at the places that it notes; those that do not answer still have the store."""
-    seconds = min(tier.deadline for tier in config.tiers)
+    return await judged_within(min(tier.deadline for tier in config.tiers), found)
+
+
+async def judged_within(seconds: float, found: FoundRam) -> FoundRam:
+    """RAM with what is at the places that it notes now; those that do not answer in time still have the store."""
     try:
-        return await left_behind_after(seconds, config.tiers[0].name, f"looking whose {found.folder} is", judged, found)
+        return await left_behind_after(seconds, "ram", f"looking whose {found.folder} is", judged, found)
     except TierUnavailable:
         assert found.owner is not None
         return msgspec.structs.replace(found, holding=tuple(place.location for place in found.owner.places))
@@ -109,6 +113,9 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
             )
     folder = top if state.ranks == 1 else top / f"{RANK_FOLDER}{state.rank}"
     await in_thread(_move_in, state, top, mine)
+    there = await in_thread(marker_at, folder)
+    if there is not None and there.store != state.marker.store:
+        raise Conflict(f"the RAM at {folder} is of another store, {there.store}; open that one, and it is moved")
     capacity = tier.capacity if isinstance(tier.capacity, int) else None
     store = await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
     try:
@@ -125,8 +132,9 @@ async def attach_ram(state: State) -> RamStore:
     for each in found:
         if other := is_copy(each, places):
             raise NotFound(f"the RAM at {each.folder} is of the store at {other}, of which {_shown(places)} is a copy")
-    folder = max(found, key=lambda each: each.used_at).folder if found else str(ram_folder(state))
-    return await in_thread(RamStore.attach, Path(folder))
+    if not found:
+        raise NotFound(f"there is no RAM of this store below {ram_folder(state).parent}")
+    return await in_thread(RamStore.attach, Path(max(found, key=lambda each: each.used_at).folder))
 
 
 async def _of_this_store(state: State, places: Collection[Place]) -> list[FoundRam]:
@@ -141,11 +149,11 @@ async def _of_this_store(state: State, places: Collection[Place]) -> list[FoundR
 def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
     """Move what lies elsewhere than in the store's folder: of several ranks, each its own, the first all others'."""
     neighbours = {f"{RANK_FOLDER}{rank}" for rank in state.neighbours}
-    left_over = [each for each in [unfinished_moves(top.parent).get(top.name)] if each is not None and each.is_dir()]
-    for old in [*left_over, *(Path(each.folder) for each in found)]:
+    left_over = unfinished_moves(top.parent).get(top.name)
+    for old in [*([left_over] if left_over else []), *(Path(each.folder) for each in found)]:
         is_mine = old.name == f"{RANK_FOLDER}{state.rank}" if old.name in neighbours else state.is_first_of_node
         new = top / old.name if old.name.startswith(RANK_FOLDER) else top
-        if not is_mine or old == new or (new / "slab.json").exists():
+        if not is_mine or old == new or not old.is_dir() or (old != left_over and _is_taken(new)):
             continue
         _log.info("the RAM at %s is moved to %s", old, new)
         try:
@@ -153,6 +161,11 @@ def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
         except OSError as error:
             kind = NoSpace if error.errno == errno.ENOSPC else TierUnavailable
             raise kind(f"the RAM at {old} cannot be moved to {new}: {error.strerror}; move it by hand") from error
+
+
+def _is_taken(folder: Path) -> bool:
+    """Whether there is more in a store's folder than those of ranks."""
+    return folder.is_dir() and any(not path.name.startswith(RANK_FOLDER) for path in folder.iterdir())
 
 
 def _shown(places: Collection[Place]) -> str:

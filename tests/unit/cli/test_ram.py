@@ -1,0 +1,168 @@
+"""Whose RAM and whose folder it is, on the command line: what is there is listed, freed, adopted or forked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scenes import ram_in
+from typer.testing import Result
+
+from tieredckpt import CheckpointStore, StoreConfig
+from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE
+from tieredckpt.blobs.ram_found import find_ram
+from tieredckpt.errors import Conflict
+
+Run = Callable[..., Result]
+Told = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def root(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where RAM of this test is."""
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(shared_memory / "user"))
+    return shared_memory / "user"
+
+
+def settings(disk: Path, **ram: Any) -> StoreConfig:
+    tiers = {
+        "ram": {"kind": "ram", "capacity": "1 MiB", **ram},
+        "disk": {"kind": "posix", "path": disk, "fsync": False, "promote": "never"},
+    }
+    return StoreConfig(tiers=tiers, chunk_size=8192)
+
+
+def killed(disk: Path, *steps: int, **ram: Any) -> str:
+    """A run that ends with an error, its steps in RAM and the first of them on disk; the store's UUID."""
+    store = CheckpointStore.open(settings(disk, **ram)).sync()
+    store.__enter__()
+    for step in steps:
+        store.save(step, {"w": np.full(100, step)})
+    store.promote(steps[0], "disk")
+    marker = store.store.engine.state.marker
+    store.store.close_blocking(clean=False)
+    assert marker is not None
+    return marker.store
+
+
+def newest(disk: Path) -> int | None:
+    with CheckpointStore.open(settings(disk), read_only=True).sync() as store:
+        restored = store.restore()
+    return None if restored is None else restored.step
+
+
+def test_all_ram_is_listed_with_whose_it_is(run: Run, told: Told, tmp_path: Path, root: Path) -> None:
+    one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1, 2, 3)
+    shutil.rmtree(tmp_path / "one")
+    found = {each["store"]: each for each in told("ls", "--ram")}
+    assert found.keys() == {one, two}
+    assert found[one]["places"] == {str(tmp_path / "one"): "gone"}
+    assert found[two]["places"] == {str(tmp_path / "two"): "there"}
+    assert [step["step"] for step in found[two]["steps"]] == [1, 2, 3]
+    assert found[two]["memory"] >= 8192
+    assert not found[two]["used_by"]
+    with CheckpointStore.open(settings(tmp_path / "two")).sync():
+        used = {each["store"]: each["used_by"] for each in told("ls", "--ram")}
+        assert used[two].startswith("process ")
+    shown = run("ls", "--ram").output
+    assert one in shown
+    assert f"{tmp_path / 'one'} (gone)" in shown
+    assert one in run("doctor", tmp_path / "two").output
+
+
+def test_no_store_and_no_option_is_wrong_usage(run: Run) -> None:
+    assert run("ls").exit_code == 2
+    assert run("forget").exit_code == 2
+
+
+def test_what_has_lost_its_folder_is_forgotten_and_nothing_else(told: Told, tmp_path: Path, root: Path) -> None:
+    one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1)
+    shutil.rmtree(tmp_path / "one")
+    assert [each["store"] for each in told("forget", "--gone")] == [one]
+    assert [each.store for each in find_ram(root)] == [two]
+    assert newest(tmp_path / "two") == 1
+    assert told("forget", tmp_path / "two")[0]["steps"] == 1
+    assert not root.exists()
+
+
+def test_ram_that_is_in_use_is_not_forgotten(run: Run, tmp_path: Path, root: Path) -> None:
+    uuid = killed(tmp_path / "one", 1)
+    with CheckpointStore.open(settings(tmp_path / "one")).sync() as store:
+        refused = run("forget", uuid)
+        assert refused.exit_code == 1
+        assert "in use by process" in refused.output
+        restored = store.restore()
+        assert restored is not None
+    assert run("forget", "--gone").exit_code == 0
+
+
+def test_a_removed_folder_is_adopted_by_what_ram_holds(run: Run, told: Told, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    uuid = killed(disk, 1)
+    shutil.rmtree(disk)
+    with CheckpointStore.open(settings(disk)).sync() as store:  # starts afresh, and saves nothing
+        assert store.restore() is None
+    assert told("adopt", disk, "--ram", uuid) == {"store": uuid, "folder": str(disk), "steps": 1}
+    assert newest(disk) == 1
+
+
+def test_what_holds_steps_of_another_store_is_not_adopted(run: Run, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    uuid = killed(disk, 1)
+    shutil.rmtree(disk)
+    killed(disk, 2)
+    refused = run("adopt", disk, "--ram", uuid)
+    assert refused.exit_code == 1
+    assert "holds steps of store" in refused.output
+    assert run("adopt", tmp_path / "new", "--ram", uuid).exit_code == 0
+    assert newest(tmp_path / "new") == 1
+
+
+def test_a_copy_that_was_forked_goes_on_beside_the_other(run: Run, told: Told, tmp_path: Path) -> None:
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    uuid = killed(disk, 2, 3)
+    shutil.copytree(disk, copy)
+    with pytest.raises(Conflict, match="is a copy of the store at"):
+        CheckpointStore.open(settings(copy)).sync().__enter__()
+    forked = told("fork", copy)
+    assert forked["forked_from"] == uuid
+    killed(copy, 4)
+    assert newest(copy) == 4
+    assert newest(disk) == 3
+    with CheckpointStore.open(settings(copy)).sync() as store:
+        assert [step.step for step in store.steps()] == [2, 4]
+
+
+def test_ram_goes_with_the_folder_that_is_forked(told: Told, tmp_path: Path, root: Path) -> None:
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    uuid = killed(disk, 2, 3)
+    shutil.copytree(disk, copy)
+    forked = told("fork", disk)
+    assert newest(disk) == 3
+    assert newest(copy) == 2
+    assert killed(copy, 8) == uuid
+    assert killed(disk, 5) == forked["store"]
+    assert (newest(disk), newest(copy)) == (5, 8)
+    assert sorted(path.name for path in root.iterdir() if not path.is_symlink()) == sorted([uuid, forked["store"]])
+
+
+def test_what_a_trainer_writes_to_is_not_forked(run: Run, tmp_path: Path) -> None:
+    with CheckpointStore.open(settings(tmp_path / "disk")).sync() as store:
+        store.save(1, {"w": np.ones(3)})
+        refused = run("fork", tmp_path / "disk")
+        assert refused.exit_code == 1
+        assert "is being written to by process" in refused.output
+        store.flush()
+
+
+def test_ram_at_a_path_of_its_own_is_named_by_that(told: Told, tmp_path: Path, shared_memory: Path) -> None:
+    path = shared_memory / "own"
+    uuid = killed(tmp_path / "disk", 1, path=path)
+    assert told("ls", "--ram") == []
+    assert ram_in(path).name == uuid
+    assert told("forget", uuid, "--root", path)[0]["store"] == uuid
+    assert not path.exists()
