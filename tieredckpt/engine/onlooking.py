@@ -8,6 +8,7 @@ from functools import partial
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into, near
 from tieredckpt.engine.parts import encode_own, merge_parts
+from tieredckpt.engine.ram_opening import is_of_a_copy
 from tieredckpt.engine.source import ChosenStep
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Held
@@ -23,6 +24,8 @@ async def look_on(state: State) -> None:
     """Where nothing is written: count steps as held by RAM of which all parts are in folders of ranks here."""
     first = state.tiers[0]
     if not state.read_only or first.config.kind != "ram" or state.marker is None:
+        return
+    if await is_of_a_copy(state):
         return
     parts: dict[StepId, dict[int, bytes]] = {}
     for folder in await in_thread(folders_of_ranks, state):

@@ -32,6 +32,7 @@ from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, Tier
 __all__ = [
     "attach_ram",
     "find",
+    "is_of_a_copy",
     "judged_within",
     "keep_noted",
     "mark_ram",
@@ -135,6 +136,12 @@ async def attach_ram(state: State) -> RamStore:
     if not found:
         raise NotFound(f"there is no RAM of this store below {ram_folder(state).parent}")
     return await in_thread(RamStore.attach, Path(max(found, key=lambda each: each.used_at).folder))
+
+
+async def is_of_a_copy(state: State) -> bool:
+    """Whether the RAM of this store's identity is of another folder, of which a tier of this store is a copy."""
+    places = tuple((await places_of(state.config)).values())
+    return any(is_copy(each, places) for each in await _of_this_store(state, places))
 
 
 async def _of_this_store(state: State, places: Collection[Place]) -> list[FoundRam]:
