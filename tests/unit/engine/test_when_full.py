@@ -14,6 +14,7 @@ from insight import bytes_of_listed_steps, flip_chunk, slab_of, tier_of
 from scenes import CHUNK, SOON, Heard, assert_same, config, folder, ram
 
 from tieredckpt import Checkpoint, CheckpointStore
+from tieredckpt.blobs import ram as ram_store
 from tieredckpt.engine.evictor import Evictor
 from tieredckpt.engine.packs import stored_size
 from tieredckpt.errors import Corrupt, NotFound
@@ -344,3 +345,32 @@ async def test_chunks_that_occur_twice_in_a_step_leave_with_it(scene: Any) -> No
             await s.store.flush()
         assert 1 < len(await s.in_ram()) < 9
         assert slab_of(s.store).used == await bytes_of_listed_steps(s.store)
+
+
+async def test_automatic_slabs_share_a_quarter_of_memory_with_other_stores(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quarter = 4 * STATE
+    monkeypatch.setattr(ram_store, "memory_limit", lambda: (4 * quarter, "the test"))
+    stores = []
+    for name in ("one", "two"):
+        disk = folder(tmp_path / name, retain="all")
+        nearest = ram(shared_memory, capacity="auto", retain={"kind": "last_n", "n": 3})
+        stores.append(await CheckpointStore.open(config({"ram": nearest, "disk": disk})))
+    one, two = stores
+    for store in stores:
+        for step in range(1, 4):
+            ckpt = await store.save(step, state(step))
+            assert not ckpt.skipped
+            await store.flush()
+    assert slab_of(one).reserved == 3 * STATE
+    assert slab_of(one).reserved + slab_of(two).reserved <= quarter
+    assert "may not grow" in caplog.text
+    assert tier_of(one, "ram").store.location in caplog.text
+    assert "tieredckpt forget" in caplog.text
+    for store in stores:
+        for step in range(1, 4):
+            restored = await store.restore(step)
+            assert restored is not None
+            assert_same(restored.tree, state(step))
+        await store.close()
