@@ -336,8 +336,9 @@ class CheckpointStore:
         return await self.engine_loop.call(where(self._engine.state, step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
-        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. Raises
-        `NotFound` for a step, tier or key that is not there.
+        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. It has
+        none of the tier's secrets: TensorStore takes credentials from the environment. Raises `NotFound` for a step,
+        tier or key that is not there.
         """
         return await self.engine_loop.call(array_spec(self._engine.state, step, key, tier))
 

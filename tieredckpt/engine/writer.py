@@ -208,7 +208,7 @@ class Writer:
                     max(0.0, time.time() - state.observed.started_at), state.observed.stalled_seconds
                 ),
             },
-            policy=state.config.model_dump(mode="json"),
+            policy=state.config.policies,
             structure=flat.structure,
             rank=state.rank if state.ranks > 1 else None,
             ranks=state.ranks,
