@@ -17,7 +17,7 @@ from tieredckpt.errors import Invalid
 from tieredckpt.events import Events, SaveFailed
 from tieredckpt.tree.flatten import Flat, flatten
 
-__all__ = ["Captures", "check_immutable", "checked_step"]
+__all__ = ["Captures", "check_immutable"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -45,7 +45,7 @@ class Captures:
         loop: EngineLoop,
         step: int,
         tree: Any,
-        metrics: Mapping[str, float] | None,
+        metrics: Mapping[str, float],
         *,
         overwrite: bool,
         replicated: Sequence[str],
@@ -54,12 +54,11 @@ class Captures:
         called_at = time.monotonic()
         flat = flatten(tree)
         check_immutable(flat)
-        given = dict(metrics or {})
 
         async def begun() -> asyncio.Task[Saved]:
             stall = time.monotonic() - called_at  # the trainer goes on from here
             save = partial(self._engine.save, overwrite=overwrite, replicated=replicated, stall=stall)
-            return self._start(step, partial(save, step, flat, given))
+            return self._start(step, partial(save, step, flat, metrics))
 
         return await loop.call(begun())
 
@@ -104,10 +103,3 @@ class Captures:
         """Return when none is under way."""
         while self.pending:
             await asyncio.wait(set(self.pending))
-
-
-def checked_step(step: int) -> int:
-    """``step`` itself. Raises `Invalid` for what is no step of a training."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
-    return step

@@ -35,8 +35,10 @@ from pydantic import Field, ValidationError, model_validator
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.feasible import impossible
 from tieredckpt.policy import AnySchedule, Schedule, parse
+from tieredckpt.redact import redacted
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.tierconfig import (
+    WITH_SECRETS,
     AbsolutePath,
     ChfsTier,
     Interval,
@@ -50,11 +52,22 @@ from tieredckpt.tierconfig import (
 )
 from tieredckpt.units import Size
 
-__all__ = ["ChfsTier", "KvstoreTier", "PosixTier", "RamTier", "StoreConfig", "TierConfig", "load", "to_toml"]
+__all__ = [
+    "ChfsTier",
+    "KvstoreTier",
+    "PosixTier",
+    "RamTier",
+    "StoreConfig",
+    "TierConfig",
+    "dump_with_secrets",
+    "load",
+    "to_toml",
+]
 
 
 class StoreConfig(Settings):
-    """Everything that `CheckpointStore.open` needs to know. ``model_dump(mode="json")`` loads again."""
+    """Everything that `CheckpointStore.open` needs to know. ``model_dump(mode="json")`` loads again, if it has no
+    secret: a dump has ``REDACTED`` in the place of one."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] | None = None
     """Names this store's folder in the node's shared memory; see `identity`."""
@@ -103,8 +116,19 @@ class StoreConfig(Settings):
         """``name``, or sixteen hexadecimal digits derived from where the durable tiers are."""
         if self.name is not None:
             return self.name
-        where = [tier.location for tier in self.tiers if tier.kind != "ram"]
+        where = [
+            tier.spec_text if isinstance(tier, KvstoreTier) else tier.location
+            for tier in self.tiers
+            if tier.kind != "ram"
+        ]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
+
+    @property
+    def policies(self) -> dict[str, Any]:
+        """What a step records: the schedule, and by tier its name, kind and policies. Nothing of where a tier is."""
+        tiers = {"tiers": {"__all__": {"name", "kind", "promote", "retain", "evict"}}}
+        found: dict[str, Any] = redacted(self.model_dump(mode="json", include={"schedule": True, **tiers}))
+        return found
 
     @property
     def copy_threads(self) -> int:
@@ -139,7 +163,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
 
 
 def to_toml(config: StoreConfig) -> str:
-    """``config`` with every setting that is not None, as the text of a configuration file."""
+    """``config`` with every setting that is not None, as the text of a configuration file; without secrets."""
     settings = config.model_dump(mode="json", exclude_none=True)
     tables = {"store": {name: value for name, value in settings.items() if name != "tiers"}}
     for tier in settings["tiers"]:
@@ -148,6 +172,12 @@ def to_toml(config: StoreConfig) -> str:
         f"[{name}]\n" + "".join(f"{key} = {_toml_value(value)}\n" for key, value in table.items())
         for name, table in tables.items()
     )
+
+
+def dump_with_secrets(config: StoreConfig) -> dict[str, Any]:
+    """``config`` as JSON that `load` takes, secrets of its tiers included: for another process's standard input, and
+    for no file, log or command line."""
+    return config.model_dump(mode="json", context=WITH_SECRETS)
 
 
 def _load_mapping(data: Mapping[str, Any]) -> StoreConfig:

@@ -15,6 +15,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
+from tieredckpt.redact import redacted
 from tieredckpt.tree.select import select
 
 __all__ = [
@@ -80,7 +81,8 @@ class StepDetails:
     """Serials of the step's history, as inclusive ranges."""
     provenance: Mapping[str, str]
     policy: Mapping[str, Any]
-    """The configuration that was in force, as ``StoreConfig.model_dump`` gives it."""
+    """What was in force, as ``StoreConfig.policies`` gives it; in steps of earlier versions the configuration, but for
+    secrets."""
     arrays: tuple[ArrayInfo, ...]
     """In the order of the tree."""
     scalars: Mapping[str, Scalar]
@@ -147,7 +149,7 @@ async def describe(
         store=record.store,
         line=record.line,
         provenance=record.provenance,
-        policy=record.policy,
+        policy=redacted(record.policy),
         arrays=tuple(_array(node, blocks) for node, blocks in arrays),
         scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
         distinct_nbytes=_distinct_nbytes(block for _, blocks in arrays for block in blocks),

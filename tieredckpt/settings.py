@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from tieredckpt.errors import Invalid
+from tieredckpt.redact import redacted
 
 __all__ = ["Problem", "Settings", "did_you_mean", "dotted", "explain", "problems", "refusal"]
 
@@ -110,7 +111,7 @@ def _is_echo(line: ErrorDetails, lines: Sequence[ErrorDetails]) -> bool:
 
 
 def _in_plain_words(line: ErrorDetails) -> str:
-    value = repr(line["input"])
+    value = repr(redacted(line["input"]))
     value = value if len(value) <= 60 else f"{value[:60]}…"
     match line["type"]:
         case "tieredckpt":

@@ -9,8 +9,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.capturing import Captures, checked_step
+from tieredckpt.capturing import Captures
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.collector import Collected
@@ -212,7 +213,7 @@ class CheckpointStore:
         Args:
             step: the trainer's number, not negative.
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
-            metrics: numbers that policies and people look at.
+            metrics: numbers by name that policies and people look at.
             capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
                 behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
             overwrite: save a step number again that this line has already.
@@ -222,18 +223,20 @@ class CheckpointStore:
         Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepAgreed`).
 
         Raises:
-            Invalid: a leaf cannot be stored (named), or a mutable one captured by reference; nothing was saved.
+            Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
+                saved.
             Conflict: the step was saved before on this line.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        checked_step(step)
+        step, given = checked_step(step), checked_metrics(metrics)
+        replicated = checked_patterns("replicated", replicated)
         if capture == "reference":
             begin = self._captures.begin
-            saving = await begin(self.engine_loop, step, tree, metrics, overwrite=overwrite, replicated=replicated)
+            saving = await begin(self.engine_loop, step, tree, given, overwrite=overwrite, replicated=replicated)
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
-        saved = await self.engine_loop.call(self._save(step, tree, dict(metrics or {}), overwrite, replicated))
+        saved = await self.engine_loop.call(self._save(step, tree, given, overwrite, replicated))
         return Checkpoint(step, self._engine, self.engine_loop, saved)
 
     async def _save(
@@ -289,6 +292,8 @@ class CheckpointStore:
             raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
         if into is not None and not copy:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
+        step = None if step is None else checked_step(step)
+        keys = None if keys is None else checked_patterns("keys", keys)
         resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
             restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
@@ -325,6 +330,8 @@ class CheckpointStore:
             Corrupt: its index is intact on no tier.
             TierUnavailable: the tiers that hold it do not answer.
         """
+        step = None if step is None else checked_step(step)
+        keys = None if keys is None else checked_patterns("keys", keys)
         return await self.engine_loop.call(describe(self._engine.state, step, serial, keys))
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
@@ -333,13 +340,14 @@ class CheckpointStore:
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
-        return await self.engine_loop.call(where(self._engine.state, step))
+        return await self.engine_loop.call(where(self._engine.state, None if step is None else checked_step(step)))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
-        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. Raises
-        `NotFound` for a step, tier or key that is not there.
+        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. It has
+        none of the tier's secrets: TensorStore takes credentials from the environment. Raises `NotFound` for a step,
+        tier or key that is not there.
         """
-        return await self.engine_loop.call(array_spec(self._engine.state, step, key, tier))
+        return await self.engine_loop.call(array_spec(self._engine.state, checked_step(step), key, tier))
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
@@ -351,11 +359,11 @@ class CheckpointStore:
         """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
         `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.by_hand.promote(step, tier))
+        return await self.engine_loop.call(self._engine.by_hand.promote(checked_step(step), tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self.engine_loop.call(self._engine.by_hand.evict(step, tier))
+        await self.engine_loop.call(self._engine.by_hand.evict(checked_step(step), tier))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
@@ -377,6 +385,7 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
+        step = None if step is None else checked_step(step)
         return await self.engine_loop.call(
             self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
         )

@@ -6,19 +6,29 @@ import json
 import os
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, ValidationError, ValidationInfo
+from pydantic import (
+    BeforeValidator,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    ValidationInfo,
+)
 
 from tieredckpt.errors import Invalid
 from tieredckpt.policy import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
+from tieredckpt.redact import is_redacted, redacted
 from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refusal
 from tieredckpt.units import Duration, Rate, Size, parse_size
 
 __all__ = [
     "LOOKALIKE",
+    "WITH_SECRETS",
     "AbsolutePath",
     "ChfsTier",
     "Interval",
@@ -75,9 +85,11 @@ def _auto_or_size(value: object) -> Any:
 
 
 def _kvstore_spec(value: object) -> Any:
+    if is_redacted(value):
+        raise Invalid("has REDACTED in the place of a secret: put the secret there, or leave its member out")
     if isinstance(value, str):
         if not re.match(r"[a-z0-9_.+-]+:", value):
-            raise Invalid(f"should be a URL such as 'gs://bucket/folder/' or a table, not {value!r}")
+            raise Invalid(f"should be a URL such as 'gs://bucket/folder/' or a table, not {redacted(value)!r}")
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("driver"), str):
         raise Invalid("should be a TensorStore kvstore spec: a URL, or a table with its `driver`")
@@ -85,6 +97,10 @@ def _kvstore_spec(value: object) -> Any:
         return json.loads(json.dumps(dict(value), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise Invalid(f"should be a TensorStore kvstore spec made of JSON values: {error}") from error
+
+
+def _without_secrets(spec: Any, info: SerializationInfo) -> Any:
+    return spec if info.context is WITH_SECRETS else redacted(spec)
 
 
 def _chfs_path(value: object) -> str:
@@ -110,6 +126,9 @@ def _chfs_chunk(value: object) -> int:
         raise Invalid("should be a multiple of 4 KiB, 64 MiB at most")
     return nbytes
 
+
+WITH_SECRETS = {"secrets": True}
+"""The context of a dump that is to have the secrets of kvstore specs, which another has not."""
 
 LOOKALIKE = "directory:"
 """What the address of a look-alike of CHFS begins with; its directory follows."""
@@ -245,16 +264,26 @@ class KvstoreTier(_Tier):
     """Any store that TensorStore has a driver for."""
 
     kind: Literal["kvstore"] = "kvstore"
-    spec: Annotated[dict[str, JsonValue] | str, BeforeValidator(_kvstore_spec)]
-    """A TensorStore kvstore spec: its JSON form, or a URL."""
+    spec: Annotated[dict[str, JsonValue] | str, BeforeValidator(_kvstore_spec), PlainSerializer(_without_secrets)]
+    """A TensorStore kvstore spec: its JSON form, or a URL. Better without secrets: drivers find their credentials in
+    the environment. Those that it has are in no dump and no repr of this model."""
     capacity: Capacity | None = None
     """Bytes that the tier may use; None for no bound."""
     survives: Literal["process", "node", "site"] | None = None
     """None for what the driver promises."""
 
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return [(name, redacted(value)) for name, value in super().__repr_args__()]
+
     @property
     def location(self) -> str:
         """What no other tier may use."""
+        spec = redacted(self.spec)
+        return spec if isinstance(spec, str) else json.dumps(spec, sort_keys=True)
+
+    @property
+    def spec_text(self) -> str:
+        """The spec as text, its secrets included: to be digested, and neither shown nor stored."""
         return self.spec if isinstance(self.spec, str) else json.dumps(self.spec, sort_keys=True)
 
 
@@ -276,7 +305,7 @@ def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
     elif isinstance(value, (list, tuple)):
         tables = [(_name_of(tier, i), tier) for i, tier in enumerate(value)]
     else:
-        raise Invalid(f"should be one table per tier, not {value!r}")
+        raise Invalid(f"should be one table per tier, not {redacted(value)!r}")
     found: list[TierConfig] = []
     wrong: list[Problem] = []
     for name, table in tables:
@@ -304,7 +333,7 @@ def _tier(table: object, context: Any) -> TierConfig:
     if isinstance(table, TierConfig):
         return table
     if not isinstance(table, Mapping):
-        raise refusal([((), f"should be a table of settings, not {table!r}")])
+        raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
     kind = table.get("kind")
     if kind is None:
         raise refusal([(("kind",), f"is required: one of {', '.join(_KINDS)}")])

@@ -36,7 +36,9 @@ bool IsOurs(const std::string& directory) {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
     const std::string name = entry.path().filename().string();
-    if (name != "servers" && name.rfind("ring", 0) != 0 && name.rfind("switches", 0) != 0) return false;
+    if (name != "servers" && name != "hanging" && name.rfind("ring", 0) != 0 && name.rfind("switches", 0) != 0) {
+      return false;
+    }
   }
   return !error;
 }
@@ -129,6 +131,11 @@ std::unique_ptr<Cluster> Cluster::Connect(const std::string& directory, int time
     return nullptr;
   }
   return cluster;
+}
+
+void Cluster::TellHanging(const char* verb) const {
+  // One write a line, so that lines of several threads and processes do not mix.
+  std::ofstream(hanging_, std::ios::app) << std::string(verb) + "\n";
 }
 
 int Cluster::size() const {

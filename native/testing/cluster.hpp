@@ -25,6 +25,10 @@ class Cluster {
   static std::unique_ptr<Cluster> Connect(const std::string& directory, int timeout_ms, std::string* message);
 
   std::shared_ptr<const Switches> switches() { return file_.Read(); }
+
+  // Adds the verb of a call that hangs from now on to the file "hanging", for whoever waits for that.
+  void TellHanging(const char* verb) const;
+
   int size() const;
 
   // The server at an index of the ring; -1 past its end.
@@ -46,11 +50,13 @@ class Cluster {
   int Data(const std::string& path, int index, const std::function<int(const Server&)>& call);
 
  private:
-  Cluster(const std::string& directory, int timeout_ms) : file_(directory + "/switches"), timeout_ms_(timeout_ms) {}
+  Cluster(const std::string& directory, int timeout_ms)
+      : file_(directory + "/switches"), hanging_(directory + "/hanging"), timeout_ms_(timeout_ms) {}
   int Lookup(const std::string& path, int index) const;
   void Evict(int server);
 
   SwitchFile file_;
+  const std::string hanging_;
   const int timeout_ms_;
   std::vector<Server> servers_;
   mutable std::shared_mutex guards_ring_;

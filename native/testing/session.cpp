@@ -108,6 +108,7 @@ bool Session::Faultless(const char* verb, bool* shorten) {
     if (rule.action == "exit") std::exit(rule.value);
     if (rule.action == "fail") error = rule.value;
     if (rule.action == "short" && shorten != nullptr) *shorten = true;
+    if (rule.action == "hang") cluster_->TellHanging(verb);
     // Until the file is replaced.
     while (rule.action == "hang" && cluster_->switches() == switches) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -32,6 +32,7 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailable,
 )
+from tieredckpt.redact import redacted, redacted_text, secrets_of
 
 __all__ = ["KvStoreBlobs"]
 
@@ -52,9 +53,10 @@ _CONDITION_FAILED = b""
 class KvStoreBlobs:
     """Blobs as the keys of a TensorStore kvstore; made by `open`."""
 
-    def __init__(self, store: ts.KvStore, traits: Traits) -> None:
+    def __init__(self, store: ts.KvStore, traits: Traits, secrets: tuple[str, ...] = ()) -> None:
         self._store = store
         self._traits = traits
+        self._secrets = secrets
         self._location = _location(store)
         self._closed = False
 
@@ -73,20 +75,23 @@ class KvStoreBlobs:
         ``survives`` says better what the medium outlives. Raises `Invalid` for a spec that TensorStore does
         not take, with its message, `TierUnavailable`.
         """
+        secrets, shown = secrets_of(spec), redacted(spec)
         try:
             parsed = ts.KvStore.Spec(spec if isinstance(spec, str) else dict(spec))
             described = parsed.to_json()
         except (ValueError, TypeError) as error:
-            raise Invalid(f"TensorStore does not take {spec!r} as a kvstore: {error}") from error
+            told = _without_secrets(error, secrets)
+            raise Invalid(f"TensorStore does not take {shown!r} as a kvstore: {told}") from told
         try:
             store = await ts.KvStore.open(parsed, context=context)
         except Exception as error:
-            raise _foreign(error, str(spec), "opened") from error
+            told = _without_secrets(error, secrets)
+            raise _foreign(told, str(shown), "opened") from told
         if described.get("driver") == "file" and not store.path:
-            raise Invalid(f"{spec!r} names no folder; give it a `path`")
+            raise Invalid(f"{shown!r} names no folder; give it a `path`")
         if store.path and not store.path.endswith("/"):
             store = store + "/"
-        return cls(store, _traits(described, survives, object_size))
+        return cls(store, _traits(described, survives, object_size), secrets)
 
     @property
     def traits(self) -> Traits:
@@ -229,7 +234,8 @@ class KvStoreBlobs:
         except TieredCkptError:
             raise
         except Exception as error:
-            raise _foreign(error, self._at(key), doing) from error
+            told = _without_secrets(error, self._secrets)
+            raise _foreign(told, self._at(key), doing) from told
 
 
 async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
@@ -242,6 +248,12 @@ async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
         return await (await asyncio.get_running_loop().run_in_executor(None, start))
 
     return await settle(asyncio.ensure_future(work()), lambda: None)
+
+
+def _without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
+    """An error of TensorStore's whose text may be told to anybody: URLs and specs come back in it."""
+    text = redacted_text(str(error), secrets)
+    return error if text == str(error) else ValueError(text)
 
 
 def _foreign(error: Exception, where: str, doing: str) -> TieredCkptError:
@@ -289,10 +301,10 @@ def _member(spec: Mapping[str, Any], name: str, member: str) -> object:
 
 def _location(store: ts.KvStore) -> str:
     try:
-        return store.url
+        return str(redacted(store.url))
     except Exception:
         # Some drivers have no URL form.
-        return str(store.spec().to_json())
+        return str(redacted(store.spec().to_json()))
 
 
 def _joined(parts: Sequence[Buffer]) -> bytes:

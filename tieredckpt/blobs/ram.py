@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
-from tieredckpt.blobs.folders import Folders, open_regular
+from tieredckpt.blobs.folders import Folders, foreign, open_regular
 from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix import PosixStore
@@ -170,13 +170,15 @@ class RamStore:
     def share(self, key: str) -> int:
         """A descriptor that holds a shared lock on the object, so that what it refers to is not reused.
 
-        `let_go` ends the lock, and so does the death of the process. Raises `NotFound`.
+        `let_go` ends the lock, and so does the death of the process. Raises `NotFound`, `TierUnavailable`.
         """
         path = self._folder / key
         try:
             fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         except FileNotFoundError:
             raise NotFound(f"{path} is gone") from None
+        except OSError as error:
+            raise foreign(error, path, "locked") from error
         fcntl.flock(fd, fcntl.LOCK_SH)
         if not _is_at(path, fd):  # retired before the lock was there to be seen
             os.close(fd)

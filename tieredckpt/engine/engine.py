@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from tieredckpt.blobs.ram_found import FoundRam
-from tieredckpt.blobs.settle import whole
+from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig, TierConfig
 from tieredckpt.engine.agent.by_agent import ByAgent
 from tieredckpt.engine.agent.link import Link
@@ -54,6 +54,7 @@ from tieredckpt.engine.writer import Saved, Writer
 from tieredckpt.errors import Conflict, Corrupt, Invalid, TieredCkptError
 from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.tree.arrays import load_frameworks
 from tieredckpt.tree.flatten import Flat
 
 __all__ = ["Engine"]
@@ -110,6 +111,7 @@ class Engine:
         try:
             if team is not None:
                 await team.open()
+            await in_thread(load_frameworks)
             self._prepare(team)
         except BaseException:
             if team is not None:

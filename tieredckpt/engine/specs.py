@@ -13,6 +13,7 @@ from tieredckpt.errors import NotFound
 from tieredckpt.format import layout, zarr
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.redact import without_secrets
 
 __all__ = ["array_spec", "spec_of"]
 
@@ -82,6 +83,8 @@ def _folder(tier: Tier, folder: str) -> dict[str, Any]:
     import tensorstore as ts  # only a kvstore tier needs it
 
     spec = tier.config.spec
-    described: dict[str, Any] = ts.KvStore.Spec(spec if isinstance(spec, str) else dict(spec)).to_json()
+    described: dict[str, Any] = without_secrets(
+        ts.KvStore.Spec(spec if isinstance(spec, str) else dict(spec)).to_json()
+    )
     root = described.get("path", "")
     return {**described, "path": (f"{root.rstrip('/')}/" if root else "") + folder}

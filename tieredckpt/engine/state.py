@@ -204,11 +204,13 @@ class State:
         return self.neighbours[0] == self.rank
 
     def tier(self, name: str) -> Tier:
-        """The tier of that name. Raises `NotFound` with the names there are."""
+        """The tier of that name. Raises `NotFound` with the names there are, `Invalid` for what is no name."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
         names = [tier.name for tier in self.tiers]
+        if not isinstance(name, str):
+            raise Invalid(f"a tier is given by its name, not {name!r} (tiers: {', '.join(names)})")
         near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NotFound(f"there is no tier {name!r} (tiers: {', '.join(names)}){hint}")

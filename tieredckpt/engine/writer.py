@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tieredckpt.arguments import as_number
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
@@ -68,6 +69,7 @@ class Writer:
         """Of the last save, by key of the array."""
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
+        _versions()  # reads files, for which a save may have no descriptor
 
     async def save(
         self,
@@ -199,7 +201,7 @@ class Writer:
             restored_from=state.restored_from.serial if state.restored_from else None,
             saved_at=time.time(),
             nbytes=snapshot.nbytes,
-            metrics={name: _storable(value) for name, value in metrics.items()},
+            metrics={name: _storable(as_number(name, value)) for name, value in metrics.items()},
             provenance={
                 **_versions(),
                 "host": socket.gethostname(),
@@ -208,7 +210,7 @@ class Writer:
                     max(0.0, time.time() - state.observed.started_at), state.observed.stalled_seconds
                 ),
             },
-            policy=state.config.model_dump(mode="json"),
+            policy=state.config.policies,
             structure=flat.structure,
             rank=state.rank if state.ranks > 1 else None,
             ranks=state.ranks,
@@ -232,5 +234,4 @@ def _versions() -> Mapping[str, str]:
 
 
 def _storable(value: float) -> float | str:
-    value = float(value)
     return value if math.isfinite(value) else str(value)

@@ -151,7 +151,10 @@ def zarr_type(dtype: np.dtype[Any]) -> str:
     """The zarr data type that holds a dtype's bytes. Raises `Invalid` if none does."""
     if dtype.kind in "mM" and np.datetime_data(dtype)[0] != "generic":
         return "int64"
-    name = _NAMES.get(dtype.newbyteorder("<"))
+    try:
+        name = _NAMES.get(dtype.newbyteorder("<"))
+    except TypeError:  # of NumPy's strings of any length, and other dtypes of its new style
+        name = None
     if name is None:
         raise Invalid(
             f"dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a unit; "

@@ -1,7 +1,7 @@
 """The arrays of a tree: what they are, their bytes on the host, and how they are made again.
 
-NumPy is handled here; `torch_leaves` and `jax_leaves` are imported when a program that has loaded torch or
-jax hands over one of their arrays.
+NumPy is handled here; `torch_leaves` and `jax_leaves` are imported when a program has loaded torch or jax: by
+`load_frameworks`, or when it hands over the first of their arrays.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "as_array_leaf",
     "as_template",
     "host_view",
+    "load_frameworks",
     "restored",
     "restored_pieces",
     "row_major_bytes",
@@ -34,6 +35,14 @@ __all__ = [
 ]
 
 _Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax", "shards"]
+
+
+def load_frameworks() -> None:
+    """Import what handles the arrays of torch and jax where those are loaded: later a descriptor may be missing."""
+    if "torch" in sys.modules:
+        from tieredckpt.tree import torch_leaves, torch_shards  # noqa: F401
+    if "jax" in sys.modules:
+        from tieredckpt.tree import jax_leaves, jax_shards  # noqa: F401
 
 
 def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces | None:

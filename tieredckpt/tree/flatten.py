@@ -112,7 +112,10 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces 
         scalar = scalar_node(key, value)
         if scalar is not None:
             return scalar
-        leaf = as_array(key, value)
+        try:
+            leaf = as_array(key, value)
+        except OSError as error:  # of the import of what handles torch's or jax's arrays
+            raise Invalid(f"leaf {key!r}: a {_type_name(value)} could not be looked at: {error}") from error
         if leaf is None:
             return enter(path, value)
         if len(key) * 4 > MAX_KEY_BYTES and len(key.encode()) > MAX_KEY_BYTES:

@@ -102,7 +102,7 @@ class Snapshot:
         """
         snapshot = cls(leaves, [], deque(), {})
         for i, leaf in enumerate(leaves):
-            view = host_view(leaf)
+            view = _in_0_and_1(host_view(leaf))
             grid = _grid(leaf, chunk_size)
             snapshot.grids.append(grid)
             if grid.size * grid.cell_nbytes <= INLINE_MAX:
@@ -183,6 +183,14 @@ class Snapshot:
             (done.cell.array, done.cell.ordinal): Chunk(done.digest, Extent(pack, done.offset, done.cell.nbytes))
             for done in self.copied
         }
+
+
+def _in_0_and_1(view: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A bool array of the bytes 0 and 1, which alone other readers take: any other byte is true, as in NumPy."""
+    if view.dtype.kind != "b":
+        return view
+    items = view.view(np.uint8)
+    return items != 0 if items.size and items.max() > 1 else view
 
 
 def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:

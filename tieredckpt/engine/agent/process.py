@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tieredckpt.blobs.locks import hold
-from tieredckpt.config import StoreConfig
+from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.errors import Conflict
 
 __all__ = ["LOCK", "LOG", "AgentProcess", "claim", "lives"]
@@ -35,7 +35,8 @@ class AgentProcess:
     """An agent that this store has started; a thread reaps it.
 
     Args:
-        config: of the store, which the agent reads from its input: nothing of it is seen in the list of processes.
+        config: of the store, secrets included, which the agent reads from its standard input: nothing of it is in its
+            command line, in its environment or in a file.
         folder: of the RAM tier.
         ended: called from the thread when the process has ended.
 
@@ -63,7 +64,7 @@ class AgentProcess:
         threading.Thread(target=self._reap, name="tieredckpt agent", daemon=True).start()
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as handed:
-            handed.write(json.dumps({"config": config.model_dump(mode="json"), "ram": str(folder)}).encode())
+            handed.write(json.dumps({"config": dump_with_secrets(config), "ram": str(folder)}).encode())
 
     @property
     def number(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tieredckpt.config import StoreConfig
+from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.messages import Failure, HeldStep, brief
 from tieredckpt.engine.state import State
@@ -34,7 +34,7 @@ _EVENTS: dict[str, type[Event]] = {
 
 def settings_of(config: StoreConfig) -> str:
     """What an agent goes by, in a few letters: the same for two configurations by which agents do the same."""
-    dumped = config.model_dump(mode="json", exclude=_TRAINERS_OWN)
+    dumped = {name: value for name, value in dump_with_secrets(config).items() if name not in _TRAINERS_OWN}
     ram, *slower = dumped.pop("tiers")
     told = [dumped, ram["name"], ram["promote"], ram["retain"], slower]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

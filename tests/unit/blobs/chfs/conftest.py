@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -29,7 +30,15 @@ class Lookalike:
         """Have these faults, and no others, from now on."""
         draft = self.directory / "switches.draft"
         draft.write_text("\n".join((f"servers = {SERVERS}", *switches)) + "\n")
+        (self.directory / "hanging").unlink(missing_ok=True)
         os.replace(draft, self.directory / "switches")
+
+    async def hangs(self, verb: str) -> None:
+        """Return when a call of a verb hangs, as the switches in force have it."""
+        told = self.directory / "hanging"
+        async with asyncio.timeout(SOON):
+            while not told.exists() or verb not in told.read_text().splitlines():
+                await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ async def test_a_worker_ends_by_itself_though_a_forked_process_holds_its_socket(
 async def test_a_verb_that_is_cancelled_while_its_store_closes_is_cancelled(chfs: Any, store: ChfsStore) -> None:
     chfs.switch("hang.init = *")
     verbs = [asyncio.ensure_future(store.stat("key")) for _ in range(2)]
-    await asyncio.wait(verbs, timeout=0.05)
+    await chfs.hangs("init")
     closing = asyncio.ensure_future(store.close())
     await asyncio.sleep(0)
     verbs[0].cancel()

@@ -89,7 +89,7 @@ async def test_a_killed_worker_fails_what_it_was_doing(chfs: Any, store: ChfsSto
     into = memoryview(bytearray(4 * MIB))
     call = store.put("key", [pattern(4 * MIB, 1)]) if verb == "put" else store.get_into("key", 0, into)
     calling = asyncio.ensure_future(call)
-    await asyncio.sleep(0)
+    await chfs.hangs("pwrite" if verb == "put" else "pread")
     worker(store).send_signal(signal.SIGKILL)
     with pytest.raises(TierUnavailable, match="SIGKILL"):
         await calling
@@ -102,11 +102,11 @@ async def test_a_cancelled_read_that_hangs_lets_go_of_the_memory_by_ending_the_w
 ) -> None:
     await store.put("key", [b"\xff" * (4 * MIB)])
     process = worker(store)
-    chfs.switch("hang.pread = *")
+    chfs.switch("delay.open = 100", "hang.pread = *")  # a machine may be slow to get there
     into = bytearray(4 * MIB)
     reading = asyncio.ensure_future(store.get_into("key", 0, memoryview(into)))
     other = asyncio.ensure_future(store.get("key", limit=4 * MIB))
-    await asyncio.wait([reading], timeout=0.05)  # whenever it is cancelled, the promise holds
+    await chfs.hangs("pread")
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -121,9 +121,9 @@ async def test_a_cancelled_read_that_hangs_lets_go_of_the_memory_by_ending_the_w
 async def test_a_cancelled_put_that_hangs_ends(chfs: Any, store: ChfsStore) -> None:
     await store.connect()
     process = worker(store)
-    chfs.switch("hang.pwrite = *")
+    chfs.switch("delay.create = 100", "hang.pwrite = *")  # a machine may be slow to get there
     putting = asyncio.ensure_future(store.put("key", [pattern(4 * MIB)]))
-    await asyncio.wait([putting], timeout=0.05)
+    await chfs.hangs("pwrite")
     putting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await putting

@@ -1,0 +1,80 @@
+"""Checks of what callers give: step numbers, metrics, patterns of keys."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tieredckpt.errors import Invalid
+
+__all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step"]
+
+
+def checked_step(step: Any) -> int:
+    """``step`` as an int; also of NumPy. Raises `Invalid` for what is no step of a training."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
+    return number
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``metrics`` as a new dict: numbers as float, but those of torch and jax as they are.
+
+    Their values may still be computed, so `as_number` has them later, where nobody waits.
+
+    Raises `Invalid`, naming the metric, for what is not one number by name.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise Invalid(f"metrics are numbers by name, such as {{'loss': 0.5}}, not {metrics!r}")
+    for name in metrics:
+        if not isinstance(name, str):
+            raise Invalid(f"the metric {name!r} has a name that is no text; write {str(name)!r}")
+        if not _is_utf8(name):
+            raise Invalid(f"the metric {name!r} has a lone surrogate in its name; rename it")
+    return {str(name): _number_or_tensor(name, value) for name, value in metrics.items()}
+
+
+def as_number(name: str, value: Any) -> float:
+    """The value of the metric ``name`` as a float. Raises `Invalid`, naming it, for what is no number."""
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError("text is no number")
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise Invalid(f"the metric {name!r} is a {kind}, which is no number; give a number, or leave it out") from error
+    except OverflowError as error:
+        raise Invalid(f"the metric {name!r} is too large for a float; scale it, or leave it out") from error
+
+
+def checked_patterns(what: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    """``patterns`` as a tuple. Raises `Invalid` for what is no sequence of text."""
+    if isinstance(patterns, str | bytes) or not isinstance(patterns, Iterable):
+        raise Invalid(f"{what}={patterns!r} is no sequence of keys and patterns; write [{patterns!r}]")
+    found = tuple(patterns)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise Invalid(f"{what}: {pattern!r} is no key or pattern; those are text, such as 'params/**'")
+    return found
+
+
+def _number_or_tensor(name: str, value: Any) -> Any:
+    is_foreign = hasattr(value, "shape") and not isinstance(value, np.ndarray | np.generic)
+    return value if is_foreign and tuple(value.shape) == () else as_number(name, value)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
