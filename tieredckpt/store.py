@@ -239,8 +239,9 @@ class CheckpointStore:
     async def _save(
         self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool, replicated: Sequence[str]
     ) -> Saved:
+        origin = self._engine.state.branch.origin  # a restore that is called from here on comes after this save
         flat = await in_thread(flatten, tree)
-        return await self._engine.save(step, flat, metrics, overwrite=overwrite, replicated=replicated)
+        return await self._engine.save(step, flat, metrics, overwrite=overwrite, origin=origin, replicated=replicated)
 
     async def flush(self) -> None:
         """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
@@ -289,7 +290,6 @@ class CheckpointStore:
             raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
         if into is not None and not copy:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
-        resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
             restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
         )
