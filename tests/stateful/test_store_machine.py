@@ -208,9 +208,14 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def save(self, changes: dict[str, tuple[int, int]], offset: int | None, overwrite: bool, waits: bool) -> None:
         """A save goes on from the state, or has a number near that of the newest step."""
-        step = int(self.state["step"]) + 1 if offset is None else max(0, self.number(self.live) + offset)
         for key, (ordinal, value) in changes.items():
             self.state[key][ordinal * CHUNK : (ordinal + 1) * CHUNK] = value
+        self.save_one(offset, overwrite=overwrite)
+        if waits:
+            self.settle()
+
+    def save_one(self, offset: int | None, *, overwrite: bool) -> None:
+        step = int(self.state["step"]) + 1 if offset is None else max(0, self.number(self.live) + offset)
         self.state["half"] = self.state["half"] + np.float16(1)
         self.state["step"] = step
         fork = self.fork(step, overwrite=overwrite)
@@ -235,8 +240,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.saved[serial] = copied(self.state)
         self.branches[serial] = (*before, serial)
         self.live, self.origin = serial, None
-        if waits:
-            self.settle()
 
     @precondition(lambda self: self.live)
     @rule()
@@ -268,15 +271,25 @@ class StoreMachine(RuleBasedStateMachine):
             assert_same(found.tree[key], self.saved[info.serial][key])
 
     @precondition(lambda self: self.live)
-    @rule(which=WHICH, resume=st.sampled_from([None, True]), trains_on=st.booleans())
-    def restore_a_step(self, which: int, resume: bool | None, trains_on: bool) -> None:
-        """A step by its number, of which the trainer takes the state, or only looks at it."""
+    @rule(
+        which=WHICH,
+        resume=st.sampled_from([None, True]),
+        trains_on=st.booleans(),
+        saves=st.lists(st.tuples(st.none() | st.integers(-2, 1), st.booleans()), max_size=3),
+    )
+    def restore_a_step(
+        self, which: int, resume: bool | None, trains_on: bool, saves: list[tuple[int | None, bool]]
+    ) -> None:
+        """A step by its number, of which the trainer takes the state, or only looks at it; then what it saves."""
         self.settle()
         info = self.chosen(which)
         if self.restored(info, resume=resume):
             self.origin = info.serial, resume is True
             if trains_on:
                 self.state = copied(self.saved[info.serial])
+            for offset, overwrite in saves:
+                self.ask_whether_a_save_is_due(4)
+                self.save_one(offset, overwrite=overwrite)
 
     @rule(after=st.integers(0, 9))
     def ask_whether_a_save_is_due(self, after: int) -> None:
