@@ -47,7 +47,7 @@ class Roll:
         self._called = Called()
 
     def call(self, line: Line) -> Called:
-        """The steps that there are now, when this is the live line."""
+        """The steps that there are now, when this is the branch."""
         with self._guards_roll:
             changed = {step for tier in self._tiers for step in tier.held.news()}
             if line != self._line:
