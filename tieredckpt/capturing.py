@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from tieredckpt.blobs.settle import outlast
+from tieredckpt.engine.branches import Origin
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.writer import Saved
@@ -54,15 +55,16 @@ class Captures:
         called_at = time.monotonic()
         flat = flatten(tree)
         check_immutable(flat)
+        origin = self._engine.state.branch.origin
 
         async def begun() -> asyncio.Task[Saved]:
             stall = time.monotonic() - called_at  # the trainer goes on from here
-            save = partial(self._engine.save, overwrite=overwrite, replicated=replicated, stall=stall)
-            return self._start(step, partial(save, step, flat, metrics))
+            save = partial(self._engine.save, overwrite=overwrite, origin=origin, replicated=replicated, stall=stall)
+            return self._start(step, partial(save, step, flat, metrics), origin)
 
         return await loop.call(begun())
 
-    def _start(self, step: int, work: Callable[[], Awaitable[Saved]]) -> asyncio.Task[Saved]:
+    def _start(self, step: int, work: Callable[[], Awaitable[Saved]], origin: Origin | None) -> asyncio.Task[Saved]:
         """Save behind; a failure is logged and told as an event, for nobody may be waiting for it."""
 
         async def save() -> Saved:
@@ -76,7 +78,7 @@ class Captures:
                 saving.pop(step, None)
 
         saving = self._engine.state.saving
-        saving[step] = time.time()
+        saving[step] = time.time(), origin
         task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
         self.pending.add(task)
         task.add_done_callback(self._ended)

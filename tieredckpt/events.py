@@ -16,6 +16,7 @@ __all__ = [
     "CommitFailed",
     "Event",
     "Events",
+    "OriginIgnored",
     "RamLeftAlone",
     "ReplicationFailed",
     "SaveFailed",
@@ -56,6 +57,20 @@ class SaveSkipped(Event):
 
     step: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OriginIgnored(Event):
+    """A save extends the branch, whose newest step is ``newest``, though the step ``origin`` was restored last.
+
+    Its number is above that of the newest step, and the restore did not say ``resume=True``; ``advice`` says what
+    to do about it. Of several ranks, each tells it.
+    """
+
+    step: int
+    origin: int
+    newest: int
+    advice: str
 
 
 @dataclass(frozen=True, slots=True)

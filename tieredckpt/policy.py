@@ -119,7 +119,7 @@ class Eviction(Policy):
     def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
         """The serial of each of ``candidates`` once, first to leave first.
 
-        The engine moves steps of abandoned lines to the front, whatever this answers.
+        The engine moves off-branch steps to the front, whatever this answers.
         """
         self._unanswered()
 

@@ -27,7 +27,7 @@ class StepView:
     tiers: tuple[str, ...]
     """Names of the tiers that hold it committed."""
     on_line: bool = True
-    """False for a step of a line that was abandoned by restoring an earlier step and saving on from it."""
+    """False for a step off the branch: an earlier step was restored, and a save has forked there."""
     replicas: int = 1
     """On how many nodes the nearest tier has it: RAM with ``replicas`` outlives the loss of all but one of them."""
 
@@ -168,7 +168,8 @@ class Observed:
     started_at: float
     """When the store was opened, in seconds since the epoch."""
     last_save_step: int | None = None
-    """Of this process; after a restore and before the first save, the step that was restored."""
+    """The step that the next save follows: the one saved last, or the newest of the branch before the first save of
+    this process; where that save would fork, the restored step."""
     last_save_at: float | None = None
     """Seconds since the epoch; None before this process's first save."""
     save_count: int = 0

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Restored
 from tieredckpt.engine.engine import Engine
+from tieredckpt.engine.lookup import Wanted
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.reader import Read
@@ -36,22 +37,23 @@ async def restore(
     into: Any,
     *,
     copy: bool,
-    resume: bool,
+    resume: bool | None,
 ) -> Restored | None:
     """See `CheckpointStore.restore`; runs on ``loop``, the engine's."""
-    found = await engine.restoring(partial(_restore, engine, loop, step, keys, like, into, copy=copy))
+    wanted = Wanted(step, keys is None, resume)
+    found = await engine.restoring(partial(_restore, engine, loop, wanted, keys, like, into, copy=copy))
     if found is None:
         return None
     restored, chosen, record = found
-    if resume and not engine.state.read_only:  # now that of several ranks all have restored it
-        await engine.resume_from(chosen, record)
+    if wanted.to_train_on and not engine.state.read_only:  # now that of several ranks all have restored it
+        engine.note_restored(chosen, record, named=step is not None, resume=resume is True)
     return restored
 
 
 async def _restore(
     engine: Engine,
     loop: EngineLoop,
-    step: int | None,
+    asked: Wanted,
     keys: Sequence[str] | None,
     like: Any,
     into: Any,
@@ -59,7 +61,7 @@ async def _restore(
     copy: bool,
 ) -> tuple[Restored, StepId, StepRecord] | None:
     """This rank's share of a restore, with the step that was restored."""
-    found = await engine.look_up(step)
+    found = await engine.look_up(asked)
     if found is None:
         return None
     chosen, record = found

@@ -210,13 +210,15 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
 
+        It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`.
+
         Args:
             step: the trainer's number, not negative.
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
             metrics: numbers by name that policies and people look at.
             capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
                 behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
-            overwrite: save a step number again that this line has already.
+            overwrite: save a step number again that this branch has already.
             replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
                 configuration: each rank stores its share of them.
 
@@ -225,7 +227,7 @@ class CheckpointStore:
         Raises:
             Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
                 saved.
-            Conflict: the step was saved before on this line.
+            Conflict: the step was saved before on this branch.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         step, given = checked_step(step), checked_metrics(metrics)
@@ -242,8 +244,9 @@ class CheckpointStore:
     async def _save(
         self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool, replicated: Sequence[str]
     ) -> Saved:
+        origin = self._engine.state.branch.origin  # a restore that is called from here on comes after this save
         flat = await in_thread(flatten, tree)
-        return await self._engine.save(step, flat, metrics, overwrite=overwrite, replicated=replicated)
+        return await self._engine.save(step, flat, metrics, overwrite=overwrite, origin=origin, replicated=replicated)
 
     async def flush(self) -> None:
         """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
@@ -267,24 +270,29 @@ class CheckpointStore:
     ) -> Restored | None:
         """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
 
-        A call of all ranks, which restore one step; if one fails, all raise.
+        It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
+        them whole or none; if one fails, all raise.
 
         Args:
-            step: which; None for the newest. A number that was saved on several lines means the live one's.
+            step: which; None for the newest. A number that was saved on several branches means that of the one that
+                is trained.
             keys: only the leaves under these keys or glob patterns (``params/**``).
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
                 dicts, lists, tuples and NumPy arrays.
             into: a tree of writable arrays that are filled in place, which saves the page faults of new ones.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
-            resume: whether saves from now on continue the restored step's line, and what was saved after it
-                counts as abandoned; by default unless ``keys`` are given.
+            resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
+                from where it would have. By default it forks if its number is not above that of the newest step, and
+                otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
+                newest one takes back what an earlier restore said.
 
         Returns:
             The step, or None when the store is empty.
 
         Raises:
             NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed.
+            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or the
+                ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
@@ -294,7 +302,6 @@ class CheckpointStore:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
-        resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
             restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
         )
@@ -322,7 +329,7 @@ class CheckpointStore:
 
         Args:
             step: which; the newest without one.
-            serial: which save, where the number was saved on several lines.
+            serial: which save, where the number was saved on several branches.
             keys: only the leaves under these keys or glob patterns.
 
         Raises:
@@ -381,7 +388,7 @@ class CheckpointStore:
         """Read all of a step (the newest) on one tier, or on every tier that holds it, and compare every digest.
 
         Args:
-            serial: which save, where the number was saved on several lines.
+            serial: which save, where the number was saved on several branches.
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """

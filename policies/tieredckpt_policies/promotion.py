@@ -58,7 +58,7 @@ class EveryNSteps(Promotion):
 class Every(Promotion):
     """A step goes to the tier when ``interval`` (seconds) lies between its save and that of the newest there.
 
-    Steps of abandoned lines do not count as being there. The first step goes at once, and a step older than
+    Off-branch steps do not count as being there. The first step goes at once, and a step older than
     the newest there does not go.
     """
 

@@ -1,6 +1,6 @@
 """Which steps stay on a tier: the newest, the round, the best, the young, fewer with age, all, and unions.
 
-Only `All` keeps steps of abandoned lines: the others would count them in place of steps that a restore
+Only `All` keeps off-branch steps: the others would count them in place of steps that a restore
 could take.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["All", "Band", "Best", "DenseThenSparse", "EveryK", "LastN", "Union",
 
 
 class All(Retention):
-    """Every step stays, those of abandoned lines included."""
+    """Every step stays, off-branch ones included."""
 
     kind: Literal["all"] = "all"
 

@@ -115,7 +115,7 @@ def test_no_terminal_escape_of_a_lease_reaches_the_terminal(config: Path, tmp_pa
 def test_arrays_are_extracted_into_their_folder_whatever_their_keys_are(config: Path, tmp_path: Path) -> None:
     names: dict[str, Any] = {name: np.arange(3) for name in ("../../escape", "/abs", "a\nb", ".", "..", "~", "con\0")}
     with CheckpointStore.open(config).sync() as store:
-        store.restore(keys=["scalar"], resume=True)
+        store.restore(keys=["scalar"])
         store.save(40, names)
     out = tmp_path / "out"
     for to in (out / "folder", out / "archive.npz"):

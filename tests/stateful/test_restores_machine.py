@@ -46,8 +46,9 @@ class RestoresMachine(RuleBasedStateMachine):
         self.place = new_shared_folder()
         self.runner = asyncio.Runner()
         self.stack = AsyncExitStack()
-        self.line: list[int] = []
-        """Steps of the live line."""
+        self.branch: list[int] = []
+        self.origin: int | None = None
+        """The step at which the next save forks."""
         self.saved = 0
 
     @initialize()
@@ -75,8 +76,10 @@ class RestoresMachine(RuleBasedStateMachine):
             for each in teams:
                 each.deadline = SOON
 
-    async def outcomes(self, ranks: Sequence[int], step: int | None = None) -> list[Outcome]:
-        restoring = (self.ranks[rank].restore(step) for rank in ranks)
+    async def outcomes(
+        self, ranks: Sequence[int], step: int | None = None, resume: bool | None = None
+    ) -> list[Outcome]:
+        restoring = (self.ranks[rank].restore(step, resume=resume) for rank in ranks)
         return list(await asyncio.gather(*restoring, return_exceptions=True))
 
     def assert_restored(self, outcomes: Sequence[Outcome], step: int) -> None:
@@ -95,25 +98,32 @@ class RestoresMachine(RuleBasedStateMachine):
             await self.ranks.reached(await self.ranks.save(self.saved), "disk")
 
         self.run(save())
-        self.line.append(self.saved)
+        if self.origin is not None:
+            del self.branch[self.branch.index(self.origin) + 1 :]
+        self.branch.append(self.saved)
+        self.origin = None
+        for store in self.ranks.stores:
+            assert [info.step for info in self.run(store.steps()) if not info.abandoned] == self.branch
 
     @rule()
     def restore(self) -> None:
-        self.assert_restored(self.run(self.outcomes(RANKS)), self.line[-1])
+        self.assert_restored(self.run(self.outcomes(RANKS)), self.branch[-1])
+        self.origin = None
 
-    @precondition(lambda self: len(self.line) > 1)
-    @rule(data=st.data())
-    def go_back(self, data: st.DataObject) -> None:
-        step = data.draw(st.sampled_from(self.line))
-        self.assert_restored(self.run(self.outcomes(RANKS, step)), step)
-        del self.line[self.line.index(step) + 1 :]
+    @precondition(lambda self: len(self.branch) > 1)
+    @rule(data=st.data(), resume=st.sampled_from([None, True, False]))
+    def restore_a_step(self, data: st.DataObject, resume: bool | None) -> None:
+        step = data.draw(st.sampled_from(self.branch))
+        self.assert_restored(self.run(self.outcomes(RANKS, step, resume=resume)), step)
+        if resume is not False:
+            self.origin = step if resume else None  # every save is above the newest step
 
     # -- what only some do --------------------------------------------------------------------------------
 
     @rule(ranks=st.sets(st.sampled_from(RANKS), min_size=1, max_size=2), oldest=st.booleans())
     def restore_without_the_others(self, ranks: set[int], oldest: bool) -> None:
         with self.soon_given_up():
-            outcomes = self.run(self.outcomes(sorted(ranks), self.line[0] if oldest else None))
+            outcomes = self.run(self.outcomes(sorted(ranks), self.branch[0] if oldest else None))
         for outcome in outcomes:
             assert isinstance(outcome, RanksUnavailable)
             assert set(outcome.ranks) - ranks, "it names who did not come"
@@ -129,7 +139,8 @@ class RestoresMachine(RuleBasedStateMachine):
             late = await self.outcomes([rank for rank in RANKS if rank not in first])
             return [*await early, *late]
 
-        self.assert_restored(self.run(join()), self.line[-1])
+        self.assert_restored(self.run(join()), self.branch[-1])
+        self.origin = None
 
     @rule(victim=st.sampled_from(RANKS), at=st.sampled_from(PLACES))
     def cancel_one(self, victim: int, at: tuple[str, str]) -> None:
@@ -148,7 +159,7 @@ class RestoresMachine(RuleBasedStateMachine):
             outcomes = self.run(cancel())
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Restored):
-                self.assert_restored([outcome], self.line[-1])
+                self.assert_restored([outcome], self.branch[-1])
             else:
                 # A victim that came to that call late was told before that the others have not come.
                 assert isinstance(outcome, RanksUnavailable | asyncio.CancelledError)
@@ -157,7 +168,7 @@ class RestoresMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if self.line:
+            if self.branch:
                 self.restore()
                 self.save()
                 self.restore()

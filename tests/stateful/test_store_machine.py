@@ -1,7 +1,8 @@
 """Whatever is done to a store, in whatever order: what it lists is what was saved, and the newest step is there.
 
-The model is a dict of every tree that was ever saved. It knows no timing: promotions and retention go on behind
-the rules as they like, and what is asserted holds at every moment of them.
+A restore changes nothing that is listed, and the model knows where the next save forks. It is a dict of every tree
+that was ever saved, and knows no timing: promotions and retention go on behind the rules as they like, and what is
+asserted holds at every moment of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from scenes import CHUNK, assert_same, config, crash, folder, new_shared_folder,
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt
+from tieredckpt.events import OriginIgnored
 from tieredckpt.inventory import StepInfo
 
 T = TypeVar("T")
@@ -36,6 +38,8 @@ KEYS = ("a", "b", "c")
 ORDINALS = (0, 1)
 """Of the chunks of each array; every chunk is one value all over, which names its content."""
 WHICH = st.integers(0, 11)
+EVERY = 3
+"""Steps between saves, by the schedule."""
 
 Tree = dict[str, Any]
 
@@ -59,12 +63,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.opened: CheckpointStore | None = None
         self.state: Tree = {key: np.full(len(ORDINALS) * CHUNK, i, np.uint8) for i, key in enumerate(KEYS)}
         self.state["half"] = np.zeros(9, np.float16)
+        self.state["step"] = 0
         self.saved: dict[int, Tree] = {}
         """By serial."""
-        self.lines: dict[int, tuple[int, ...]] = {0: ()}
+        self.branches: dict[int, tuple[int, ...]] = {0: ()}
         """By serial, the serials of its history with itself at the end."""
         self.live = 0
-        """The end of the live line."""
+        """The end of the branch."""
+        self.origin: tuple[int, bool] | None = None
+        """Serial of the step that was restored last by number and whole, and whether it was to resume."""
+        self.ignored: list[OriginIgnored] = []
         self.flipped: set[tuple[str, int]] = set()
         """Tiers with the contents of which a chunk was damaged there, mended since or not."""
 
@@ -107,17 +115,32 @@ class StoreMachine(RuleBasedStateMachine):
         """The error names an array that may be lost."""
         assert any(f"array {key!r}" in str(error) for key in self.may_be_lost(info)), (info, error)
 
-    def restored(self, info: StepInfo, *, resume: bool) -> bool:
-        """Restore a step; False when it said which array is lost, rightly."""
+    def restored(self, info: StepInfo, *, resume: bool | None, by_number: bool = True) -> bool:
+        """Restore a step; False when it said which array is lost, rightly. It changes nothing that is stored."""
+        self.settle()
+        before = {serial: info.abandoned for serial, info in self.steps().items()}
         try:
-            found = self.run(self.store.restore(info.step, resume=resume))
+            found = self.run(self.store.restore(info.step if by_number else None, resume=resume))
         except Corrupt as error:
             self.assert_named(info, error)
             return False
         assert found is not None
         assert (found.step, found.serial) == (info.step, info.serial)
         assert_same(found.tree, self.saved[info.serial])
+        self.settle()
+        assert {serial: info.abandoned for serial, info in self.steps().items()} == before
         return True
+
+    def number(self, serial: int) -> int:
+        return int(self.saved[serial]["step"]) if serial else 0
+
+    def fork(self, step: int, *, overwrite: bool) -> int | None:
+        """Where a save of that number forks; None where it extends the branch."""
+        if self.origin is None or self.origin[0] == self.live:
+            return None
+        serial, resume = self.origin
+        newest = self.number(self.live)
+        return serial if resume or step < newest or (step == newest and not overwrite) else None
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -129,7 +152,9 @@ class StoreMachine(RuleBasedStateMachine):
             "disk": folder(self.place / "of-test" / "disk", retain={"kind": "last_n", "n": 3}),
             "far": far | {"promote": {"kind": "every_n_steps", "n": 2}, "retain": {"kind": "last_n", "n": 6}},
         }
-        self.opened = self.run(_opened(CheckpointStore.open(config(tiers))))
+        schedule = {"kind": "every_n_steps", "n": EVERY}
+        self.opened = self.run(_opened(CheckpointStore.open(config(tiers, schedule=schedule))))
+        self.opened.subscribe(lambda event: self.ignored.append(event) if isinstance(event, OriginIgnored) else None)
 
     @precondition(lambda self: self.opened is not None)
     @rule(dies=st.booleans(), loses_ram=st.booleans())
@@ -145,8 +170,8 @@ class StoreMachine(RuleBasedStateMachine):
         whole = not loses_ram or not (dies or self.flipped)
         kept = [info.serial for info in infos.values() if not info.abandoned and (whole or set(info.tiers) - {"ram"})]
         after = self.steps()
-        self.live = max(after, default=0)
-        assert self.live >= max(kept, default=0), "the newest step of the live line was lost"
+        self.live, self.origin = max(after, default=0), None
+        assert self.live >= max(kept, default=0), "the newest step of the branch was lost"
         if not after:
             return
         try:
@@ -177,23 +202,44 @@ class StoreMachine(RuleBasedStateMachine):
         changes=st.dictionaries(
             st.sampled_from(KEYS), st.tuples(st.sampled_from(ORDINALS), st.integers(0, 12)), max_size=2
         ),
+        offset=st.none() | st.integers(-3, 2),
+        overwrite=st.booleans(),
         waits=st.booleans(),
     )
-    def save(self, changes: dict[str, tuple[int, int]], waits: bool) -> None:
-        step = 1 + (0 if not self.live else int(self.saved[self.live]["step"]))
+    def save(self, changes: dict[str, tuple[int, int]], offset: int | None, overwrite: bool, waits: bool) -> None:
+        """A save goes on from the state, or has a number near that of the newest step."""
         for key, (ordinal, value) in changes.items():
             self.state[key][ordinal * CHUNK : (ordinal + 1) * CHUNK] = value
+        self.save_one(offset, overwrite=overwrite)
+        if waits:
+            self.settle()
+
+    def save_one(self, offset: int | None, *, overwrite: bool) -> None:
+        step = int(self.state["step"]) + 1 if offset is None else max(0, self.number(self.live) + offset)
         self.state["half"] = self.state["half"] + np.float16(1)
         self.state["step"] = step
-        checkpoint = self.run(self.store.save(step, self.state))
+        fork = self.fork(step, overwrite=overwrite)
+        before = self.branches[self.live if fork is None else fork]
+        same = {serial for serial in before if self.number(serial) == step}
+        self.ignored.clear()
+        try:
+            checkpoint = self.run(self.store.save(step, self.state, overwrite=overwrite))
+        except Conflict:
+            assert same
+            assert not overwrite
+            return
+        assert overwrite or not same & self.steps().keys()
+        told = [(event.step, event.origin, event.newest) for event in self.ignored]
+        if self.origin is not None and self.origin[0] != self.live and fork is None:
+            assert told == [(step, self.number(self.origin[0]), self.number(self.live))]
+        else:
+            assert not told
         assert checkpoint.saved is not None
         serial = checkpoint.saved.step.serial
         assert serial > max(self.steps().keys() - {serial}, default=0)
         self.saved[serial] = copied(self.state)
-        self.lines[serial] = (*self.lines[self.live], serial)
-        self.live = serial
-        if waits:
-            self.settle()
+        self.branches[serial] = (*before, serial)
+        self.live, self.origin = serial, None
 
     @precondition(lambda self: self.live)
     @rule()
@@ -201,24 +247,57 @@ class StoreMachine(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.live)
-    @rule()
-    def restore_the_newest(self) -> None:
-        assert self.restored(self.steps()[self.live], resume=False) or self.flipped
+    @rule(resume=st.sampled_from([None, True, False]))
+    def restore_the_newest(self, resume: bool | None) -> None:
+        if not self.restored(self.steps()[self.live], resume=resume, by_number=False):
+            assert self.flipped
+        elif resume is not False:
+            self.origin = None
 
     @precondition(lambda self: self.live)
-    @rule(which=WHICH)
-    def look_at_a_step(self, which: int) -> None:
-        self.settle()
-        self.restored(self.chosen(which), resume=False)
-
-    @precondition(lambda self: self.live)
-    @rule(which=WHICH)
-    def roll_back(self, which: int) -> None:
+    @rule(which=WHICH, key=st.none() | st.sampled_from(KEYS))
+    def look_at_a_step(self, which: int, key: str | None) -> None:
         self.settle()
         info = self.chosen(which)
-        if self.restored(info, resume=True):
-            self.live = info.serial
-            self.state = copied(self.saved[info.serial])
+        if key is None:
+            self.restored(info, resume=False)
+            return
+        try:
+            found = self.run(self.store.restore(info.step, keys=[key]))
+        except Corrupt as error:
+            self.assert_named(info, error)
+        else:
+            assert found is not None
+            assert_same(found.tree[key], self.saved[info.serial][key])
+
+    @precondition(lambda self: self.live)
+    @rule(
+        which=WHICH,
+        resume=st.sampled_from([None, True]),
+        trains_on=st.booleans(),
+        saves=st.lists(st.tuples(st.none() | st.integers(-2, 1), st.booleans()), max_size=3),
+    )
+    def restore_a_step(
+        self, which: int, resume: bool | None, trains_on: bool, saves: list[tuple[int | None, bool]]
+    ) -> None:
+        """A step by its number, of which the trainer takes the state, or only looks at it; then what it saves."""
+        self.settle()
+        info = self.chosen(which)
+        if self.restored(info, resume=resume):
+            self.origin = info.serial, resume is True
+            if trains_on:
+                self.state = copied(self.saved[info.serial])
+            for offset, overwrite in saves:
+                self.ask_whether_a_save_is_due(4)
+                self.save_one(offset, overwrite=overwrite)
+
+    @rule(after=st.integers(0, 9))
+    def ask_whether_a_save_is_due(self, after: int) -> None:
+        newest = self.number(self.live)
+        step = max(0, newest + after - 4)
+        fork = self.fork(step, overwrite=False)
+        last = newest if fork is None else self.number(fork)
+        assert self.store.due(step) == (step // EVERY > (last if step >= last else 0) // EVERY)
 
     # -- by hand ------------------------------------------------------------------------------------------
 
@@ -284,14 +363,14 @@ class StoreMachine(RuleBasedStateMachine):
     # -- at every moment ----------------------------------------------------------------------------------
 
     @invariant()
-    def what_is_listed_was_saved_and_the_live_line_goes_on(self) -> None:
+    def what_is_listed_was_saved_and_the_branch_goes_on(self) -> None:
         if self.opened is None:
             return
         infos = self.steps()
-        assert not self.live or self.live in infos, "the newest step of the live line is gone"
+        assert not self.live or self.live in infos, "the newest step of the branch is gone"
         for serial, info in infos.items():
             assert info.step == self.saved[serial]["step"]
-            assert info.abandoned == (serial not in self.lines[self.live])
+            assert info.abandoned == (serial not in self.branches[self.live])
             assert not info.damaged
 
 

@@ -214,7 +214,7 @@ async def _checkpoints(name: str, tier: ChfsTier | PosixTier, nbytes: int, round
             _note(seconds, f"promote {name}", time.perf_counter() - begin)
             await store.evict(step, "ram")
             begin = time.perf_counter()
-            restored = await store.restore(into=into)
+            restored = await store.restore(into=into, resume=False)
             _note(seconds, f"restore {name}", time.perf_counter() - begin)
             _compare(state, into, None if restored is None else restored.sources, tier.name)
 

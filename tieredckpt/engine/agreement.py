@@ -107,14 +107,17 @@ class Agreement:
         self._saving.discard(attempt)
         self._announced[attempt] = step
         self._state.undecided.add(step)
-        self._team.start(self._announce(attempt, step, index, tier), f"agreement on {step}")
+        origin = self._state.branch.continued_by(step).origin
+        restored = 0 if origin is None else origin.step.serial
+        self._team.start(self._announce(attempt, step, index, tier, restored), f"agreement on {step}")
 
-    async def _announce(self, attempt: str, step: StepId, index: StepIndex, tier: str | None) -> None:
+    async def _announce(self, attempt: str, step: StepId, index: StepIndex, tier: str | None, restored: int) -> None:
         if (reason := self._missed.pop(attempt, None)) is not None:  # the others gave up while it was copied
             await self._let_go(attempt, reason)
             return
         part = await in_thread(encode_own, index, pool=self._state.pool)
-        await self._say(attempt, step, Save(step.serial, self._state.last_serial, part, tier, gone=self._gone()))
+        save = Save(step.serial, self._state.last_serial, part, tier, gone=self._gone(), origin=restored)
+        await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Tell the leader, behind the training, that this rank has nothing."""
@@ -142,6 +145,7 @@ class Agreement:
         if attempt in self._announced:
             self._team.missed([LEADER])
             self._state.undecided.discard(step)
+            self._state.branch.failed(step)
             self._fail(step, (LEADER,), reason)
 
     # -- the leader's decision ----------------------------------------------------------------------------
@@ -201,6 +205,12 @@ class Agreement:
         if len(serials) > 1:
             late = [rank for rank, save in saves.items() if save.serial != max(serials)]
             raise RanksUnavailable(f"{_named(late)} skipped a save before; from now on all count alike again", late)
+        other = [rank for rank, save in saves.items() if save.origin != saves[LEADER].origin]
+        if other:
+            raise Conflict(
+                f"{_named(other)} not restored last what rank {LEADER} has; restore is a call of all ranks: make it on "
+                f"all of them again"
+            )
         streamed = {save.tier for save in saves.values() if save.tier is not None}
         if len(streamed) > 1:
             raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
@@ -220,6 +230,7 @@ class Agreement:
         self._state.last_serial = max(self._state.last_serial, step.serial)
         if agreed.in_ram:
             self._state.undecided.discard(step)
+            self._state.branch.committed(agreed.record)
             self._state.tiers[0].agree(agreed.record)
         else:
             self._state.undecided.add(step)  # until it is on the tier
@@ -250,6 +261,7 @@ class Agreement:
 
     async def _drop(self, step: StepId, failure: TieredCkptError | None) -> None:
         self._state.undecided.discard(step)
+        self._state.branch.failed(step)
         self._state.streamed.pop(step, None)
         if failure is not None:
             self._state.failed[step] = failure

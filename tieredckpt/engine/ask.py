@@ -25,7 +25,7 @@ _FAILURES = (Exception, SystemExit)
 
 
 def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
-    """Whether a step is to be promoted to a tier on its own: it is on the live line, nearer, not there, and wanted.
+    """Whether a step is to be promoted to a tier on its own: it is on the branch, nearer, not there, and wanted.
 
     What left the tier does not come back; a step older than what the tier holds is wanted only if the tier would
     retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
@@ -61,7 +61,7 @@ def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy:
 
 
 def leaving(state: State, tier: Tier) -> list[StepId]:
-    """The steps that retention lets go, abandoned ones first, then as the eviction policy orders them."""
+    """The steps that retention lets go, off-branch ones first, then as the eviction policy orders them."""
     view = state.view()
     tier_view = state.tier_view(tier)
     try:
@@ -90,7 +90,7 @@ def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[i
 def save_is_due(state: State, step: int, after: float | None = None) -> bool:
     """The schedule's answer, or what it would be ``after`` seconds; a schedule that fails saves rather than not."""
     try:
-        view, observed = state.view(), state.observe()
+        view, observed = state.view(), state.observe(step)
         if after is not None:
             last = None if observed.last_save_at is None else view.now - after
             observed = replace(observed, started_at=view.now - after, last_save_at=last)

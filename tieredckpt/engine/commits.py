@@ -128,6 +128,8 @@ class Commits:
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
             await manifests.commit(tier, index.record, index.arrays, only_anew=was_there)
+            if step in self._state.undecided:  # it did not fit into RAM
+                self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
             self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():

@@ -27,11 +27,12 @@ from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.agent.messages import GiveWay
 from tieredckpt.engine.agent.streaming import AgentsTiers
 from tieredckpt.engine.ask import save_is_due
+from tieredckpt.engine.branches import Origin
 from tieredckpt.engine.by_hand import ByHand
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import connect, connect_ram, identify, make_tiers
 from tieredckpt.engine.copier import copy_step
-from tieredckpt.engine.lookup import look_up
+from tieredckpt.engine.lookup import Wanted, look_up
 from tieredckpt.engine.mending import Mending
 from tieredckpt.engine.onlooking import look_on
 from tieredckpt.engine.pieces import Form
@@ -276,17 +277,18 @@ class Engine:
         metrics: Mapping[str, float],
         *,
         overwrite: bool,
+        origin: Origin | None,
         replicated: Sequence[str] = (),
         stall: float | None = None,
     ) -> Saved:
         """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
         self.state.check_writable("save")
         reserved = self.state.tiers[0].reserved
-        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, stall=stall)
+        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, stall=stall)
         if self.ranked is None:
             saved = await save(flat)
         else:
-            saved = await self.ranked.save(step, flat, (*self._config.replicated, *replicated), save)
+            saved = await self.ranked.save(step, flat, (*self._config.replicated, *replicated), save, origin)
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
         if self.state.tiers[0].reserved != reserved:
@@ -330,16 +332,19 @@ class Engine:
         """The result of a restore's work; of several ranks all succeed or none does."""
         return await (work() if self.ranked is None else self.ranked.restores.together(work))
 
-    async def look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
+    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that a restore takes, the same on all ranks; None when the store is empty.
 
         Raises:
+            Invalid: the ranks do not want the same.
             NotFound: a step number that no tier holds.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
             Corrupt: every step there is has a damaged commit.
             RanksUnavailable: other ranks do not restore too.
         """
-        return await (partial(look_up, self.state) if self.ranked is None else self.ranked.restores.look_up)(step)
+        if self.ranked is not None:
+            return await self.ranked.restores.look_up(wanted)
+        return await look_up(self.state, wanted.step)
 
     async def read(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
@@ -397,15 +402,11 @@ class Engine:
             keys = ", ".join(map(repr, sorted({found.key for found in damage})))
             raise Corrupt(f"views of {step} in RAM are damaged: {keys}; restore it with copy=True")
 
-    async def resume_from(self, step: StepId, record: StepRecord) -> None:
-        """Make a step the end of the live line, after the saves that were begun before."""
-        async with self._writer.guards_saves:
-            if self.link is not None:
-                await self.link.rewind(self.state.line_to(step, record))
-            self.state.rewind(step, record)
-            if self.ranked is not None:
-                self.ranked.plan.reset()
-        self.state.changed.beat()
+    def note_restored(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
+        """Note a step that was restored to train on; the next save decides what it continues."""
+        self.state.branch.note(step, record, named=named, resume=resume)
+        if self.ranked is not None:
+            self.ranked.plan.reset()
 
 
 def _sharers(nearest: TierConfig, team: Team | None) -> int:

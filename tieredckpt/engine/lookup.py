@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tieredckpt.engine.source import whole_record
 from tieredckpt.engine.state import State
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["look_up"]
+__all__ = ["Wanted", "look_up"]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a caller of `restore` asks for, which all ranks must ask for alike."""
+
+    step: int | None
+    whole: bool
+    """Whether all keys are wanted."""
+    resume: bool | None
+    """Whether the caller trains on from it; None where it did not say."""
+
+    @property
+    def to_train_on(self) -> bool:
+        """Whether a save may follow that continues what is restored."""
+        return self.whole and self.resume is not False
 
 
 async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] | None:

@@ -100,6 +100,8 @@ class Save(msgspec.Struct, frozen=True):
     """Why there is nothing."""
     gone: tuple[tuple[int, int], ...] = ()
     """Serial and step of what has left this rank's RAM since it last said so."""
+    origin: int = 0
+    """Serial of what this rank restored last before the save; 0 for nothing."""
 
 
 class HeldStep(msgspec.Struct, frozen=True):

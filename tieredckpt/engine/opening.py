@@ -98,7 +98,8 @@ class Opening:
         await self._let_leftovers_go(
             {*(record.id for record in opened.whole), *(StepId(*kept) for kept in opened.kept)}
         )
-        state.last_serial, state.line = opened.last_serial, opened.line
+        state.last_serial = opened.last_serial
+        state.branch.adopt(opened.line, max(state.records(), default=None))
 
     async def close(self) -> None:
         """Read the RAM of former ranks no more."""
@@ -223,7 +224,8 @@ class Opening:
         state.adopt_line()
         held = {tuple(step) for tier in state.tiers for step in tier.held}
         last = max([state.last_serial, *(serial for serial, _ in parts)])
-        return messages.encode(Opened(tuple(whole), tuple(step for step in parts if step in held), last, state.line))
+        kept = tuple(step for step in parts if step in held)
+        return messages.encode(Opened(tuple(whole), kept, last, state.branch.line))
 
     async def _let_leftovers_go(self, kept: set[StepId]) -> None:
         """Give back the memory of former ranks that holds nothing of use; remember what the rest holds."""

@@ -13,6 +13,7 @@ from tieredckpt.blobs.ram_found import FoundRam
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine.agreement import Agreement, Missed
 from tieredckpt.engine.ask import is_due, waits_for_promotion
+from tieredckpt.engine.branches import Origin
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.commits import Commits
 from tieredckpt.engine.messages import (
@@ -123,15 +124,23 @@ class Ranked:
         await self.opening.close()
 
     async def save(
-        self, step: int, flat: Flat, replicated: Sequence[str], save: Callable[[Flat], Awaitable[Saved]]
+        self,
+        step: int,
+        flat: Flat,
+        replicated: Sequence[str],
+        save: Callable[[Flat], Awaitable[Saved]],
+        origin: Origin | None,
     ) -> Saved:
-        """Save this rank's part by ``save``, and let the ranks agree on the step behind the training."""
-        state = self._state
+        """Save this rank's part by ``save``, and let the ranks agree on the step behind the training.
+
+        ``origin`` is the last restore before the save was called.
+        """
+        state, saved = self._state, None
         try:
             attempt = self.agreement.begin(step)
         except Missed as missed:
             reason = f"step {step} was not saved: {missed}"
-            self._count_as_saved(step)
+            self._count_as_saved(step, origin)
             state.events.emit(SaveSkipped(step, reason))
             return Saved(StepId(state.last_serial, step), None, 0, 0, 0.0, reason)
         nodes, size = self.team.nodes, state.config.chunk_size
@@ -139,20 +148,23 @@ class Ranked:
             own = await in_thread(partial(split, flat, replicated, rank=self.team.rank, nodes=nodes, chunk_size=size))
             saved = await save(own)
             if saved.tier is None:
-                self._count_as_saved(step)
+                self._count_as_saved(step, origin)
                 self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             streamed = state.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await state.tiers[0].load_index(saved.step)
         except BaseException as error:
-            self._count_as_saved(step)
+            if saved is not None:
+                state.branch.failed(saved.step)
+            self._count_as_saved(step, origin)
             self.agreement.not_saved(attempt, step, error)
             raise
         self.agreement.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
         return saved
 
-    def _count_as_saved(self, step: int) -> None:
+    def _count_as_saved(self, step: int, origin: Origin | None) -> None:
         """Let the schedule see what it sees on ranks that have saved it, or the next is not saved together."""
+        self._state.branch.count_from(origin)
         self._state.observed = replace(self._state.observed, last_save_step=step, last_save_at=self._state.now())
 
     def _tell_plan(self, step: int) -> None:
@@ -329,6 +341,8 @@ class Ranked:
         tier = self._state.tier(promoted.tier)
         tier.drop(step)  # with what is remembered of its index, if it was committed anew
         tier.held[step] = Held(record, promoted.held.btree_key)
+        if step in self._state.undecided:  # it did not fit into RAM
+            self._state.branch.committed(record)
         tier.used_elsewhere = promoted.used
         tier.dismissed.discard(step)
         tier.stuck.pop(step, None)

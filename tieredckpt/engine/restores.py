@@ -18,6 +18,7 @@ import msgspec
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import messages
 from tieredckpt.engine.agreement import Agreement, Steps
+from tieredckpt.engine.lookup import Wanted
 from tieredckpt.engine.meeting import Meeting
 from tieredckpt.engine.messages import Chosen
 from tieredckpt.engine.neighbours import near
@@ -29,7 +30,7 @@ from tieredckpt.engine.source import ChosenStep
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team, bow_out, consult
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
 
@@ -45,10 +46,10 @@ Index = tuple[bytes, bytes, str]
 """Manifest of a step, its nodes, and their key."""
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class _Asked(msgspec.Struct, frozen=True):
     """What a rank wants to restore, and what its RAM has no more."""
 
-    step: int | None
+    wanted: Wanted
     gone: Steps
 
 
@@ -92,12 +93,15 @@ class Restores:
         """Whether all ranks read."""
         self._index: Index = (b"", b"", "")
 
-    async def look_up(self, step: int | None) -> tuple[StepId, StepRecord] | None:
-        """The step that all ranks restore, and its record; once in a restore. Raises as the leader's search."""
+    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
+        """The step that all ranks restore, and its record; once in a restore.
+
+        Raises as the leader's search; `Invalid` where the ranks do not want the same.
+        """
         topic = f"restore/{self._number}"
         gone = self._gone()
         try:
-            verdict = await consult(self._team, topic, _said(_Wanted(step, gone)), self._choose)
+            verdict = await consult(self._team, topic, _said(_Asked(wanted, gone)), self._choose)
         except BaseException:
             self._still_gone(gone)
             raise
@@ -178,16 +182,17 @@ class Restores:
     # -- which --------------------------------------------------------------------------------------------
 
     async def _choose(self, said: dict[int, bytes]) -> bytes:
-        wanted: dict[int, _Wanted] = {rank: messages.decode(data, _Wanted) for rank, data in said.items()}
-        for each in wanted.values():
+        asked: dict[int, _Asked] = {rank: messages.decode(data, _Asked) for rank, data in said.items()}
+        for each in asked.values():
             await self._forget(each.gone)
-        for rank, each in wanted.items():
-            if each.step != wanted[LEADER].step:
-                raise Conflict(
-                    f"rank {rank} wants to restore {_shown(each.step)}, rank {LEADER} {_shown(wanted[LEADER].step)}; "
-                    f"all ranks restore one step"
+        ours = asked[LEADER].wanted
+        for rank, each in asked.items():
+            if each.wanted != ours:
+                raise Invalid(
+                    f"rank {rank} restores {_shown(each.wanted)}, rank {LEADER} {_shown(ours)}; "
+                    f"all ranks restore one step, whole or not, with one `resume`"
                 )
-        found = await self._look_up(wanted[LEADER].step)
+        found = await self._look_up(ours.step)
         if found is None:
             return messages.encode(Chosen(None))
         step, _ = found
@@ -236,13 +241,14 @@ class Restores:
         return data[: chosen.sizes[0]], data[chosen.sizes[0] :]
 
 
-async def _said(wanted: _Wanted) -> bytes:
-    return messages.encode(wanted)
+async def _said(asked: _Asked) -> bytes:
+    return messages.encode(asked)
 
 
 async def _agree(_: dict[int, bytes]) -> bytes:
     return b""
 
 
-def _shown(step: int | None) -> str:
-    return "the newest step" if step is None else f"step {step}"
+def _shown(wanted: Wanted) -> str:
+    step = "the newest step" if wanted.step is None else f"step {wanted.step}"
+    return f"{step if wanted.whole else f'some keys of {step}'} with resume={wanted.resume}"

@@ -11,7 +11,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policyviews import StepView
 
-__all__ = ["Called", "Line", "Roll"]
+__all__ = ["Called", "Line", "Roll", "on"]
 
 Line = tuple[tuple[int, int], ...]
 """Serials, as inclusive ranges that ascend."""
@@ -47,7 +47,7 @@ class Roll:
         self._called = Called()
 
     def call(self, line: Line) -> Called:
-        """The steps that there are now, when this is the live line."""
+        """The steps that there are now, when this is the branch."""
         with self._guards_roll:
             changed = {step for tier in self._tiers for step in tier.held.news()}
             if line != self._line:
@@ -61,8 +61,8 @@ class Roll:
         """The steps that came to the line or left it."""
         last = self._line[-1][1] if self._line else 0
         if tuple((first, min(end, last)) for first, end in line if first <= last) == self._line:
-            return {step for step in _since(self._views, last) if _on(line, step.serial)}
-        return {step for step, view in self._views.items() if view.on_line != _on(line, step.serial)}
+            return {step for step in _since(self._views, last) if on(line, step.serial)}
+        return {step for step, view in self._views.items() if view.on_line != on(line, step.serial)}
 
     def _renew(self, changed: set[StepId]) -> None:
         views, records = dict(self._views), dict(self._called.records)
@@ -76,7 +76,7 @@ class Roll:
                 continue
             in_order &= step in views or newest is None or step > newest
             record, names = holding[0][1].record, tuple(name for name, _ in holding)
-            on_line = _on(self._line, step.serial)
+            on_line = on(self._line, step.serial)
             known = views.get(step)
             if known is None or records[step] is not record:
                 views[step] = self._describe(step, record, names, on_line)
@@ -98,5 +98,6 @@ def _since(steps: dict[StepId, StepView], serial: int) -> list[StepId]:
     return found
 
 
-def _on(line: Line, serial: int) -> bool:
+def on(line: Line, serial: int) -> bool:
+    """Whether a serial is in one of the ranges."""
     return any(first <= serial <= last for first, last in line)

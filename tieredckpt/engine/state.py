@@ -1,4 +1,4 @@
-"""What the parts of the engine share: the tiers, the line of steps that is live, and views of both."""
+"""What the parts of the engine share: the tiers, the branch that is trained, and views of both."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tieredckpt.blobs.ram_owner import Place
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.branches import Branch, Origin
 from tieredckpt.engine.history import History, history_of
 from tieredckpt.engine.lease import Holder
 from tieredckpt.engine.pulse import Pulse
@@ -74,9 +75,7 @@ class State:
     """The marker is new: no tier that answered at start had one."""
     changed: Pulse = field(default_factory=Pulse)
     """Beats whenever a step or a tier changed."""
-    line: tuple[tuple[int, int], ...] = ()
-    """Serials of the live line, as inclusive ranges."""
-    restored_from: StepId | None = None
+    branch: Branch = field(default_factory=Branch)
     last_serial: int = 0
     observed: Observed = field(default_factory=lambda: Observed(started_at=time.time()))
     history: History = field(default_factory=History)
@@ -107,8 +106,9 @@ class State:
     """Of several ranks: the step that all restore at present, or restored last."""
     looked_on: dict[StepId, ChosenStep] = field(default_factory=dict)
     """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
-    saving: dict[int, float] = field(default_factory=dict)
-    """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
+    saving: dict[int, tuple[float, Origin | None]] = field(default_factory=dict)
+    """Steps whose save has returned and is still being made (``capture="reference"``): since when, and what was
+    restored last before."""
     _roll: Roll = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class State:
 
     def records(self) -> dict[StepId, StepRecord]:
         """Every step that some tier holds, by age; not to be changed. From any thread."""
-        return self._roll.call(self.line).records
+        return self._roll.call(self.branch.line).records
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step, nearest first, those that fail at present last."""
@@ -126,15 +126,15 @@ class State:
         return sorted(holding, key=lambda tier: not tier.healthy)
 
     def on_line(self, serial: int) -> bool:
-        """Whether a serial belongs to the line that is being trained, and not to an abandoned one."""
-        return any(first <= serial <= last for first, last in self.line)
+        """Whether a serial belongs to the branch that is trained."""
+        return serial in self.branch
 
     def newest(self) -> StepId | None:
-        """What a restore takes: the newest step of the live line."""
+        """What a restore takes: the newest step of the branch."""
         return next((step for step in reversed(self.records()) if self.on_line(step.serial)), None)
 
     def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:
-        """The step of that number (the newest without one); on the live line if there, else the newest such.
+        """The step of that number (the newest without one); on the branch if there, else the newest such.
 
         Args:
             step: the trainer's number.
@@ -167,7 +167,7 @@ class State:
         """Continue from the newest step there is, as after a restart; ``dead`` are writers that others found so."""
         records = self.records()
         newest = max(records, default=None)
-        self.line = records[newest].line if newest else ()
+        self.branch.adopt(records[newest].line if newest else (), newest)
         serials = [step.serial for tier in self.tiers for step in (*tier.held, *tier.damaged)]
         blind = any(tier.marker is None for tier in self.tiers)
         self.last_serial = max(self.last_serial, *serials, 0) + (_SERIALS_SKIPPED_WHEN_BLIND if blind else 0)
@@ -176,25 +176,9 @@ class State:
 
     def meet(self, tier: Tier) -> None:
         """Take up what a tier holds that could not be read at start."""
-        if not self.line:  # nothing was found then, and nothing was saved since
+        if not self.branch.line:  # nothing was found then, and nothing was saved since
             self.adopt_line()
         self.last_serial = max([self.last_serial, *(step.serial for step in (*tier.held, *tier.damaged))])
-
-    def rewind(self, step: StepId, record: StepRecord) -> None:
-        """Make a restored step the end of the live line; what was saved after it is abandoned."""
-        self.line = self.line_to(step, record)
-        self.restored_from = step
-        self.observed = dataclasses.replace(self.observed, last_save_step=step.step)
-
-    def line_to(self, step: StepId, record: StepRecord) -> tuple[tuple[int, int], ...]:
-        """The line that ends with a step."""
-        return tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
-
-    def extended_line(self, serial: int) -> tuple[tuple[int, int], ...]:
-        """The live line with a new save at its end."""
-        if self.line and self.line[-1][1] == serial - 1:
-            return (*self.line[:-1], (self.line[-1][0], serial))
-        return (*self.line, (serial, serial))
 
     # -- tiers --------------------------------------------------------------------------------------------
 
@@ -287,7 +271,7 @@ class State:
         With ``at_rest``, as it would be if no promotion were under way.
         """
         now = self.now()
-        steps = self._roll.call(self.line).views
+        steps = self._roll.call(self.branch.line).views
         if and_on is not None:
             steps = tuple(self._as_if(view, *and_on) if view.serial == and_on[0].serial else view for view in steps)
         replicas = {step.serial: nodes for step, nodes in tuple(self.replicated.items()) if step in self.tiers[0].held}
@@ -346,11 +330,18 @@ class State:
         self.events.emit(StepPromoted(record.step, record.serial, tier.name, record.nbytes, written, seconds, lag))
         self.changed.beat()
 
-    def observe(self) -> Observed:
-        """What schedules see."""
-        observed = self.observed
-        for last, at in tuple(self.saving.items()):  # at once: asked from the trainer's thread
-            observed = dataclasses.replace(observed, last_save_step=last, last_save_at=at)
+    def observe(self, step: int | None = None) -> Observed:
+        """What schedules see, of which one is asked about ``step``."""
+        observed, branch = self.observed, self.branch
+        last, newest = observed.last_save_step, branch.newest
+        if last is None and newest is not None:
+            last = newest.step
+        if step is not None and (restored := branch.due_from(step)) is not None:
+            last = restored
+        for saving, (at, origin) in tuple(self.saving.items()):  # at once: asked from the trainer's thread
+            last = saving if origin is branch.origin else last
+            observed = dataclasses.replace(observed, last_save_at=at)
+        observed = dataclasses.replace(observed, last_save_step=last)
         seen = [tier.promotion_seconds for tier in self.tiers if tier.healthy and tier.promotion_seconds is not None]
         return dataclasses.replace(
             observed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import os
 import platform
@@ -24,6 +25,7 @@ import numpy as np
 from tieredckpt.arguments import as_number
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import manifests
+from tieredckpt.engine.branches import Continued, Origin
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
 from tieredckpt.engine.indexes import packs_of
@@ -31,7 +33,7 @@ from tieredckpt.engine.state import State, Streamed
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
-from tieredckpt.events import SaveSkipped, StepSaved
+from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
@@ -41,6 +43,8 @@ from tieredckpt.tree.snapshot import Snapshot
 __all__ = ["Saved", "Writer"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("tieredckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class Writer:
     def __init__(self, state: State, collector: Collector) -> None:
         self._state = state
         self._collector = collector
-        self.guards_saves = asyncio.Lock()
-        """Held by the save under way: the line that it records must still be the live one when it is committed."""
+        self._guards_saves = asyncio.Lock()
+        """Held by the save under way: the next one continues what becomes of it."""
         self._digests: dict[str, list[bytes]] = {}
         """Of the last save, by key of the array."""
         self._unchanged: dict[str, list[bytes | None]] = {}
@@ -78,6 +82,7 @@ class Writer:
         metrics: Mapping[str, float],
         *,
         overwrite: bool = False,
+        origin: Origin | None = None,
         stall: float | None = None,
     ) -> Saved:
         """Copy and commit one tree.
@@ -86,35 +91,42 @@ class Writer:
             step: the trainer's number, not negative.
             flat: the flattened tree; its arrays do not change until this returns.
             metrics: finite or not, by name.
-            overwrite: save a step number again that the live line has already.
+            overwrite: save a step number again that the branch has already.
+            origin: the last restore before the save was called.
             stall: seconds for which the trainer waited; None if it waits for this save to end.
 
         Raises:
-            Conflict: the live line has that step already.
+            Conflict: the branch has that step already.
             Invalid: an array is given in pieces that are not all of it, and there is no other rank.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         begin = time.monotonic()
         if flat.in_pieces and self._state.ranks == 1:
             await self._in_pool(check_whole, flat.structure, flat.arrays)
-        async with self.guards_saves:
+        async with self._guards_saves:
             state = self._state
-            self._check_new(step, overwrite=overwrite)
+            continued = self._decide(step, origin, overwrite=overwrite)
             identity = StepId(state.last_serial + 1, step)
+            state.branch.begin(identity, continued)
             refusals: dict[str, TieredCkptError] = {}
             tier = None
-            while tier is None:
-                snapshot = await self._in_pool(Snapshot.of, flat.arrays, state.config.chunk_size, self._unchanged)
-                try:
-                    tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
-                except SkipSave as why:
-                    reason = f"step {step} was not saved: {why}"
-                    state.events.emit(SaveSkipped(step, reason))
-                    return Saved(identity, None, snapshot.nbytes, 0, time.monotonic() - begin, reason)
-                except Refused as refused:
-                    refusals[refused.tier.name] = refused.error
-                    state.report(refused.tier, refused.error)
-            state.line = record.line
+            try:
+                while tier is None:
+                    snapshot = await self._in_pool(Snapshot.of, flat.arrays, state.config.chunk_size, self._unchanged)
+                    try:
+                        tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
+                    except Refused as refused:
+                        refusals[refused.tier.name] = refused.error
+                        state.report(refused.tier, refused.error)
+            except SkipSave as why:
+                state.branch.failed(identity)
+                reason = f"step {step} was not saved: {why}"
+                state.events.emit(SaveSkipped(step, reason))
+                return Saved(identity, None, snapshot.nbytes, 0, time.monotonic() - begin, reason)
+            except BaseException:
+                state.branch.failed(identity)
+                raise
+            state.branch.count_from(origin)
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
             self._state.observe_save(step, record.saved_at, seconds if stall is None else stall)
@@ -144,6 +156,8 @@ class Writer:
                         await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
                     else:
                         await manifests.commit(tier, record, stored)
+                    if self._state.ranks == 1:
+                        self._state.branch.committed(record)  # before anything may leave for or against it
             except BaseException:
                 if tier.slab_index is not None:
                     tier.slab_index.drop({done.digest for done in snapshot.copied})
@@ -158,15 +172,27 @@ class Writer:
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
 
-    def _check_new(self, step: int, *, overwrite: bool) -> None:
+    def _decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
+        """What a save continues. Raises `Conflict` for a number that this branch has."""
         state = self._state
+        continued = state.branch.decide(step, origin, overwrite=overwrite)
         known = (*state.records(), *state.undecided)
-        same = [found for found in known if found.step == step and state.on_line(found.serial)]
+        same = [found for found in known if found.step == step and found.serial in continued]
         if same and not overwrite:
             raise Conflict(
-                f"step {step} was saved before on this line ({same[-1]}); to train on from it, restore it first, "
-                f"or pass overwrite=True to save the number again"
+                f"step {step} was saved before on this branch ({same[-1]}); to train on from an earlier step, restore "
+                f"that one with resume=True first, or pass overwrite=True to save the number again"
             )
+        if continued.ignores_origin and origin is not None and continued.newest is not None:
+            back, newest = origin.step.step, continued.newest.step
+            advice = (
+                f"step {step} continues step {newest}, the newest of the branch, though step {back} was restored last; "
+                f"to continue that one, restore it with resume=True, and with resume=False to look at it"
+            )
+            if state.rank == 0:
+                _log.warning("%s", advice)
+            state.events.emit(OriginIgnored(step, back, newest, advice))
+        return continued
 
     async def _place(
         self, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError], until_committed: AsyncExitStack
@@ -193,12 +219,13 @@ class Writer:
         state = self._state
         if state.marker is None:
             raise TierUnavailable("no tier could be opened yet, so the store has no identity")
+        continued = state.branch.continued_by(identity)
         return StepRecord(
             store=state.marker.store,
             step=identity.step,
             serial=identity.serial,
-            line=state.extended_line(identity.serial),
-            restored_from=state.restored_from.serial if state.restored_from else None,
+            line=continued.line_with(identity.serial),
+            restored_from=continued.restored_from,
             saved_at=time.time(),
             nbytes=snapshot.nbytes,
             metrics={name: _storable(as_number(name, value)) for name, value in metrics.items()},

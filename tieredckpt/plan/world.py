@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.engine.ask import is_due, leaving, waits_for_promotion
+from tieredckpt.engine.branches import Branch
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state import State, blend
@@ -175,7 +176,7 @@ class World(State):
 
     def due(self, step: int) -> bool:
         """Whether the schedule wants a save of the step that was just trained."""
-        return self.config.schedule.due(step, self.view(), self.observe())
+        return self.config.schedule.due(step, self.view(), self.observe(step))
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -193,12 +194,14 @@ class World(State):
         now = self.now()
         identity = StepId(self.last_serial + 1, step)
         self.last_serial = identity.serial
+        continued = self.branch.decide(step, self.branch.origin, overwrite=True)
+        self.branch.begin(identity, continued)
         record = StepRecord(
             store="",
             step=step,
             serial=identity.serial,
-            line=self.extended_line(identity.serial),
-            restored_from=self.restored_from.serial if self.restored_from else None,
+            line=continued.line_with(identity.serial),
+            restored_from=continued.restored_from,
             saved_at=now,
             nbytes=self.scenario.state,
             metrics={},
@@ -206,7 +209,7 @@ class World(State):
             policy={},
             structure=_NOTHING,
         )
-        self.line = record.line
+        self.branch.committed(record)
         self._hold(identity, record, tier)
         self.observe_save(step, now, stall)
         self._happened("saved", identity, tier)
@@ -322,17 +325,16 @@ class World(State):
                 tier.held.clear()
         self._look_again()
         newest = max(self._seen, default=None)
-        self.line = self._seen[newest].record.line if newest else ()
+        self.branch = Branch(self._seen[newest].record.line if newest else (), newest)
         known = (step.serial for tier in self.rungs for step in (*tier.held, *tier.unseen))
         self.last_serial = max(known, default=self.last_serial)
-        self.restored_from = None
         self.observed = Observed(started_at=self.now())
         self._look_again()
         return newest
 
     def restored(self, step: StepId, tier: WorldTier) -> None:
         """Train on from a step that was read from a tier."""
-        self.rewind(step, self._seen[step].record)
+        self.branch.note(step, self._seen[step].record, named=False, resume=True)
         self._look_again()
         self._happened("restored", step, tier)
 
@@ -341,9 +343,9 @@ class World(State):
         tier.down = False
         tier.held.update(tier.unseen)
         tier.unseen = {}
-        if not self.line and tier.held:
+        if not self.branch.line and tier.held:
             newest = max(tier.held)
-            self.line = tier.held[newest].record.line
+            self.branch.adopt(tier.held[newest].record.line, newest)
         self._look_again()
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:

@@ -176,7 +176,7 @@ class _Living:
             await store.flush()
             await self._damage(store, 5, "w3")
             await store.restore(4)
-            await self._save(store, 5, 0)  # on a line of its own
+            await self._save(store, 5, 0)  # on a branch of its own
             await store.flush()
             await store.collect()
             await self._save(store, 6, 0, 1, 2, 3)
@@ -221,7 +221,7 @@ class _Living:
                         await self._damage(store, info.step, f"w{chance.randrange(_ARRAYS)}")
 
     async def _go_on_from(self, store: CheckpointStore, step: int | None) -> None:
-        restored = await store.restore(step)
+        restored = await store.restore(step, resume=True)
         if restored is not None:
             self._state = dict(restored.tree)
 

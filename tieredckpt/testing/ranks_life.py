@@ -157,7 +157,7 @@ class _Living:
             await self._save(stores, 4)
             await self._settle(stores)
             await asyncio.gather(*(store.restore(3) for store in stores))
-            await self._save(stores, 4)  # on a line of its own
+            await self._save(stores, 4)  # on a branch of its own
             await self._settle(stores)
             await stores[0].collect()
             await self._save(stores, 5)

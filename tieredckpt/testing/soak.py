@@ -243,7 +243,7 @@ class _Soaking:
         await self._store.verify(info.step, repair=self._chance.random() < 0.5)
 
     async def _roll_back(self, info: StepInfo) -> None:
-        restored = await self._store.restore(info.step)
+        restored = await self._store.restore(info.step, resume=True)
         assert restored is not None
         self._step = restored.step
         self._compare(restored)

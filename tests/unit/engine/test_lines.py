@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -124,7 +122,7 @@ async def test_abandoned_steps_stay_where_the_policy_keeps_them(shared_memory: P
         assert_same(of_live_line.tree, tree(1020))
 
 
-async def test_an_abandoned_step_that_is_asked_for_becomes_the_line(two_tiers: StoreConfig) -> None:
+async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(two_tiers: StoreConfig) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         for step in (10, 20, 30):
             await store.save(step, tree(step))
@@ -132,16 +130,16 @@ async def test_an_abandoned_step_that_is_asked_for_becomes_the_line(two_tiers: S
         await store.restore(step=10)
         await store.save(11, tree(11))
         await store.flush()
-        await store.restore(step=30)
+        await store.restore(step=30, resume=True)
         await store.save(31, tree(31))
         lines = {info.step: info.abandoned for info in await store.steps()}
         assert lines == {10: False, 20: False, 30: False, 11: True, 31: False}
 
 
-async def test_a_step_number_is_saved_once_on_a_line_unless_asked_for(two_tiers: StoreConfig) -> None:
+async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(two_tiers: StoreConfig) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         await store.save(7, tree(1))
-        with pytest.raises(Conflict, match="step 7 was saved before on this line"):
+        with pytest.raises(Conflict, match="step 7 was saved before on this branch"):
             await store.save(7, tree(2))
         restored = await store.restore()
         assert restored is not None
@@ -156,22 +154,6 @@ async def test_a_step_number_is_saved_once_on_a_line_unless_asked_for(two_tiers:
         assert_same(restored.tree, tree(2))
         with pytest.raises(Conflict, match="step 7"):
             await store.save(7, tree(3))
-
-
-@pytest.mark.parametrize("how", [{"keys": ["params/**"]}, {"resume": False}], ids=str)
-async def test_looking_at_an_older_step_does_not_rewind(two_tiers: StoreConfig, how: dict[str, object]) -> None:
-    async with CheckpointStore.open(two_tiers) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-        await store.flush()
-        looked = await store.restore(1, **how)
-        assert looked is not None
-        assert looked.step == 1
-        await store.save(3, tree(3))
-        assert not any(info.abandoned for info in await store.steps())
-        newest = await store.restore(keys=["epoch"])
-        assert newest is not None
-        assert newest.step == 3
 
 
 async def test_serials_jump_over_what_a_silent_tier_may_hold(
@@ -198,32 +180,6 @@ async def test_serials_jump_over_what_a_silent_tier_may_hold(
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, tree(1002))
-
-
-async def test_a_rollback_comes_after_the_saves_that_were_begun_before(
-    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, gate = threading.Event(), threading.Event()
-    commit = manifests.commit
-
-    async def held(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], **how: bool) -> None:
-        if record.step == 3 and tier.ram is not None:
-            entered.set()
-            await asyncio.to_thread(gate.wait)
-        await commit(tier, record, arrays, **how)
-
-    monkeypatch.setattr(manifests, "commit", held)
-    async with CheckpointStore.open(two_tiers) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-        saving = asyncio.create_task(store.save(3, tree(3)))
-        await asyncio.to_thread(entered.wait)
-        rollback = asyncio.create_task(store.restore(1))
-        await asyncio.wait([rollback], timeout=0.3)  # one that does not wait for the save is done by then
-        gate.set()
-        await asyncio.gather(saving, rollback)
-        await store.save(10, tree(10))
-        assert {info.step for info in await store.steps() if info.abandoned} == {2, 3}
 
 
 async def test_a_serial_is_used_once_though_its_commit_failed(

@@ -154,6 +154,47 @@ async def test_a_rollback_is_known_to_whoever_promotes(place: Place) -> None:
         assert_same(restored.tree, tree(33))
 
 
+async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place: Place) -> None:
+    async with place.opened(promote={"kind": "on_signal", "signal": "now"}, retain={"kind": "last_n", "n": 2}) as store:
+        await store.save(1, tree(1))
+        await store.promote(1, "disk")
+        for step in (2, 3):
+            await store.save(step, tree(step))
+        await store.restore(1)
+        store.signal("now")
+        await store.flush()
+        assert [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+            (1, False),
+            (3, False),
+        ]
+    async with place.opened() as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(3))
+
+
+async def test_a_fork_is_known_to_whoever_promotes_with_the_step_that_makes_it(place: Place) -> None:
+    async with place.opened(promote={"kind": "on_signal", "signal": "now"}, retain={"kind": "last_n", "n": 2}) as store:
+        for step in (1, 2, 3):
+            await store.save(step, tree(step))
+            await store.promote(step, "disk")
+        await store.restore(2)
+        await store.collect()
+        await store.flush()
+        assert await store.where(3) == ("ram", "disk")
+        await store.save(3, tree(33))
+        await store.flush()
+        # Until the save that forked is as safe.
+        held = [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers]
+        assert held == [(2, False), (3, True)]
+        store.signal("now")
+        await store.flush()
+        assert [(info.serial, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+            (2, False),
+            (4, False),
+        ]
+
+
 async def test_a_signal_reaches_the_policies(place: Place) -> None:
     async with place.opened(promote={"kind": "on_signal", "signal": "now"}) as store:
         ckpt = await store.save(1, tree(1))

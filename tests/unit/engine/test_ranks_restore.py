@@ -17,7 +17,7 @@ from insight import mapped_below
 from scenes import config, folder
 
 from tieredckpt import CheckpointStore
-from tieredckpt.errors import Conflict, Corrupt, NotFound, RanksUnavailable, TieredCkptError
+from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.events import StepEvicted
 
 
@@ -164,7 +164,7 @@ async def test_all_ranks_restore_one_step_or_none(place: Place) -> None:
         for step in (1, 2):
             await ranks.reached(await ranks.save(step), "disk")
         outcomes = await asyncio.gather(ranks[0].restore(1), ranks[1].restore(2), return_exceptions=True)
-        assert all(isinstance(outcome, Conflict) for outcome in outcomes)
+        assert all(isinstance(outcome, Invalid) for outcome in outcomes)
         outcomes = await asyncio.gather(ranks[0].restore(9), ranks[1].restore(9), return_exceptions=True)
         assert all(isinstance(outcome, NotFound) for outcome in outcomes)
         misfit = {"w": np.zeros(3, np.float32)}

@@ -61,13 +61,13 @@ class Stored:
         self._store.__enter__()
 
     def restore(self, into: State | None) -> State:
-        return self._restored(self._store.restore(into=into))
+        return self._restored(self._store.restore(into=into, resume=False))
 
     def restore_from_memory(self, into: State) -> None:
-        self._store.restore(into=into)
+        self._store.restore(into=into, resume=False)
 
     def views(self) -> State:
-        return self._restored(self._store.restore(copy=False))
+        return self._restored(self._store.restore(copy=False, resume=False))
 
     def forget(self, step: int) -> None:
         """The tier's retention does; wait until it has, or what is measured next would share the device with it."""

@@ -346,12 +346,6 @@ class Link:
         """See `tieredckpt.engine.waiting.reached`."""
         await self.ask(said.Reach(step, tier))
 
-    async def rewind(self, line: tuple[tuple[int, int], ...]) -> None:
-        """Let the agent know of a new live line before anything may leave RAM by it."""
-        if self._wire is not None:  # one that comes later is told at once
-            with suppress(TierUnavailable):
-                await self.ask(said.Rewind(line), again=False)
-
     async def mend(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:

@@ -39,7 +39,6 @@ __all__ = [
     "Reach",
     "Ready",
     "Refused",
-    "Rewind",
     "Scrub",
     "Unpin",
     "Verify",
@@ -137,12 +136,6 @@ class Unpin(_Frame, frozen=True):
     tier: str
 
 
-class Rewind(_Frame, frozen=True):
-    """A restored step is the end of the live line, which is this one now."""
-
-    line: tuple[tuple[int, int], ...]
-
-
 class MakeRoom(_Frame, frozen=True):
     """Whether so many bytes fit on a tier, after evictions where need be."""
 
@@ -192,7 +185,6 @@ Order = (
     | Mend
     | Pin
     | Unpin
-    | Rewind
     | MakeRoom
     | Lend
     | Find

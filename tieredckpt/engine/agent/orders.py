@@ -170,9 +170,6 @@ class Service:
                 await engine.collector.settle(state.tier(tier))
             case said.GiveBack(tier):
                 self._lent.give_back(tier)
-            case said.Rewind(line):
-                state.line = line
-                state.changed.beat()
         return None
 
 

@@ -126,7 +126,7 @@ class LentTiers:
             for digest, where in array.chunks:
                 if isinstance(where, Extent) and where.path in order.packs:
                     tier.chunks[digest] = where
-        self._state.line = index.record.line  # or the step would count as abandoned until the trainer tells
+        self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells
         self._state.changed.beat()
 
     def _lent_one(self, name: str) -> Tier:

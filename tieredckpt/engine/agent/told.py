@@ -63,7 +63,7 @@ class _Steps:
 
 
 class RamNews:
-    """What the trainer tells of RAM, the live line and its signals."""
+    """What the trainer tells of RAM, the branch and its signals."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -75,7 +75,7 @@ class RamNews:
         state = self._state
         anew, held, gone = self._steps.changes()
         signals, used = tuple(sorted(state.signals)), state.tiers[0].used
-        news = InRam(anew, held, gone, state.line, state.last_serial, signals, used)
+        news = InRam(anew, held, gone, state.branch.line, state.last_serial, signals, used)
         rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
         if not (anew or held or gone) and rest == self._last:
             return None
@@ -129,9 +129,9 @@ def _adopt_steps(tier: Tier, news: InRam | OnTier) -> None:
 
 
 def adopt_ram(state: State, news: InRam) -> None:
-    """At the agent: know of RAM, the live line and the signals what the trainer knows."""
+    """At the agent: know of RAM, the branch and the signals what the trainer knows."""
     _adopt_steps(state.tiers[0], news)
-    state.line, state.last_serial = news.line, news.last_serial
+    state.branch.line, state.last_serial = news.line, news.last_serial
     state.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
     state.changed.beat()
 
