@@ -123,6 +123,10 @@ async def _passage(
             # Before the packs of the next tier are held, for its promoter makes the room.
             await wait_for_room(state, collector, first, partial(has_room, first.ram.slab, largest))
         return _Passage(first.ram.slab, first.slab_index, first)
+    return _through_scratch(state)
+
+
+def _through_scratch(state: State) -> _Passage:
     return _Passage(state.scratch.slab, SlabIndex(state.scratch.slab), None)
 
 
@@ -132,6 +136,9 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
     while snapshot.pending:
         try:
             await _copy_some(state, collector, snapshot, passage)
+            if not snapshot.copied:
+                passage = _through_scratch(state)
+                continue
             with attributed(tier):
                 nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
             new_bytes += nbytes
@@ -146,13 +153,14 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
 
 
 async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, passage: _Passage) -> None:
+    """Copy as many cells as find room; none when RAM has no room, for the system may refuse memory to its slab."""
     slab = passage.slab
     if passage.ram is not None:
         with attributed(passage.ram):
             await collector.make_room(passage.ram, partial(has_room, slab, slab.capacity // 2))
     await copy_cells(state, snapshot, passage.index)
-    while not snapshot.copied:
-        if passage.ram is not None or not slab.used:
+    while not snapshot.copied and passage.ram is None:
+        if not slab.used:
             raise SkipSave(
                 f"the {format_size(slab.capacity)} of memory that it must pass through have no room for a single "
                 f"chunk; give the RAM tier a larger capacity"
