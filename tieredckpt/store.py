@@ -271,7 +271,8 @@ class CheckpointStore:
             keys: only the leaves under these keys or glob patterns (``params/**``).
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
                 dicts, lists, tuples and NumPy arrays.
-            into: a tree of writable arrays that are filled in place, which saves the page faults of new ones.
+            into: a tree of writable arrays that are filled in place, which saves the page faults of new ones. Leaves
+                may be one memory where the step has the same bytes for them.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: whether saves from now on continue the restored step's line, and what was saved after it
                 counts as abandoned; by default unless ``keys`` are given.
@@ -281,7 +282,8 @@ class CheckpointStore:
 
         Raises:
             NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed.
+            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or two
+                leaves of ``into`` share memory and the step has different bytes for them: nothing was changed.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
