@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "Events",
     "ReplicationFailed",
+    "RetentionCut",
     "SaveFailed",
     "SaveSkipped",
     "StepAgreed",
@@ -135,6 +136,15 @@ class ReplicationFailed(Event):
 @dataclass(frozen=True, slots=True)
 class StepEvicted(Event):
     """A step was retracted from a tier."""
+
+    step: int
+    serial: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionCut(Event):
+    """A step leaves a tier that retains it, for a newer one: there is no room for both."""
 
     step: int
     serial: int

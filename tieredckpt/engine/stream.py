@@ -10,6 +10,7 @@ from functools import partial
 from tieredckpt.blobs.slab import Slab
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
+from tieredckpt.engine.full_tier import make_room, needing
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.spares import refer_to_intact
@@ -87,7 +88,7 @@ async def stream(
             if state.agents_tiers is not None:
                 fits = await state.agents_tiers.make_room(tier, need)
             else:
-                fits = await collector.make_room(tier, partial(_fits, tier, need))
+                fits = await make_room(state, collector, None, tier, need)
         if not fits:
             problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
             continue
@@ -106,10 +107,6 @@ async def stream(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
         + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
     )
-
-
-def _fits(tier: Tier, nbytes: int) -> bool:
-    return tier.capacity is None or tier.used + nbytes <= tier.capacity
 
 
 async def _passage(
@@ -139,8 +136,10 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
             if not snapshot.copied:
                 passage = _through_scratch(state)
                 continue
+            left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
             with attributed(tier):
-                nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
+                async with needing(sum(stored_size(cell.nbytes) for cell in left)):
+                    nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
             new_bytes += nbytes
             for done in snapshot.copied:
                 located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])

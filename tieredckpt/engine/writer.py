@@ -25,6 +25,7 @@ from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
+from tieredckpt.engine.full_tier import NoRoom, evict_older
 from tieredckpt.engine.indexes import packs_of
 from tieredckpt.engine.state import State, Streamed
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
@@ -110,6 +111,10 @@ class Writer:
                     state.events.emit(SaveSkipped(step, reason))
                     return Saved(identity, None, snapshot.nbytes, 0, time.monotonic() - begin, reason)
                 except Refused as refused:
+                    if isinstance(full := refused.error, NoRoom) and await evict_older(
+                        state, self._collector, None, refused.tier, full.need
+                    ):
+                        continue
                     refusals[refused.tier.name] = refused.error
                     state.report(refused.tier, refused.error)
             state.line = record.line
