@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.capturing import Captures, checked_step
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tieredckpt.sync import SyncStore
 
 __all__ = ["CheckpointStore"]
+
+T = TypeVar("T")
 
 
 class CheckpointStore:
@@ -308,9 +310,13 @@ class CheckpointStore:
         """The configuration in force."""
         return self._config
 
+    async def _look(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, packs: bool = False) -> T:
+        """The result of ``work`` on the engine's loop, which tells what the store holds now."""
+        return await self.engine_loop.call(self._engine.looking(partial(work, *arguments), packs=packs))
+
     async def steps(self) -> tuple[StepInfo, ...]:
         """Every step that some tier holds, oldest save first."""
-        return await self.engine_loop.call(list_steps(self._engine.state))
+        return await self._look(list_steps, self._engine.state)
 
     async def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
@@ -327,21 +333,21 @@ class CheckpointStore:
             Corrupt: its index is intact on no tier.
             TierUnavailable: the tiers that hold it do not answer.
         """
-        return await self.engine_loop.call(describe(self._engine.state, step, serial, keys))
+        return await self._look(describe, self._engine.state, step, serial, keys)
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
-        return await self.engine_loop.call(list_tiers(self._engine.state))
+        return await self._look(list_tiers, self._engine.state, packs=True)
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
-        return await self.engine_loop.call(where(self._engine.state, step))
+        return await self._look(where, self._engine.state, step)
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
         """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. Raises
         `NotFound` for a step, tier or key that is not there.
         """
-        return await self.engine_loop.call(array_spec(self._engine.state, step, key, tier))
+        return await self._look(array_spec, self._engine.state, step, key, tier)
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
@@ -379,9 +385,8 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
-        return await self.engine_loop.call(
-            self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
-        )
+        verify = partial(self._engine.by_hand.verify, repair=repair, progress=progress)
+        return await self._look(verify, step, serial, tier)
 
     async def scrub(
         self,
@@ -392,6 +397,5 @@ class CheckpointStore:
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
         """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
-        return await self.engine_loop.call(
-            self._engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress)
-        )
+        scrub = partial(self._engine.by_hand.scrub, repair=repair, rate=rate, progress=progress)
+        return await self._look(scrub, tier, packs=True)

@@ -8,7 +8,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,6 +102,8 @@ class State:
     """Of several ranks: the step that all restore at present, or restored last."""
     looked_on: dict[StepId, ChosenStep] = field(default_factory=dict)
     """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
+    look_anew: Callable[[], Awaitable[None]] | None = None
+    """Where nothing is written: makes what is known fresh."""
     saving: dict[int, float] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (``capture="reference"``), and since when."""
     _roll: Roll = field(init=False)
