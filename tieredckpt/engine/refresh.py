@@ -184,7 +184,12 @@ class Refresh:
         await self._identify()
 
     async def _identify(self) -> None:
-        for tier, error in await identify(self._state):
+        failures = await identify(self._state)
+        failed = {tier.name for tier, _ in failures}
+        for tier in self._state.tiers:
+            if tier.name not in failed:
+                tier.recover()
+        for tier, error in failures:
             self._note(tier, error)
 
     def _note(self, tier: Tier, error: TieredCkptError) -> None:

@@ -31,13 +31,13 @@ class Place:
         self.disk = disk
         self._shared_memory = shared_memory
 
-    def settings(self, *, disk: bool = True, **settings: Any) -> StoreConfig:
+    def settings(self, *, ram_alone: bool = False, **settings: Any) -> StoreConfig:
         tiers = {"ram": ram(self._shared_memory, capacity="640 KiB", retain={"kind": "last_n", "n": 1})}
-        if disk:
+        if not ram_alone:
             tiers["disk"] = folder(self.disk, retain={"kind": "last_n", "n": 2})
         for name, changed in settings.items():
             tiers[name] |= changed
-        return config(tiers, name=None if disk else "of-test")
+        return config(tiers, name="of-test" if ram_alone else None)
 
     @asynccontextmanager
     async def trainer(self, **settings: Any) -> AsyncIterator[CheckpointStore]:
@@ -150,33 +150,33 @@ with CheckpointStore.open(json.loads(sys.argv[1])).sync() as store:
 
 async def test_beside_a_training_process_a_reader_never_fails(place: Place) -> None:
     settings = place.settings(disk={"retain": {"kind": "last_n", "n": 1}})
-    async with place.reader(disk={"retain": {"kind": "last_n", "n": 1}}) as reader:
-        process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, settings.model_dump_json()], stdout=subprocess.PIPE, text=True
-        )
-        lines: list[int] = []
+    lines: list[int] = []
+    seen = []
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, settings.model_dump_json()], stdout=subprocess.PIPE, text=True
+    ) as process:
 
         def listen() -> None:
             assert process.stdout is not None
-            lines.extend(int(line) for line in iter(process.stdout.readline, ""))
+            lines.extend(map(int, process.stdout))
 
-        listening = asyncio.get_running_loop().run_in_executor(None, listen)
-        seen = []
-        while not listening.done():
-            before = lines[-1] if lines else 0
-            restored = await reader.restore()
-            if restored is None:
-                assert not before
-                continue
-            assert restored.step == restored.tree["step"] >= before
-            expected = np.random.default_rng(restored.step).integers(0, 255, 100_000, np.uint8)
-            assert restored.tree["w"].tobytes() == expected.tobytes()
-            seen.append(restored.step)
-        await listening
-        assert process.wait(SOON) == 0
-        assert lines == list(range(1, 41))
-        assert seen == sorted(seen)
-        assert [info.step for info in await reader.steps()] == [40]
+        async with CheckpointStore.open(settings, read_only=True) as reader:
+            listening = asyncio.get_running_loop().run_in_executor(None, listen)
+            while not listening.done():
+                before = lines[-1] if lines else 0
+                restored = await reader.restore()
+                if restored is None:
+                    assert not before
+                    continue
+                assert restored.step == restored.tree["step"] >= before
+                expected = np.random.default_rng(restored.step).integers(0, 255, 100_000, np.uint8)
+                assert restored.tree["w"].tobytes() == expected.tobytes()
+                seen.append(restored.step)
+            await listening
+            assert process.wait(SOON) == 0
+            assert lines == list(range(1, 41))
+            assert seen == sorted(seen)
+            assert (await reader.describe()).info.step == 40
 
 
 async def test_a_reader_that_was_there_before_the_trainer_finds_its_steps(place: Place) -> None:
@@ -213,9 +213,9 @@ async def test_ram_is_attached_when_it_comes_and_let_go_when_it_goes(place: Plac
 
 
 async def test_views_of_a_reader_stay_as_they_were_whatever_becomes_of_ram(place: Place) -> None:
-    async with place.trainer(disk=False, ram={"on_close": "keep"}) as trainer:
+    async with place.trainer(ram_alone=True, ram={"on_close": "keep", "capacity": "2 MiB"}) as trainer:
         await save(trainer, 1)
-        async with place.reader(disk=False) as reader:
+        async with place.reader(ram_alone=True) as reader:
             viewed = await reader.restore(copy=False)
             assert viewed is not None
             await save(trainer, 2, 3, 4)
@@ -224,7 +224,7 @@ async def test_views_of_a_reader_stay_as_they_were_whatever_becomes_of_ram(place
             shutil.rmtree(place.ram)
             assert await newest(reader) is None
             await crash(trainer)
-            async with place.trainer(disk=False, ram={"on_close": "release"}) as another:
+            async with place.trainer(ram_alone=True, ram={"on_close": "release"}) as another:
                 await save(another, 7, 8)
                 assert await newest(reader) == 8
             assert_same(viewed.tree, tree(1))
@@ -233,10 +233,10 @@ async def test_views_of_a_reader_stay_as_they_were_whatever_becomes_of_ram(place
 
 
 async def test_steps_of_several_ranks_in_ram_are_seen_as_they_come_and_go(shared_memory: Path, tmp_path: Path) -> None:
-    retain = {"kind": "last_n", "n": 1}
+    retain = {"retain": {"kind": "last_n", "n": 1}, "capacity": "2 MiB"}
     never = {"promote": "never"}
     async with (
-        cohort(3, shared_memory, tmp_path / "disk", disk_settings=never, retain=retain) as ranks,
+        cohort(3, shared_memory, tmp_path / "disk", disk_settings=never, ram_settings=retain) as ranks,
         CheckpointStore.open(ranks[0].config, read_only=True) as reader,
     ):
         assert await reader.restore() is None
