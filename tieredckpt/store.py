@@ -74,7 +74,8 @@ class CheckpointStore:
 
         Args:
             source: a ``.toml`` file, a `StoreConfig` or its dict, or a path: RAM and that directory.
-            read_only: look at a store, also one that another process writes to; always alone.
+            read_only: look at a store, also one that another process writes to, or is yet to make; always alone. Each
+                call tells what there is when it is made.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
                 jax.distributed has started, None for this one alone, or a coordinator. All open the store.
 
@@ -310,13 +311,13 @@ class CheckpointStore:
         """The configuration in force."""
         return self._config
 
-    async def _look(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, packs: bool = False) -> T:
+    async def _look(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """The result of ``work`` on the engine's loop, which tells what the store holds now."""
-        return await self.engine_loop.call(self._engine.looking(partial(work, *arguments), packs=packs))
+        return await self.engine_loop.call(self._engine.looking(work, packs=packs))
 
     async def steps(self) -> tuple[StepInfo, ...]:
         """Every step that some tier holds, oldest save first."""
-        return await self._look(list_steps, self._engine.state)
+        return await self._look(lambda: list_steps(self._engine.state))
 
     async def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
@@ -333,21 +334,21 @@ class CheckpointStore:
             Corrupt: its index is intact on no tier.
             TierUnavailable: the tiers that hold it do not answer.
         """
-        return await self._look(describe, self._engine.state, step, serial, keys)
+        return await self._look(lambda: describe(self._engine.state, step, serial, keys))
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
-        return await self._look(list_tiers, self._engine.state, packs=True)
+        return await self._look(lambda: list_tiers(self._engine.state), packs=True)
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
-        return await self._look(where, self._engine.state, step)
+        return await self._look(lambda: where(self._engine.state, step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
         """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. Raises
         `NotFound` for a step, tier or key that is not there.
         """
-        return await self._look(array_spec, self._engine.state, step, key, tier)
+        return await self._look(lambda: array_spec(self._engine.state, step, key, tier))
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
@@ -385,8 +386,9 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
-        verify = partial(self._engine.by_hand.verify, repair=repair, progress=progress)
-        return await self._look(verify, step, serial, tier)
+        return await self._look(
+            lambda: self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+        )
 
     async def scrub(
         self,
@@ -397,5 +399,6 @@ class CheckpointStore:
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
         """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
-        scrub = partial(self._engine.by_hand.scrub, repair=repair, rate=rate, progress=progress)
-        return await self._look(scrub, tier, packs=True)
+        return await self._look(
+            lambda: self._engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
+        )

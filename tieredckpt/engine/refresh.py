@@ -110,11 +110,11 @@ class Refresh:
 
     async def _refresh(self, *, packs: bool) -> None:
         state, first = self._state, self._state.tiers[0]
-        if state.marker is None:
-            await self._identify()
-        else:
+        if state.marker is not None:
             for tier in state.tiers:  # one after the other: a step comes to the next tier before it leaves this one
                 await self._look_at(tier, packs=packs)
+        if all(tier.marker is None for tier in state.tiers):
+            await self._identify()  # whose store it is, only what is there can tell
         before = set(first.held)
         await drop_left_behind(state)
         self._left_behind |= before - set(first.held)
@@ -180,10 +180,10 @@ class Refresh:
         for tier in self._state.tiers:
             await self._set_aside(tier)
             tier.error = None
-        self._state.marker = None
         await self._identify()
 
     async def _identify(self) -> None:
+        self._state.marker = None
         failures = await identify(self._state)
         failed = {tier.name for tier, _ in failures}
         for tier in self._state.tiers:

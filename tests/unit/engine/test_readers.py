@@ -315,8 +315,8 @@ async def test_a_step_that_is_evicted_while_it_is_read_is_looked_for_once_more(
     keep = {"disk": {"retain": "all"}}
     async with place.trainer(**keep) as trainer:
         await save(trainer, 1)
-        async with CheckpointStore.open(config({"disk": folder(place.disk, retain="all")}), read_only=True) as reader:
-            held = faults["disk"].hold("get_digested")
+        async with CheckpointStore.open(config({"seen": folder(place.disk, retain="all")}), read_only=True) as reader:
+            held = faults["seen"].hold("get_into", key="packs/*")
             reading = asyncio.create_task(reader.restore())
             await held.reached()
             await save(trainer, 2)
@@ -326,7 +326,7 @@ async def test_a_step_that_is_evicted_while_it_is_read_is_looked_for_once_more(
             assert restored is not None
             assert restored.step == 2
             assert_same(restored.tree, tree(2))
-            held = faults["disk"].hold("get_digested")
+            held = faults["seen"].hold("get_into", key="packs/*")
             reading = asyncio.create_task(reader.restore(2))
             await held.reached()
             await save(trainer, 3)
@@ -339,11 +339,11 @@ async def test_a_step_that_is_evicted_while_it_is_read_is_looked_for_once_more(
 async def test_looking_reads_only_what_is_new(place: Place, faults: FaultyTiers) -> None:
     async with place.trainer(disk={"retain": "all"}) as trainer:
         await save(trainer, *range(1, 21))
-        async with CheckpointStore.open(config({"disk": folder(place.disk, retain="all")}), read_only=True) as reader:
+        async with CheckpointStore.open(config({"seen": folder(place.disk, retain="all")}), read_only=True) as reader:
             await reader.steps()
 
             def reads() -> list[str]:
-                return [call.key for call in faults["disk"].calls if call.verb.startswith("get")]
+                return [call.key for call in faults["seen"].calls if call.verb.startswith("get")]
 
             before = len(reads())
             for _ in range(5):
