@@ -19,6 +19,7 @@ __all__ = [
     "OriginIgnored",
     "RamLeftAlone",
     "ReplicationFailed",
+    "RetentionCut",
     "SaveFailed",
     "SaveSkipped",
     "StepAgreed",
@@ -151,6 +152,15 @@ class ReplicationFailed(Event):
 @dataclass(frozen=True, slots=True)
 class StepEvicted(Event):
     """A step was retracted from a tier."""
+
+    step: int
+    serial: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionCut(Event):
+    """A step leaves a tier that retains it, for a newer one: there is no room for both."""
 
     step: int
     serial: int

@@ -116,6 +116,8 @@ class TierInfo:
     healthy: bool
     problem: str
     """Why it is not healthy."""
+    note: str
+    """What a person should know of it though it works, such as that it has no room for all that it should retain."""
     steps: int
     """How many it holds."""
     damaged: tuple[DamagedStep, ...]
@@ -209,6 +211,7 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         capacity=view.capacity,
         healthy=view.healthy,
         problem="" if tier.error is None else str(tier.error),
+        note=tier.note,
         steps=len(tier.held),
         damaged=tuple(DamagedStep(step.step, step.serial, str(error)) for step, error in sorted(tier.damaged.items())),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.reader import Read
 from tieredckpt.engine.state import numbers
-from tieredckpt.engine.targets import empty_targets
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.engine.targets import check_memory, empty_targets
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import writable_part
@@ -72,13 +72,20 @@ async def _restore(
     if viewed is not None:
         read, check = viewed[0], partial(_check_views, loop, viewed[1])
     else:
-        read, check = (
-            await engine.read(chosen, lambda _: empty_targets(chosen, forms) if targets is None else targets),
-            None,
-        )
+        read, check = await engine.read(chosen, partial(_targets, chosen, forms, targets)), None
     tree = await in_thread(_build, wanted, fitted, read)
     restored = Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
     return restored, chosen, read.record
+
+
+def _targets(
+    step: StepId, forms: Mapping[str, Form], given: dict[str, npt.NDArray[Any]] | None, index: StepIndex
+) -> dict[str, npt.NDArray[Any]]:
+    """The arrays to fill from a step of that index: those that were given, or new ones."""
+    if given is None:
+        return empty_targets(step, forms)
+    check_memory(index, given)
+    return given
 
 
 async def _check_views(loop: EngineLoop, check: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
 from tieredckpt.blobs.settle import in_thread
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tieredckpt.sync import SyncStore
 
 __all__ = ["CheckpointStore"]
+
+T = TypeVar("T")
 
 
 class CheckpointStore:
@@ -73,7 +75,8 @@ class CheckpointStore:
 
         Args:
             source: a ``.toml`` file, a `StoreConfig` or its dict, or a path: RAM and that directory.
-            read_only: look at a store, also one that another process writes to; always alone.
+            read_only: look at a store, also one that another process writes to, or is yet to make; always alone. Each
+                call tells what there is when it is made.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
                 jax.distributed has started, None for this one alone, or a coordinator. All open the store.
 
@@ -279,7 +282,8 @@ class CheckpointStore:
             keys: only the leaves under these keys or glob patterns (``params/**``).
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
                 dicts, lists, tuples and NumPy arrays.
-            into: a tree of writable arrays that are filled in place, which saves the page faults of new ones.
+            into: a tree of writable arrays that are filled in place, which saves the page faults of new ones. Leaves
+                may be one memory where the step has the same bytes for them.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
                 from where it would have. By default it forks if its number is not above that of the newest step, and
@@ -291,7 +295,8 @@ class CheckpointStore:
 
         Raises:
             NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or the
+            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or two
+                leaves of ``into`` share memory and the step has different bytes for them: nothing was changed. Or the
                 ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
@@ -318,9 +323,13 @@ class CheckpointStore:
         """The configuration in force."""
         return self._config
 
+    async def _look(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
+        """The result of ``work`` on the engine's loop, which tells what the store holds now."""
+        return await self.engine_loop.call(self._engine.looking(work, packs=packs))
+
     async def steps(self) -> tuple[StepInfo, ...]:
         """Every step that some tier holds, oldest save first."""
-        return await self.engine_loop.call(list_steps(self._engine.state))
+        return await self._look(lambda: list_steps(self._engine.state))
 
     async def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
@@ -339,22 +348,24 @@ class CheckpointStore:
         """
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
-        return await self.engine_loop.call(describe(self._engine.state, step, serial, keys))
+        return await self._look(lambda: describe(self._engine.state, step, serial, keys))
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
-        return await self.engine_loop.call(list_tiers(self._engine.state))
+        return await self._look(lambda: list_tiers(self._engine.state), packs=True)
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
-        return await self.engine_loop.call(where(self._engine.state, None if step is None else checked_step(step)))
+        step = None if step is None else checked_step(step)
+        return await self._look(lambda: where(self._engine.state, step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
         """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. It has
         none of the tier's secrets: TensorStore takes credentials from the environment. Raises `NotFound` for a step,
         tier or key that is not there.
         """
-        return await self.engine_loop.call(array_spec(self._engine.state, checked_step(step), key, tier))
+        step = checked_step(step)
+        return await self._look(lambda: array_spec(self._engine.state, step, key, tier))
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
@@ -393,8 +404,8 @@ class CheckpointStore:
             progress: called with the bytes of each part that was read, from any thread.
         """
         step = None if step is None else checked_step(step)
-        return await self.engine_loop.call(
-            self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+        return await self._look(
+            lambda: self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
         )
 
     async def scrub(
@@ -406,6 +417,6 @@ class CheckpointStore:
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
         """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
-        return await self.engine_loop.call(
-            self._engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress)
+        return await self._look(
+            lambda: self._engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
         )

@@ -101,7 +101,7 @@ async def test_a_file_system_that_is_full_keeps_what_it_has_and_takes_more_when_
     shared_memory: Path, tiny_file_system: Path, faults: FaultyTiers
 ) -> None:
     ballast = tiny_file_system / "ballast"
-    ballast.write_bytes(bytes(5 * CHUNK))
+    ballast.write_bytes(bytes(8 * CHUNK))  # there is room for one step
     settings = two_tiers(shared_memory, tiny_file_system / "disk", retain="all")
     small = {"arrays": 1, "nbytes": 2 * CHUNK}
     async with CheckpointStore.open(settings) as store:

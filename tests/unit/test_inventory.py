@@ -76,9 +76,12 @@ async def test_a_tier_that_is_not_there_is_told_with_its_reason(two_tiers: Store
         await store.save(1, tree())
         await store.flush()
     (tmp_path / "disk").rename(tmp_path / "moved")
-    with pytest.raises(NotFound):
-        async with CheckpointStore.open(two_tiers, read_only=True):
-            pass
+    async with CheckpointStore.open(two_tiers, read_only=True) as reader:
+        ram, disk = await reader.tier_infos()
+        assert (ram.healthy, disk.healthy) == (False, False)
+        assert "there is no RAM tier at" in ram.problem
+        assert f"there is no folder {tmp_path / 'disk'}" in disk.problem
+        assert await reader.restore() is None
     assert not (tmp_path / "disk").exists()
 
 

@@ -85,7 +85,7 @@ def print_tiers(tiers: Sequence[TierInfo]) -> None:
             format_size(tier.used),
             "" if tier.capacity is None else format_size(tier.capacity),
             tier.survives,
-            "ok" if tier.healthy else tier.problem,
+            tier.problem or tier.note or "ok",
             tier.location,
         )
         for tier in tiers

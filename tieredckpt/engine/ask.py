@@ -16,7 +16,7 @@ from tieredckpt.engine.tier import Tier
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import StoreView, TierView
 
-__all__ = ["is_due", "leaving", "save_is_due", "waits_for_promotion"]
+__all__ = ["is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -78,6 +78,18 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
         return []
     order.sort(key=lambda serial: found[serial].on_line)
     return [StepId(serial, found[serial].step) for serial in order]
+
+
+def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
+    """The steps that may leave a full tier for a newer one: what retention lets go, then what it keeps, oldest first.
+
+    ``step`` is None for one that is newer than all there is. An abandoned step drives out none that is retained.
+    """
+    going = leaving(state, tier)
+    if step is not None and not state.on_line(step.serial):
+        return going
+    older = [held for held in sorted(tier.held) if (step is None or held < step) and held not in going]
+    return going + sorted(older, key=lambda held: state.on_line(held.serial))
 
 
 def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:

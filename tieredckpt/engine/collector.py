@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -104,6 +104,16 @@ class Collector:
 
     def _elsewhere(self, step: StepId, tier: Tier) -> bool:
         return any(step in other.held and other.answers for other in self._state.tiers if other is not tier)
+
+    async def freed_by(self, steps: Collection[StepId], tier: Tier) -> int:
+        """Bytes of the packs of a tier that would be dead without these steps."""
+        if tier.damaged.any_packs(_PATIENCE):
+            return 0  # for now they stay
+        used = await self._packs_by_step(tier)
+        going = {key for step in steps for key in used.get(step, ())}
+        live = {key for step, packs in used.items() if step not in steps for key in packs}
+        live |= tier.damaged.own_packs().keys() | self._state.packs_streamed_to(tier)
+        return sum(tier.packs.get(key, 0) for key in going - live)
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""

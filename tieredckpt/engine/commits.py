@@ -19,7 +19,8 @@ from tieredckpt.blobs.settle import in_thread, outlast, together
 from tieredckpt.engine import manifests, messages
 from tieredckpt.engine.agreement import Agreement
 from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.copier import batches, copy_step, make_room
+from tieredckpt.engine.copier import batches, copy_step, have_room
+from tieredckpt.engine.full_tier import evicting_older, needing
 from tieredckpt.engine.messages import Done, Failed, Failure, Promote
 from tieredckpt.engine.packs import stored_size, write_packs
 from tieredckpt.engine.parts import check_found, encode_own, encode_written, extents_of, holders, merge_parts, share_out
@@ -102,7 +103,8 @@ class Commits:
         begin = time.monotonic()
         try:
             with self._state.promoting(tier):
-                return await self._commit(step, tier, parts, begin)
+                commit = partial(self._commit, step, tier, parts, begin)
+                return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
             self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
@@ -116,8 +118,9 @@ class Commits:
         ranks, sizes = await find()
         counted_on = set(tier.packs)
         need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
-        await make_room(self._state, self._collector, step, tier, need)
-        async with tier.guards_packs:  # to the end: nothing is collected that ranks refer to, or have just written
+        await have_room(self._state, self._collector, step, tier, need)
+        # To the end: nothing is collected that ranks refer to, or have just written.
+        async with needing(need), tier.guards_packs:
             if step in tier.held:
                 return 0
             if counted_on - tier.packs.keys():  # the steps that made room had chunks of this one

@@ -7,10 +7,12 @@ from collections import ChainMap
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
+from functools import partial
 
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.engine import manifests
 from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.full_tier import NoRoom, evicting_older, make_room, needing
 from tieredckpt.engine.indexes import unique_extents
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal, seal_all, stored_size, tail_size, write_packs
 from tieredckpt.engine.scratch import Scratch
@@ -18,13 +20,13 @@ from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError
+from tieredckpt.errors import Corrupt, TieredCkptError
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
-__all__ = ["batches", "copy_step", "make_room"]
+__all__ = ["batches", "copy_step", "have_room"]
 
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
@@ -66,8 +68,9 @@ async def copy_step(
     """
     if step in tier.held and not again:
         return 0
+    copy = partial(_copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
     with state.promoting(tier):
-        return await _copy(state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
+        return await (copy() if again else evicting_older(state, collector, step, tier, copy))
 
 
 async def _copy(
@@ -84,8 +87,8 @@ async def _copy(
     was_there = again or step in tier.damaged
     async with StepSource.open(state, step) as source:
         need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
-        await make_room(state, collector, step, tier, need)
-        async with tier.guards_packs:
+        await have_room(state, collector, step, tier, need)
+        async with needing(need), tier.guards_packs:
             if step in tier.held and not again:
                 return 0
             if again:
@@ -143,15 +146,15 @@ def _missing(
     return needs, sizes
 
 
-async def make_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
+async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
     """Have room on the tier for so many bytes of the step. Raises `NoSpace`."""
-    capacity = tier.capacity
-    if capacity is None or await collector.make_room(tier, lambda: tier.used + need <= capacity):
-        return
-    raise NoSpace(
-        f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(capacity)} in use, and {step} needs "
-        f"{format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer steps"
-    )
+    if not await make_room(state, collector, step, tier, need):
+        raise NoRoom.of(
+            f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "
+            f"needs {format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer "
+            f"steps",
+            need,
+        )
 
 
 def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:

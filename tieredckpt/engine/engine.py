@@ -41,6 +41,7 @@ from tieredckpt.engine.ram_opening import keep_noted
 from tieredckpt.engine.ranked import Ranked
 from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.reader import Read, fill
+from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.source import StepSource
@@ -52,7 +53,7 @@ from tieredckpt.engine.upkeep import catalogue, keep_catalogued, keep_tidy, rene
 from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
-from tieredckpt.errors import Conflict, Corrupt, Invalid, TieredCkptError
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.arrays import load_frameworks
@@ -153,6 +154,7 @@ class Engine:
             self.link = Link(self.state)
             self.state.agents_tiers = AgentsTiers(self.state, self.link)
             self.by_hand = ByAgent(self.state, self.collector, self.link)
+        self._refresh = Refresh(self.state) if self._read_only else None
         self.mending = Mending(self.state, self.collector, self.link)
         self._writer = Writer(self.state, self.collector)
 
@@ -191,7 +193,8 @@ class Engine:
             if isinstance(error, Conflict | Invalid) and not self._read_only:
                 raise error
             self.state.report(tier, error)
-        if len(failures) == len(self.state.tiers):
+        not_there_yet = self._read_only and all(isinstance(error, NotFound) for _, error in failures)
+        if len(failures) == len(self.state.tiers) and not not_there_yet:
             raise failures[0][1]
 
     async def _reconnect(self, tier: Tier) -> None:
@@ -261,6 +264,8 @@ class Engine:
             if not keep_ram and tier.ram is not None and tier.ram.slab.writable and self._is_spare(tier):
                 await asyncio.to_thread(tier.ram.remove)  # while its lock is held
             await tier.blobs.close()
+        if self._refresh is not None:
+            await self._refresh.close()
         await asyncio.to_thread(state.pool.shutdown)
         state.scratch.close()
 
@@ -330,7 +335,11 @@ class Engine:
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of a restore's work; of several ranks all succeed or none does."""
-        return await (work() if self.ranked is None else self.ranked.restores.together(work))
+        return await (self.looking(work) if self.ranked is None else self.ranked.restores.together(work))
+
+    async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
+        """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
+        return await (work() if self._refresh is None else self._refresh.looking(work, packs=packs))
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that a restore takes, the same on all ranks; None when the store is empty.

@@ -13,11 +13,12 @@ from tieredckpt.blobs.settle import told_to_end
 from tieredckpt.engine.ask import is_due
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.connect import reopen
+from tieredckpt.engine.full_tier import NoRoom, evict_older
 from tieredckpt.engine.half_deleted import HalfDeleted
 from tieredckpt.engine.source import SilentSource
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import StepId
 
@@ -101,7 +102,7 @@ class Promoter:
                 if self.tier.error is not None:
                     # Nothing but time brings a failed tier back.
                     await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
-                    await self._come_back()
+                    await self._come_back_to_full()
                 await self._collector.evictor.find_out(self.tier)
                 step = self.next_due()
                 if step is not None:
@@ -133,6 +134,18 @@ class Promoter:
         self._collector.evictor.tell_gone(self._unsure, tier)
         self._unsure.clear()
 
+    async def _come_back_to_full(self) -> None:
+        """`_come_back`; a device without room for a lease gives up an older step for one that is due."""
+        try:
+            await self._come_back()
+        except NoSpace:
+            due = self.next_due()
+            if self.tier.marker is None or due is None:
+                raise
+            if not await evict_older(self._state, self._collector, due, self.tier, 0):
+                raise
+            await self._come_back()
+
     async def _is_itself(self) -> bool:
         tier = self.tier
         if tier.marker is None:
@@ -163,6 +176,14 @@ class Promoter:
                     return  # it gave way
             self._succeeded()
             await self._collector.settle(self.tier)
+        except NoRoom as error:
+            if not any(held > step and self._state.on_line(held.serial) for held in self.tier.held):
+                raise
+            # As if it had come and left for those: they are newer, and fill the tier.
+            _log.warning("%s does not come to tier %r, which newer ones fill: %s", step, self.tier.name, error)
+            self.tier.dismissed.add(step)
+            if self._tell_stuck is not None:
+                self._tell_stuck(step, self.tier, error)
         except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
             if step in self._state.records() and step not in self.tier.dismissed:  # was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)

@@ -15,6 +15,7 @@ from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.blobs.slab import aligned
 from tieredckpt.engine.indexes import unique_extents
+from tieredckpt.engine.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.pieces import Piece
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Held, Tier
@@ -123,6 +124,14 @@ class StepSource:
             NotFound: no tier holds it.
             Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
         """
+        async with unless_moved(state, step), cls._open(state, step, only, chosen) as source:
+            yield source
+
+    @classmethod
+    @asynccontextmanager
+    async def _open(
+        cls, state: State, step: StepId, only: Tier | None, chosen: ChosenStep | None
+    ) -> AsyncIterator[StepSource]:
         chosen = chosen or (state.looked_on.get(step) if only is None else None)
         if chosen is not None:
             async with chosen.near() as near:
@@ -140,7 +149,7 @@ class StepSource:
                     await stack.enter_async_context(pinned(tier, step))
                     index = await tier.load_index(step)
                 except (Corrupt, NotFound, TierUnavailable) as error:
-                    _log.warning("%s cannot be opened on tier %r: %s", step, tier.name, error)
+                    _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
                     _report_silent(state, tier, error)
                     continue
@@ -296,7 +305,8 @@ class StepSource:
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
         key = layout.array_key(key)
-        _log.warning("%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
+        level = _level(self.state, error)
+        _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
         _report_silent(self.state, tier, error)
         if isinstance(error, TierUnavailable):
             self.silence = error
@@ -312,6 +322,7 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
     Raises `TierUnavailable` when a tier that may have it does not answer.
     """
     silent: TierUnavailable | None = None
+    before = places(state, step)
     for tier in state.holders(step):
         held = tier.held.get(step)
         if held is None:
@@ -321,6 +332,8 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
         try:
             record = (await tier.load_index(step)).record
         except (Corrupt, NotFound) as error:
+            if await has_moved(state, step, before):
+                raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
             tier.condemn(step, error)
             state.changed.beat()  # its tier is to get it anew
@@ -334,6 +347,11 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
     if silent is not None:
         raise silent
     return None
+
+
+def _level(state: State, error: TieredCkptError) -> int:
+    """How loud to tell what was not found: beside a writer, which evicts it at any time, that is in order."""
+    return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
 
 
 def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:

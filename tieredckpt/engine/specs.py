@@ -7,6 +7,7 @@ from typing import Any
 
 from tieredckpt.blobs.chfs.choice import driver_spec
 from tieredckpt.config import ChfsTier, KvstoreTier
+from tieredckpt.engine.moved import unless_moved
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import NotFound
@@ -25,7 +26,8 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
     """
     found = state.find(step)
     tier = state.tier(name) if name is not None else _whole_on(state, found)
-    index = await tier.load_index(found)
+    async with unless_moved(state, found):
+        index = await tier.load_index(found)
     kvstore = {
         "driver": "ocdbt",
         "base": _folder(tier, ""),

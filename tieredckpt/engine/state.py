@@ -8,7 +8,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,6 +106,8 @@ class State:
     """Of several ranks: the step that all restore at present, or restored last."""
     looked_on: dict[StepId, ChosenStep] = field(default_factory=dict)
     """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
+    look_anew: Callable[[], Awaitable[None]] | None = None
+    """Where nothing is written: makes what is known fresh."""
     saving: dict[int, tuple[float, Origin | None]] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (``capture="reference"``): since when, and what was
     restored last before."""

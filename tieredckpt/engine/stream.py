@@ -10,6 +10,7 @@ from functools import partial
 from tieredckpt.blobs.slab import Slab
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, copy_cells, has_room, wait_for_room
+from tieredckpt.engine.full_tier import make_room, needing
 from tieredckpt.engine.packs import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
 from tieredckpt.engine.slab_index import SlabIndex
 from tieredckpt.engine.spares import refer_to_intact
@@ -87,7 +88,7 @@ async def stream(
             if state.agents_tiers is not None:
                 fits = await state.agents_tiers.make_room(tier, need)
             else:
-                fits = await collector.make_room(tier, partial(_fits, tier, need))
+                fits = await make_room(state, collector, None, tier, need)
         if not fits:
             problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
             continue
@@ -108,10 +109,6 @@ async def stream(
     )
 
 
-def _fits(tier: Tier, nbytes: int) -> bool:
-    return tier.capacity is None or tier.used + nbytes <= tier.capacity
-
-
 async def _passage(
     state: State, collector: Collector, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError]
 ) -> _Passage:
@@ -123,6 +120,10 @@ async def _passage(
             # Before the packs of the next tier are held, for its promoter makes the room.
             await wait_for_room(state, collector, first, partial(has_room, first.ram.slab, largest))
         return _Passage(first.ram.slab, first.slab_index, first)
+    return _through_scratch(state)
+
+
+def _through_scratch(state: State) -> _Passage:
     return _Passage(state.scratch.slab, SlabIndex(state.scratch.slab), None)
 
 
@@ -132,8 +133,13 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
     while snapshot.pending:
         try:
             await _copy_some(state, collector, snapshot, passage)
+            if not snapshot.copied:
+                passage = _through_scratch(state)
+                continue
+            left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
             with attributed(tier):
-                nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
+                async with needing(sum(stored_size(cell.nbytes) for cell in left)):
+                    nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
             new_bytes += nbytes
             for done in snapshot.copied:
                 located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
@@ -146,13 +152,14 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
 
 
 async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, passage: _Passage) -> None:
+    """Copy as many cells as find room; none when RAM has no room, for the system may refuse memory to its slab."""
     slab = passage.slab
     if passage.ram is not None:
         with attributed(passage.ram):
             await collector.make_room(passage.ram, partial(has_room, slab, slab.capacity // 2))
     await copy_cells(state, snapshot, passage.index)
-    while not snapshot.copied:
-        if passage.ram is not None or not slab.used:
+    while not snapshot.copied and passage.ram is None:
+        if not slab.used:
             raise SkipSave(
                 f"the {format_size(slab.capacity)} of memory that it must pass through have no room for a single "
                 f"chunk; give the RAM tier a larger capacity"

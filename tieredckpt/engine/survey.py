@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["look_again", "pack_table", "survey"]
+__all__ = ["look_again", "pack_table", "survey", "survey_again"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -81,6 +81,62 @@ async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
             if layout.MANIFEST in files:
                 tier.index_bytes[step] = sum(info.size for info in files.values())
     return steps
+
+
+async def survey_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
+    """Learn which steps came to a tier, left it or were committed anew since `survey`; read those alone.
+
+    Whoever writes to the tier knows; this is for one who does not.
+
+    Args:
+        tier: surveyed before.
+        packs: learn which packs there are as well, though not what they hold.
+        but: steps that stay out of sight.
+
+    Returns:
+        Whether the tier holds steps of another store.
+
+    Raises as its blob store does; what was known is known on then.
+    """
+    folders = await _list_steps(tier)
+    committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
+    changed = [step for step in committed if not _is_known(tier, step, folders[step])]
+    foreign = False
+
+    async def read(step: StepId) -> None:
+        nonlocal foreign
+        found = await _read_step(tier, step)
+        before = tier.damaged.get(step)
+        tier.drop(step)  # with all that is remembered of it
+        if found is None:
+            return
+        tier.index_bytes[step] = sum(info.size for info in folders[step].values())
+        if isinstance(found, Held):
+            tier.held[step] = found
+            foreign |= tier.marker is not None and found.record.store != tier.marker.store
+            if (stamp := stamp_of(found.btree_key.rpartition("/")[2], folders[step])) is not None:
+                tier.catalogued.stamps[step] = stamp
+            return
+        tier.damaged.condemn(step, found, tier.packs)
+        if before is None:
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, found)
+
+    await _all(partial(read, step) for step in changed)
+    for step in (tier.held.keys() | tier.damaged.keys()) - committed:
+        tier.drop(step)
+    if packs and tier.ram is None:
+        sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
+        for key in tier.packs.keys() - sizes.keys():
+            del tier.packs[key]
+        tier.packs.update(sizes)
+    return foreign and not await tier.probe()
+
+
+def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:
+    held = tier.held.get(step)
+    if held is None:
+        return False
+    return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.catalogued.stamps.get(step)
 
 
 async def _list_packs(tier: Tier) -> None:

@@ -99,6 +99,8 @@ class Tier:
     """Steps whose last commit failed in a way that may have succeeded all the same."""
     lease: Lease | None = None
     error: Exception | None = None
+    note: str = ""
+    """What a person should know of it though it works."""
     retry_at: float = 0.0
     guards_packs: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while packs are written and committed, and while dead ones are collected."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.heal import heal, heal_index, inspect
+from tieredckpt.engine.moved import Moved, has_moved, places
 from tieredckpt.engine.scan import Scan
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
@@ -85,6 +86,23 @@ async def verify_on(
     of each part that was read, from any thread; what ``scan`` has seen is not read again. Raises `NotFound` when
     the step left the tier meanwhile.
     """
+    before = places(state, step)
+    found = await _verify_on(state, collector, step, tier, repair=repair, progress=progress, scan=scan)
+    if found.problem and await has_moved(state, step, before):
+        raise _left(step, tier)
+    return found
+
+
+async def _verify_on(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    repair: bool,
+    progress: Callable[[int], None] | None,
+    scan: Scan | None,
+) -> Verified:
     record = state.records().get(step)
     nbytes = record.nbytes if record is not None else 0
     with tier.indexes.rereading(step) as remembered:
@@ -136,5 +154,5 @@ async def _with_another_index(
     return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 
 
-def _left(step: StepId, tier: Tier) -> NotFound:
-    return NotFound(f"{step} left tier {tier.name!r} while it was verified")
+def _left(step: StepId, tier: Tier) -> Moved:
+    return Moved(f"{step} left tier {tier.name!r} while it was verified")

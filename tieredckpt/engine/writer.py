@@ -28,6 +28,7 @@ from tieredckpt.engine import manifests
 from tieredckpt.engine.branches import Continued, Origin
 from tieredckpt.engine.collector import Collector
 from tieredckpt.engine.fill import SkipSave, fill_slab
+from tieredckpt.engine.full_tier import NoRoom, evict_older
 from tieredckpt.engine.indexes import packs_of
 from tieredckpt.engine.state import State, Streamed
 from tieredckpt.engine.stream import Located, Refused, attributed, stream
@@ -116,6 +117,10 @@ class Writer:
                     try:
                         tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
                     except Refused as refused:
+                        if isinstance(full := refused.error, NoRoom) and await evict_older(
+                            state, self._collector, None, refused.tier, full.need
+                        ):
+                            continue
                         refusals[refused.tier.name] = refused.error
                         state.report(refused.tier, refused.error)
             except SkipSave as why:

@@ -103,7 +103,7 @@ class _Rollout:
         for tier in world.rungs:
             step = None if tier.busy else world.next_due(tier)
             source = world.source(step) if step is not None else None
-            if step is None or source is None or not world.make_room(tier):
+            if step is None or source is None or not world.make_room(tier, step):
                 continue
             nbytes = self.scenario.added(len(tier.held))
             rate = min(tier.rung.write, math.inf if source.rung.ram else source.rung.read)

@@ -254,7 +254,10 @@ class _Run:
                 if step is None:
                     yield self.changed | self.env.timeout(_LOOK_AGAIN)
                     continue
-                if not self.world.make_room(tier):
+                if not self.world.make_room(tier, step):
+                    if any(held > step for held in tier.held):
+                        tier.dismissed.add(step)
+                        continue
                     tier.error = NoSpace(f"tier {tier.name!r} is full")
                     self.world.touched()
                     yield self.env.timeout(delay)

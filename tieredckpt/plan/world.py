@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tieredckpt.blobs.base import Survives
-from tieredckpt.engine.ask import is_due, leaving, waits_for_promotion
+from tieredckpt.engine.ask import is_due, leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.branches import Branch
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
@@ -222,16 +222,22 @@ class World(State):
 
     # -- room ---------------------------------------------------------------------------------------------
 
-    def make_room(self, tier: WorldTier) -> bool:
-        """Evict until the tier has room for one more step; False when nothing more may go."""
+    def make_room(self, tier: WorldTier, step: StepId | None = None) -> bool:
+        """Evict until the tier has room for one more step, None for a new one; False when nothing more may go."""
         if self._fits(tier):
             return True
         going = leaving(self, tier)
         if tier.rung.ram:
-            going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
-        for step in going:
-            if not waits_for_promotion(self, step, tier) and self._try_evict(step, tier) and self._fits(tier):
+            going += [old for old in sorted(tier.held) if old not in going and self._elsewhere(old, tier)]
+        for old in going:
+            if not waits_for_promotion(self, old, tier) and self._try_evict(old, tier) and self._fits(tier):
                 return True
+        if not tier.rung.ram:
+            for older in leaving_for(self, tier, step):
+                if waits_for_promotion(self, older, tier, only_healthy=True):
+                    continue
+                if self._try_evict(older, tier) and self._fits(tier):
+                    return True
         return False
 
     def replace_oldest(self, tier: WorldTier) -> bool:

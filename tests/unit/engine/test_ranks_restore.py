@@ -16,7 +16,7 @@ from cohort import DEADLINE, Cohort, assert_whole, blank, cohort, common, part, 
 from insight import mapped_below
 from scenes import config, folder
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.events import StepEvicted
 
@@ -54,6 +54,21 @@ async def restore_into(ranks: Cohort, seed: int) -> list[dict[str, int]]:
         np.testing.assert_array_equal(tree["w"].array, expected["w"].array)
         np.testing.assert_array_equal(tree["common"], expected["common"])
     return [dict(each.sources) for each in restored if each is not None]
+
+
+async def test_pieces_of_a_rank_that_share_memory_are_refused_on_all_ranks(place: Place) -> None:
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        trees = [blank(rank, ranks.size) for rank in range(ranks.size)]
+        own = trees[1]["w"]
+        other = Shard(own.array, own.shape, (0,) * len(own.shape))
+        trees[1] = {"w": Sharded([own, other])}
+        outcomes = await asyncio.gather(
+            *(store.restore(into=tree) for store, tree in zip(ranks.stores, trees, strict=True)), return_exceptions=True
+        )
+        assert all(isinstance(outcome, Exception) for outcome in outcomes)
+        assert "share memory" in str(outcomes[1])
+        assert not own.array.any()
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 3), (3, 8), (4, 1), (2, 6)])

@@ -263,6 +263,23 @@ async def test_a_full_shared_memory_makes_saves_slower_and_fails_none(
     assert not heard.of(SaveSkipped)
 
 
+async def test_shared_memory_that_fills_before_the_first_save_fails_none(
+    small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ram_module, "memory_limit", lambda: (160 * MIB, "the test"))
+    tiers = {"ram": {"kind": "ram", "path": small_tmpfs / "ram"}, "disk": folder(tmp_path / "disk", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        heard = Heard(store)
+        await asyncio.to_thread(fill_up, small_tmpfs)
+        states = {1: tree(1), 2: state(2)}
+        for step, saved in states.items():
+            assert not (await store.save(step, saved)).skipped
+        assert [event.tier for event in heard.of(StepSaved)] == ["disk", "disk"]
+        await assert_restores(store, states)
+        (small_tmpfs / "filler").unlink()
+    assert not heard.of(SaveSkipped)
+
+
 def fill_up(folder: Path) -> None:
     with (folder / "filler").open("wb", buffering=0) as file:
         for size in (MIB, 4096, 1):

@@ -283,6 +283,7 @@ class OnTier(_Frame, frozen=True):
     used: int
     bandwidth: float | None
     promotions: int
+    note: str
     failure: Failure | None
 
 

@@ -14,6 +14,7 @@ from tieredckpt.engine import manifests
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.link import Link
 from tieredckpt.engine.collector import Collector
+from tieredckpt.engine.full_tier import make_room
 from tieredckpt.engine.parts import check_found
 from tieredckpt.engine.spares import refer_to_intact
 from tieredckpt.engine.state import State
@@ -82,9 +83,7 @@ class LentTiers:
     async def make_room(self, order: said.MakeRoom) -> bool:
         """Whether so many bytes fit, after evictions where need be."""
         tier = self._state.tier(order.tier)
-        return tier.capacity is None or await self._collector.make_room(
-            tier, lambda: tier.capacity is None or tier.used + order.nbytes <= tier.capacity
-        )
+        return await make_room(self._state, self._collector, None, tier, order.nbytes)
 
     async def lend(self, order: said.Lend) -> None:
         """Keep the tier's packs as they are until it is given back."""

@@ -16,7 +16,7 @@ from tieredckpt.engine.messages import Failure, HeldStep, brief
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.errors import Corrupt
-from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, TierFailed, TierRecovered
+from tieredckpt.events import ChunkRepaired, Event, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["VERSION", "RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
@@ -28,7 +28,7 @@ _TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agen
 """Settings that an agent does not go by."""
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (ChunkRepaired, StepEvicted, StepPromoted, TierFailed, TierRecovered)
+    kind.__name__: kind for kind in (ChunkRepaired, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered)
 }
 
 
@@ -109,6 +109,7 @@ class TierNews:
             used=tier.used,
             bandwidth=tier.write_bandwidth,
             promotions=tier.promotions,
+            note=tier.note,
             failure=None if tier.error is None else Failure.of(tier.error),
         )
         rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
@@ -146,6 +147,7 @@ def adopt_tier(state: State, news: OnTier) -> Tier:
     tier.stuck.update({step: failure.error() for step, failure in news.stuck})
     tier.dismissed = set(news.dismissed)
     tier.used_elsewhere, tier.bandwidth_elsewhere, tier.promotions = news.used, news.bandwidth, news.promotions
+    tier.note = news.note
     tier.error = None if news.failure is None else news.failure.error()
     tier.marker = state.marker if news.known else None
     state.changed.beat()

@@ -1,0 +1,215 @@
+"""What a process that does not write knows of a store, made fresh whenever it is asked: another process changes it.
+
+Steps are listed, and only those are read that are new or were committed anew. RAM that a trainer gave back, took anew
+or made is let go and attached, and so is a tier that was not there, or that was replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from pathlib import Path
+from typing import TypeVar
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ramnote import read_note
+from tieredckpt.blobs.settle import in_thread, whole
+from tieredckpt.engine.connect import connect, identify, reopen
+from tieredckpt.engine.forks import drop_left_behind
+from tieredckpt.engine.moved import Moved
+from tieredckpt.engine.onlooking import look_on, seen_in_ram
+from tieredckpt.engine.state import State
+from tieredckpt.engine.survey import survey_again
+from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Refresh"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tieredckpt")
+
+_TRIES = 30
+"""How often a step is looked for that is evicted each time before it has been read."""
+
+
+class Refresh:
+    """Keeps a reader's knowledge fresh. Lives on the engine's loop."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        state.look_anew = self.refresh
+        self._guards_refresh = asyncio.Lock()
+        self._begun = -1.0
+        """When the last refresh began that ended well (monotonic seconds)."""
+        self._in_flight: set[object] = set()
+        """One for each call under way."""
+        self._aside: list[tuple[BlobStore, set[object]]] = []
+        """Stores that tiers use no more, each with the calls that may still read it."""
+        self._left_behind: set[StepId] = set()
+        """Steps in RAM that the training has not gone on from."""
+        self._seen: Hashable = None
+        """What `seen_in_ram` said last."""
+
+    async def looking(self, work: Callable[[], Awaitable[T]], *, packs: bool = False) -> T:
+        """The result of work that looks at the store as it is now, again when a step moves while it is read.
+
+        What is damaged is believed to be at the second look. With ``packs`` the work asks what space they take.
+        """
+        call = object()
+        self._in_flight.add(call)
+        try:
+            await self.refresh(packs=packs)
+            damaged = False
+            for tries in range(_TRIES):
+                try:
+                    return await work()
+                except Moved:
+                    if tries == _TRIES - 1:
+                        raise
+                except Corrupt:
+                    if damaged:
+                        raise
+                    damaged = True
+                    for tier in self._state.tiers:
+                        tier.indexes.clear()
+                    await self.refresh()
+            raise AssertionError("the last try returns or raises")
+        finally:
+            self._in_flight.discard(call)
+            await whole(self._close_unused())
+
+    async def close(self) -> None:
+        """Let go of what no tier uses any more."""
+        for blobs, _ in self._aside:
+            await blobs.close()
+        self._aside.clear()
+
+    async def _close_unused(self) -> None:
+        used = [(blobs, readers & self._in_flight) for blobs, readers in self._aside]
+        self._aside = [(blobs, readers) for blobs, readers in used if readers]
+        for blobs, readers in used:
+            if not readers:
+                await blobs.close()
+
+    # -- looking ------------------------------------------------------------------------------------------
+
+    async def refresh(self, *, packs: bool = False) -> None:
+        """Know what the tiers hold at some moment after this was called. A tier that fails is reported."""
+        asked = time.monotonic()
+        async with self._guards_refresh:
+            if self._begun > asked and not packs:
+                return  # for another call
+            begun = time.monotonic()
+            await self._refresh(packs=packs)
+            self._begun = begun
+
+    async def _refresh(self, *, packs: bool) -> None:
+        state, first = self._state, self._state.tiers[0]
+        if state.marker is not None:
+            for tier in state.tiers:  # one after the other: a step comes to the next tier before it leaves this one
+                await self._look_at(tier, packs=packs)
+        if all(tier.marker is None for tier in state.tiers):
+            await self._identify()  # whose store it is, only what is there can tell
+        before = set(first.held)
+        await drop_left_behind(state)
+        self._left_behind |= before - set(first.held)
+        seen = await in_thread(seen_in_ram, state)
+        if seen != self._seen:
+            await look_on(state)
+            self._seen = seen
+        for step, chosen in state.looked_on.items():
+            first.held.setdefault(step, Held(chosen.index.record, ""))
+        state.adopt_line()
+        state.changed.beat()
+
+    async def _look_at(self, tier: Tier, *, packs: bool) -> None:
+        if isinstance(tier.ram, RamStore) and not await in_thread(_is_there, tier.ram):
+            await self._set_aside(tier)
+        if tier.marker is None:
+            await self._connect(tier)
+            return
+        if tier.error is not None and time.monotonic() < tier.retry_at:
+            return
+        try:
+            foreign = await survey_again(tier, packs=packs, but=self._left_behind if tier.ram is not None else ())
+        except TierUnavailable as error:
+            await self._reopen(tier, error)
+        else:
+            tier.recover()
+            if foreign:
+                await self._set_aside(tier)
+                await self._connect(tier)
+
+    async def _reopen(self, tier: Tier, error: TierUnavailable) -> None:
+        """Look at a tier that fails through a new store: its file system may have been mounted anew."""
+        try:
+            if tier.ram is None and await reopen(self._state, tier):
+                await survey_again(tier)
+                tier.recover()
+                return
+        except TieredCkptError:
+            self._note(tier, error)  # what it holds is known, and cannot be read for now
+            return
+        await self._set_aside(tier)
+        await self._connect(tier)
+
+    async def _connect(self, tier: Tier) -> None:
+        """Open a tier that was not there, or not to be read, unless it is too early to try that again."""
+        silent = tier.error is not None and not isinstance(tier.error, NotFound)
+        if silent and time.monotonic() < tier.retry_at:
+            return
+        state = self._state
+        try:
+            await connect(state, tier)
+            tier.recover()
+        except TieredCkptError as error:
+            known = any(other.marker is not None for other in state.tiers if other.ram is None and other is not tier)
+            if isinstance(error, Conflict) and tier.config.kind != "ram" and not known:
+                await self._start_over()  # another store has taken the place of the one that was looked at
+                return
+            tier.clear()
+            tier.marker = None
+            self._note(tier, error)
+
+    async def _start_over(self) -> None:
+        for tier in self._state.tiers:
+            await self._set_aside(tier)
+            tier.error = None
+        await self._identify()
+
+    async def _identify(self) -> None:
+        self._state.marker = None
+        failures = await identify(self._state)
+        failed = {tier.name for tier, _ in failures}
+        for tier in self._state.tiers:
+            if tier.name not in failed:
+                tier.recover()
+        for tier, error in failures:
+            self._note(tier, error)
+
+    def _note(self, tier: Tier, error: TieredCkptError) -> None:
+        """Remember why a tier cannot be looked at; that it is not there is not worth telling each time."""
+        if isinstance(error, NotFound):
+            tier.error = error
+        else:
+            self._state.report(tier, error)
+
+    async def _set_aside(self, tier: Tier) -> None:
+        """Know nothing of a tier; its store is closed when the calls are over that may read it."""
+        if tier.blobs is not None:
+            self._aside.append((tier.blobs, set(self._in_flight)))
+        tier.blobs = None
+        await tier.disconnect()
+        if tier.config.kind == "ram":
+            self._left_behind.clear()
+
+
+def _is_there(ram: RamStore) -> bool:
+    """Whether RAM is what its folder names as such."""
+    note = read_note(Path(ram.location))
+    return note is not None and ram.is_of(note)
