@@ -148,7 +148,7 @@ class Preemption:
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store.engine_loop.submit(self._keep())
         try:
-            step = work.outcome.result(max(0.0, left))
+            step = work.result(max(0.0, left))
         except TimeoutError:
             work.cancel()
             return kept
