@@ -79,8 +79,23 @@ def name_slow(thread: int | None) -> None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether what a callback raised is its own failure, of whatever type.
+    """Whether what a callback raised is its own failure, of whatever type: not what a signal has raised in it.
 
-    Only the main thread is interrupted from outside, and no callback awaits anything that could be cancelled.
+    Signals are handled in the main thread alone, and no callback awaits anything that could be cancelled.
     """
-    return not (isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread())
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    return not isinstance(error, KeyboardInterrupt) and not _raised_by_a_handler(error)
+
+
+def _raised_by_a_handler(error: BaseException) -> bool:
+    """Whether a signal handler has raised it: the one kind of function that is given the frame it interrupts."""
+    step = error.__traceback__
+    while step is not None:
+        frame, interrupted = step.tb_frame, step.tb_frame.f_back
+        if interrupted is not None:
+            for value in tuple(frame.f_locals.values()):
+                if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
+                    return True
+        step = step.tb_next
+    return False

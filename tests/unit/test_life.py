@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import re
+import signal
 import sys
 import threading
 import time
@@ -362,7 +363,7 @@ class LeavingSchedule(Schedule):
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(policy, "_offered", dict(policy._offered))
-    for kind in (LeavingPromotion, LeavingRetention, LeavingEviction, LeavingSchedule, Slow):
+    for kind in (LeavingPromotion, LeavingRetention, LeavingEviction, LeavingSchedule, Interrupted, Slow):
         policy.register(kind)
     return
 
@@ -399,6 +400,35 @@ def test_an_interrupt_that_hits_a_schedule_in_the_main_thread_ends_the_training(
     settings = promoting.model_copy(update={"schedule": LeavingSchedule()})
     with CheckpointStore.open(settings).sync() as store, pytest.raises(KeyboardInterrupt):
         store.due(1)
+
+
+class Interrupted(Schedule):
+    kind: Literal["test_interrupted"] = "test_interrupted"
+
+    def due(self, step: int, store: StoreView, observed: Observed) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return True
+
+
+@pytest.mark.usefixtures("offered")
+@pytest.mark.parametrize("error", [SystemExit(7), TimeoutError()], ids=["exit", "alarm"])
+@pytest.mark.parametrize("named", [True, False])
+def test_what_a_signal_handler_raises_in_the_middle_of_a_schedule_is_no_failure_of_that(
+    promoting: StoreConfig, error: BaseException, named: bool
+) -> None:
+    def handle(number: int, frame: object) -> None:
+        raise error
+
+    def handle_any(*arguments: object) -> None:
+        raise error
+
+    settings = promoting.model_copy(update={"schedule": Interrupted()})
+    before = signal.signal(signal.SIGUSR1, handle if named else handle_any)
+    try:
+        with CheckpointStore.open(settings).sync() as store, pytest.raises(type(error)):
+            store.due(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 class Slow(Promotion):
