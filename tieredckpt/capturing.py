@@ -1,4 +1,4 @@
-"""Saves that go on after they returned: trees of immutable arrays, captured by reference and copied behind."""
+"""The saves under way, and those that go on after they returned: immutable arrays, captured by reference."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ class Captures:
         self._engine = engine
         self._events = events
         self.pending: set[asyncio.Task[Saved]] = set()
+        """Saves that go on behind the trainer."""
+        self._awaited: set[asyncio.Task[Any]] = set()
+        """Saves that the trainer waits for."""
+
+    async def awaited(self, save: Callable[[], Awaitable[Saved]]) -> Saved:
+        """The result of a save that the trainer waits for, and so does who closes the store beside it."""
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        self._awaited.add(task)
+        try:
+            return await save()
+        finally:
+            self._awaited.discard(task)
 
     async def begin(
         self,
@@ -91,7 +104,7 @@ class Captures:
 
     async def end(self) -> None:
         """Return when none is under way; a cancellation ends them, and is raised when they have ended."""
-        pending = set(self.pending)
+        pending = self.pending | self._awaited
         try:
             if pending:
                 await asyncio.wait(pending)

@@ -1,15 +1,18 @@
 """What a store tells the outside while it works: frozen event values and their distribution.
 
-Events carry plain numbers (bytes, seconds) and names. A listener runs in the engine's thread and must
-return quickly; one that raises is logged and costs nobody else anything.
+Events carry plain numbers (bytes, seconds) and names. A listener runs in the engine's thread and must return quickly:
+one that takes seconds is named in the log, and one that calls the store is refused, for that would wait for itself. One
+that raises anything is logged and costs nobody else anything.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+
+from tieredckpt.callbacks import Callback, is_failure
 
 __all__ = [
     "ChunkRepaired",
@@ -216,29 +219,27 @@ class RamLeftAlone(Event):
 
 
 class Events:
-    """Hands each event to every listener; safe to call from any thread."""
+    """Hands each event to every listener; safe to call from any thread, and without a lock from a signal handler."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
-        self._guards_listeners = threading.Lock()
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event from now on; the returned function ends that."""
-        with self._guards_listeners:
-            self._listeners.append(listener)
+        self._listeners.append(listener)
 
         def unsubscribe() -> None:
-            with self._guards_listeners:
-                if listener in self._listeners:
-                    self._listeners.remove(listener)
+            with suppress(ValueError):
+                self._listeners.remove(listener)
 
         return unsubscribe
 
     def emit(self, event: Event) -> None:
-        with self._guards_listeners:
-            listeners = tuple(self._listeners)
-        for listener in listeners:
+        for listener in tuple(self._listeners):
             try:
-                listener(event)
-            except Exception:
+                with Callback("listener", listener):
+                    listener(event)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 _log.exception("a listener failed on %s", type(event).__name__)

@@ -20,6 +20,7 @@ on, and the outcome is in the log.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import threading
@@ -87,6 +88,7 @@ class Preemption:
         self._tier = self._state.tier(tier) if tier is not None else self._safest()
         self._name = name
         self._on = on
+        self._process = os.getpid()
         self._before: Callable[[int, FrameType | None], Any] | int | None = None
         self._warned_at = 0.0
         self._warnings: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whose put a signal handler may call
@@ -108,6 +110,10 @@ class Preemption:
         return self
 
     def _warn(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked worker, which the warning ends as if this had never been entered
+            signal.signal(self._on, self._before)
+            signal.raise_signal(self._on)
+            return
         if self.raised:
             return
         self._warned_at = time.monotonic()
@@ -122,6 +128,9 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if os.getpid() != self._process:
+            signal.signal(self._on, self._before)
+            return
         try:
             self._warnings.put(False)  # unless it was warned before
             self._promoting.join()
@@ -148,7 +157,7 @@ class Preemption:
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store.engine_loop.submit(self._keep())
         try:
-            step = work.outcome.result(max(0.0, left))
+            step = work.result(max(0.0, left))
         except TimeoutError:
             work.cancel()
             return kept

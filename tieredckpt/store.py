@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.capturing import Captures
 from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.config import RamTier, StoreConfig, load
+from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.collector import Collected
 from tieredckpt.engine.coordinators.auto import coordinator_of
 from tieredckpt.engine.engine import Engine
@@ -22,9 +21,10 @@ from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.specs import array_spec
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
-from tieredckpt.errors import Closed, Invalid
+from tieredckpt.errors import Closed, Conflict, Invalid
 from tieredckpt.events import Event, Events
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
+from tieredckpt.opened import Opened, Place, calling_line, close_blocking, closed
 from tieredckpt.policyviews import Observed
 from tieredckpt.restoring import restore
 from tieredckpt.tree.flatten import flatten
@@ -50,12 +50,23 @@ class CheckpointStore:
     Made by `open`; usable from any event loop and thread. All work happens on the store's own loop and threads.
     """
 
-    def __init__(self, config: StoreConfig, *, read_only: bool, ranks: Coordinator | Literal["auto"] | None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        read_only: bool,
+        ranks: Coordinator | Literal["auto"] | None,
+        takeover: bool = False,
+    ) -> None:
         self._config = config
         self._ranks = None if read_only else ranks
+        self._takeover = takeover
+        self._where = calling_line()
         self._events = Events()
         self._engine = Engine(config, self._events, read_only=read_only)
+        self._place = Place.of(config, getattr(self._ranks, "rank", None), read_only=read_only)
         self._loop: EngineLoop | None = None
+        self._opened: Opened | None = None
         self._captures = Captures(self._engine, self._events)
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -67,6 +78,7 @@ class CheckpointStore:
         *,
         read_only: bool = False,
         ranks: Coordinator | Literal["auto"] | None = "auto",
+        takeover: bool = False,
     ) -> CheckpointStore:
         """A store over the tiers of a configuration.
 
@@ -79,6 +91,8 @@ class CheckpointStore:
                 call tells what there is when it is made.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
                 jax.distributed has started, None for this one alone, or a coordinator. All open the store.
+            takeover: first close, in order, a store of this process that writes there, such as that of a notebook's
+                cell which was run before.
 
         Raises:
             Invalid: of the configuration, with a line for every problem.
@@ -86,8 +100,11 @@ class CheckpointStore:
 
         Opening raises `Conflict` when another store writes there, and a tier's own error when no tier can be
         opened at all; if some can, the others are reported as events and retried.
+
+        A store that nobody refers to any more is closed, as by an exception, and one that is open when the process
+        ends is closed then; both leave in RAM what is on no other tier.
         """
-        return cls(load(source), read_only=read_only, ranks=ranks)
+        return cls(load(source), read_only=read_only, ranks=ranks, takeover=takeover)
 
     async def __aenter__(self) -> Self:
         await self._open()
@@ -102,61 +119,69 @@ class CheckpointStore:
         return self.__aenter__().__await__()
 
     async def _open(self) -> None:
-        loop = self._new_loop()
+        loop, opened = self._new_loop()
         try:
-            await loop.call(self._engine.start(await in_thread(coordinator_of, self._ranks, self._config)))
-        except BaseException:
-            await in_thread(loop.stop)
+            for other in self._in_the_way(opened):
+                await closed(other, clean=True)
+            await loop.call(opened.start(await in_thread(coordinator_of, self._ranks, self._config)))
+        except GeneratorExit:  # nothing can be awaited any more
+            opened.begin_closing(clean=False)
+            raise
+        except BaseException as error:
+            await closed(opened, clean=False)
+            self._explain(error, opened)
             raise
 
     def open_blocking(self) -> None:
         """Open without an event loop; for `SyncStore`."""
-        loop = self._new_loop()
+        loop, opened = self._new_loop()
         try:
-            loop.call_blocking(self._engine.start(coordinator_of(self._ranks, self._config)))
-        except BaseException:
-            loop.stop()
+            for other in self._in_the_way(opened):
+                close_blocking(other, clean=True)
+            loop.call_blocking(opened.start(coordinator_of(self._ranks, self._config)))
+        except BaseException as error:
+            close_blocking(opened, clean=False)
+            self._explain(error, opened)
             raise
 
-    def close_blocking(self, *, clean: bool) -> None:
-        """Close without an event loop; for `SyncStore`."""
-        if self._loop is None:
-            return
-        try:
-            self._loop.call_blocking(self._finish(clean=clean))
-        except Closed:
-            return
-        finally:
-            self._loop.stop()
-
-    def _new_loop(self) -> EngineLoop:
+    def _new_loop(self) -> tuple[EngineLoop, Opened]:
         if self._loop is not None:
             raise Invalid("this store was opened before; make a new one with CheckpointStore.open")
         self._loop = EngineLoop("tieredckpt engine")
-        return self._loop
+        self._opened = Opened(self._loop, self._engine, self._captures, self._config, self._place, self._where)
+        return self._loop, self._opened
+
+    def _in_the_way(self, opened: Opened) -> list[Opened]:
+        """The stores of this process that are to be closed before this one opens."""
+        others = [other for other in self._place.writers() if other is not opened]
+        return [other for other in others if self._takeover or other.abandoned]
+
+    def _explain(self, error: BaseException, opened: Opened) -> None:
+        """Raise a `Conflict` anew that a store of this process is behind, with where that was opened."""
+        others = [other.where for other in self._place.writers() if other is not opened]
+        if isinstance(error, Conflict) and others:
+            raise Conflict(
+                f"{error}. This process itself opened it at {', '.join(others)} and has not closed it: close that "
+                f"store, or open this one with takeover=True, which does so first"
+            ) from error
+
+    def close_blocking(self, *, clean: bool) -> None:
+        """Close without an event loop; for `SyncStore`."""
+        if self._opened is not None and not self._opened.thread.was_forked:
+            close_blocking(self._opened, clean=clean)
 
     async def close(self) -> None:
-        """Wait for what is still to be promoted, on tiers that work, and release everything. Idempotent."""
+        """Wait for what is still to be promoted, on tiers that work, and release everything.
+
+        Idempotent, also at the same time: all who close return when it is closed. What was called before ends first,
+        as `Closed` if it has not ended when everything is promoted; what is called later is `Closed`. A forked
+        process closes nothing of its parent's.
+        """
         await self._close(clean=True)
 
     async def _close(self, *, clean: bool) -> None:
-        if self._loop is None:
-            return
-        try:
-            await self._loop.call(self._finish(clean=clean))
-        except Closed:
-            return
-        finally:
-            await in_thread(self._loop.stop)
-
-    async def _finish(self, *, clean: bool) -> None:
-        try:
-            await self._captures.end()
-        except asyncio.CancelledError:
-            await self._engine.close(flush=False, keep_ram=True)
-            raise
-        nearest = self._config.tiers[0]
-        await self._engine.close(flush=clean, keep_ram=not isinstance(nearest, RamTier) or nearest.keeps(clean=clean))
+        if self._opened is not None and not self._opened.thread.was_forked:
+            await closed(self._opened, clean=clean)
 
     def sync(self) -> SyncStore:
         """The blocking face of this store, for trainers without an event loop."""
@@ -166,9 +191,10 @@ class CheckpointStore:
 
     @property
     def engine_loop(self) -> EngineLoop:
-        """Where the store's work runs. Raises `Closed` before opening."""
+        """Where the store's work runs. Raises `Closed` before opening, and in a process that was forked since."""
         if self._loop is None:
             raise Closed("the store is not open yet: use `async with`, or await it")
+        self._loop.thread.check_process()
         return self._loop
 
     @property
@@ -241,7 +267,8 @@ class CheckpointStore:
             return Checkpoint(step, self._engine, self.engine_loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
-        saved = await self.engine_loop.call(self._save(step, tree, given, overwrite, replicated))
+        save = partial(self._save, step, tree, given, overwrite, replicated)
+        saved = await self.engine_loop.call(self._captures.awaited(save))
         return Checkpoint(step, self._engine, self.engine_loop, saved)
 
     async def _save(

@@ -148,10 +148,10 @@ def speak_beside_training(me: Rank) -> None:
         return told
 
     done = threading.Event()
-    outcome = loop.submit(work()).outcome
-    outcome.add_done_callback(lambda _: done.set())
+    working = loop.submit(work())
+    working.ended.then(done.set)
     steps = train_until(done, me)
-    told = outcome.result()
+    told = working.result()
     loop.stop()
     me.tell(told | {"steps": steps, "left": left_behind(me)})
 
@@ -277,7 +277,7 @@ async def leave(me: Rank) -> None:
 def exit_without_closing(me: Rank) -> None:
     """The loop goes on in its thread while the interpreter ends."""
     loop = EngineLoop("tieredckpt engine")
-    loop.submit(leave(me)).outcome.result(DEADLINE)
+    loop.submit(leave(me)).result(DEADLINE)
     me.tell("left")
 
 

@@ -20,6 +20,7 @@ from tieredckpt.engine import copier, packs, reader
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.errors import Closed, NotFound
 from tieredckpt.format.digest import CopyDigester
+from tieredckpt.opened import Opened
 from tieredckpt.testing.tiers import FaultyTiers
 from tieredckpt.tree import snapshot
 
@@ -67,15 +68,30 @@ def stopped_at(nth: int) -> Iterator[list[StopsAt]]:
     async def run(stops: StopsAt) -> Any:
         return await stops
 
-    def start(loop: EngineLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def start(loop: EngineLoop, coroutine: Coroutine[Any, Any, Any], **how: Any) -> Any:
         if started:
-            return submit(loop, coroutine)
+            return submit(loop, coroutine, **how)
         started.append(StopsAt(coroutine, nth))
-        return submit(loop, run(started[0]))
+        return submit(loop, run(started[0]), **how)
 
     with pytest.MonkeyPatch.context() as patch:
         submit = EngineLoop.submit
         patch.setattr(EngineLoop, "submit", start)
+        yield started
+
+
+@contextmanager
+def closing_stopped_at(nth: int) -> Iterator[list[StopsAt]]:
+    """Cancel the next closing of a store at its ``nth`` suspension."""
+    started: list[StopsAt] = []
+
+    async def stopped(opened: Opened, *, clean: bool) -> None:
+        started.append(StopsAt(close(opened, clean=clean), nth))
+        await started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        close = Opened._close
+        patch.setattr(Opened, "_close", stopped)
         yield started
 
 
@@ -531,7 +547,7 @@ async def test_a_closing_stopped_anywhere_lets_go_of_everything_and_loses_nothin
         threads = set(threading.enumerate())
         store = await CheckpointStore.open(settings)
         await store.save(nth + 1, tree(nth + 1))
-        with stopped_at(nth) as started:
+        with closing_stopped_at(nth) as started:
             await (store.close() if clean else crash(store))
         assert _new_threads(threads) == set()
         with pytest.raises(Closed):

@@ -1,4 +1,4 @@
-"""Asks the policies, and stays safe whatever they answer: one that raises is logged and its step kept.
+"""Asks the policies, and stays safe whatever they answer: one that raises anything is logged and its step kept.
 
 What is no answer to the question counts as a failure: an endless iterator is not tried for what it holds.
 """
@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import takewhile
 
+from tieredckpt.callbacks import Callback, is_failure
 from tieredckpt.engine.state import State
 from tieredckpt.engine.tier import Tier
 from tieredckpt.format.manifest import StepId
@@ -19,9 +20,6 @@ from tieredckpt.policy import StoreView, TierView
 __all__ = ["is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion"]
 
 _log = logging.getLogger("tieredckpt")
-
-_FAILURES = (Exception, SystemExit)
-"""A policy that wants to exit would take the engine's loop with it."""
 
 
 def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
@@ -43,12 +41,15 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     mine = view.steps[place]
     tier_view = view.tiers[tier.index]
     try:
-        if not tier.config.promote.promotes(mine, tier_view, view):
-            return False
+        with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
+            if not tier.config.promote.promotes(mine, tier_view, view):
+                return False
         newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
         if any(seen.on_line and tier.name in seen.tiers for seen in newer):
             return step.serial in _retained(tier, tier_view, state.view(and_on=(step, tier)))
-    except _FAILURES:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
     return True
 
@@ -69,11 +70,14 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
         if not view.serials_on(tier.name) - retained:
             return []
         found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
-        proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
+        with Callback(f"tier {tier.name!r}: eviction policy", tier.config.evict):
+            proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
         if not isinstance(proposed, (list, tuple)):
             raise TypeError(f"{tier.config.evict.kind}: order() gave a {type(proposed).__name__}, not a list")
         order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
-    except _FAILURES:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
         return []
     order.sort(key=lambda serial: found[serial].on_line)
@@ -93,7 +97,8 @@ def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
 
 
 def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:
-    retained = tier.config.retain.retains(tier_view, view)
+    with Callback(f"tier {tier.name!r}: retention policy", tier.config.retain):
+        retained = tier.config.retain.retains(tier_view, view)
     if not isinstance(retained, (AbstractSet, list, tuple)):
         raise TypeError(f"{tier.config.retain.kind}: retains() gave a {type(retained).__name__}, not a frozenset")
     return frozenset(retained)
@@ -106,7 +111,10 @@ def save_is_due(state: State, step: int, after: float | None = None) -> bool:
         if after is not None:
             last = None if observed.last_save_at is None else view.now - after
             observed = replace(observed, started_at=view.now - after, last_save_at=last)
-        return bool(state.config.schedule.due(step, view, observed))
-    except _FAILURES:
+        with Callback("schedule", state.config.schedule):
+            return bool(state.config.schedule.due(step, view, observed))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         _log.exception("the schedule failed at step %d; the step is saved", step)
         return True

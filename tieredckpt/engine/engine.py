@@ -218,13 +218,16 @@ class Engine:
         await self.give_way(step, tier.name)
         await self.by_hand.promote(step.step, tier.name)
 
-    async def close(self, *, flush: bool, keep_ram: bool) -> None:
+    async def close(
+        self, *, flush: bool, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
         """Finish what is due on the tiers that work, and let everything go.
 
         Args:
             flush: wait for the promotions that are due.
             keep_ram: leave the RAM tier's memory as it is, for the next process; otherwise it is given back if
                 everything in it is on another tier.
+            end_calls: ends what uses the tiers besides, before they are let go.
         """
         done = False
         try:
@@ -237,9 +240,11 @@ class Engine:
         finally:
             if self.link is not None:
                 await whole(self.link.close(done=done))
-            await whole(self._let_go(keep_ram=keep_ram))  # a close that is cancelled closes none the less
+            await whole(self._let_go(keep_ram, end_calls))  # a close that is cancelled closes none the less
 
-    async def _let_go(self, *, keep_ram: bool) -> None:
+    async def _let_go(self, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        if end_calls is not None:
+            await end_calls()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, self.mending.stop(), return_exceptions=True)

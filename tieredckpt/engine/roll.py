@@ -40,7 +40,12 @@ class Roll:
         self._tiers = tiers
         self._describe = describe
         self._guards_roll = threading.Lock()
-        """The trainer's thread asks whether a save is due, while the engine's changes what is held."""
+        """The trainer's thread asks whether a save is due, while the engine's changes what is held.
+
+        Nobody waits for it: a signal handler may have interrupted the thread that holds it, and wait for the engine.
+        """
+        self._torn = False
+        """Whether an interrupt has ended a renewal, so that what came and went is not known."""
         self._line: Line = ()
         self._views: dict[StepId, StepView] = {}
         """By age, as in `Called`."""
@@ -48,14 +53,32 @@ class Roll:
 
     def call(self, line: Line) -> Called:
         """The steps that there are now, when this is the branch."""
-        with self._guards_roll:
-            changed = {step for tier in self._tiers for step in tier.held.news()}
+        if not self._guards_roll.acquire(blocking=False):
+            return self._anew(line)
+        try:
+            changed = self._all() if self._torn else set()
+            self._torn = True
+            changed = changed.union(*(tier.held.news() for tier in self._tiers))
             if line != self._line:
                 changed |= self._moved(line)
                 self._line = line
             if changed:
                 self._renew(changed)
+            self._torn = False
             return self._called
+        finally:
+            self._guards_roll.release()
+
+    def _all(self) -> set[StepId]:
+        """Every step that there is, or was when this was renewed last."""
+        return set(self._views).union(*(tuple(tier.held) for tier in self._tiers))
+
+    def _anew(self, line: Line) -> Called:
+        """The same, found out from the tiers alone, while another call is renewing what is known."""
+        roll = Roll(self._tiers, self._describe)
+        roll._line = line
+        roll._renew(roll._all())
+        return roll._called
 
     def _moved(self, line: Line) -> set[StepId]:
         """The steps that came to the line or left it."""
@@ -78,7 +101,7 @@ class Roll:
             record, names = holding[0][1].record, tuple(name for name, _ in holding)
             on_line = on(self._line, step.serial)
             known = views.get(step)
-            if known is None or records[step] is not record:
+            if known is None or records.get(step) is not record:
                 views[step] = self._describe(step, record, names, on_line)
             elif known.tiers != names or known.on_line != on_line:
                 views[step] = dataclasses.replace(known, tiers=names, on_line=on_line)

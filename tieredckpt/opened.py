@@ -1,0 +1,236 @@
+"""The stores that are open in this process: where each was opened, and who closes it if its user does not.
+
+A store is closed by whoever opened it; else when nobody refers to it any more, by another that takes it over, or at
+the end of the process. A forked process has none of those of its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tieredckpt.blobs.settle import outlast
+from tieredckpt.capturing import Captures
+from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.engine.engine import Engine
+from tieredckpt.engine.loop import EngineLoop, EngineThread
+from tieredckpt.engine.ranks import Coordinator
+from tieredckpt.errors import Closed
+
+__all__ = ["EXIT_SECONDS", "Opened", "Place", "calling_line", "close_blocking", "closed"]
+
+_log = logging.getLogger("tieredckpt")
+
+EXIT_SECONDS = 60.0
+"""How long the end of a process waits for promotions that are due, where its stores were not closed."""
+
+_TOLD_AFTER = 2.0
+"""Seconds of that after which people are told what the process waits for."""
+_LET_GO_SECONDS = 5.0
+"""How long it waits after that for locks and leases to be given back; those of the dead are found to be theirs."""
+
+
+class Opened:
+    """One store, from its opening to its close. Refers to nothing that its user holds, so that those may go."""
+
+    def __init__(
+        self, loop: EngineLoop, engine: Engine, captures: Captures, config: StoreConfig, place: Place, where: str
+    ) -> None:
+        self.thread: EngineThread = loop.thread
+        self.place = place
+        self.where = where
+        """File and line that opened it."""
+        self.abandoned = False
+        """Whether it is closed because nobody refers to it."""
+        self._engine, self._captures, self._config = engine, captures, config
+        self._started = False
+        self._closing: asyncio.Task[None] | None = None
+        self._waiting = 0
+        _open.add(self)
+        self.thread.ended.then(lambda: _open.discard(self))
+        weakref.finalize(loop, self._abandon).atexit = False  # `_close_all` is in time for what it needs
+
+    async def start(self, coordinator: Coordinator | None) -> None:
+        """Open the tiers, on the engine's loop. Raises as `Engine.start`."""
+        await self._engine.start(coordinator)
+        self._started = True
+
+    # -- its end ------------------------------------------------------------------------------------------
+
+    async def close(self, *, clean: bool) -> None:
+        """Close it, on the engine's loop, or wait for whoever does. The first of them says whether it is ``clean``.
+
+        Cancelled for all who wait, it gives up what is still to be promoted, and closes none the less.
+        """
+        closing = self._begin(clean=clean)
+        self._waiting += 1
+        try:
+            await asyncio.wait([closing])
+        except asyncio.CancelledError:
+            self._waiting -= 1
+            if not self._waiting:
+                self._hurry()
+            await outlast(closing)
+            raise
+        if not closing.cancelled():
+            closing.result()
+
+    def begin_closing(self, *, clean: bool) -> None:
+        """Have it closed, from any thread, and without waiting for that."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.thread.loop.call_soon_threadsafe(lambda: self._begin(clean=clean))
+
+    def hurry(self) -> None:
+        """Have a close that has begun give up what is still to be promoted; from any thread."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.thread.loop.call_soon_threadsafe(self._hurry)
+
+    def _hurry(self) -> None:
+        if self._closing is not None:  # not before its first step, or it would end without any
+            self.thread.loop.call_soon(self._closing.cancel)
+
+    def _abandon(self) -> None:
+        """Close what nobody refers to: wherever the garbage collector runs, so nothing here may wait."""
+        if not self.thread.was_forked and not self.thread.closing:
+            self.abandoned = True
+            self.begin_closing(clean=False)
+
+    def _begin(self, *, clean: bool) -> asyncio.Task[None]:
+        if self._closing is None:
+            self.thread.closing = True
+            self._closing = asyncio.create_task(self._close(clean=clean), name="tieredckpt close")
+            self._closing.add_done_callback(self._end)
+        return self._closing
+
+    def _end(self, closing: asyncio.Task[None]) -> None:
+        if not closing.cancelled() and (error := closing.exception()) is not None and not self._waiting:
+            _log.warning("the checkpoint store opened at %s was not closed in order: %s", self.where, error)
+        self.thread.end()
+
+    async def _close(self, *, clean: bool) -> None:
+        if not self._started:
+            await self.thread.end_calls()  # the start, which lets go of what it has
+        if not self._started:
+            return
+        if self.abandoned:
+            _log.warning("the checkpoint store opened at %s is closed, for nobody refers to it any more", self.where)
+        nearest = self._config.tiers[0]
+        keep_ram = self.abandoned or not isinstance(nearest, RamTier) or nearest.keeps(clean=clean)
+        try:
+            await self._captures.end()
+        except asyncio.CancelledError:
+            await self._engine.close(flush=False, keep_ram=True, end_calls=self.thread.end_calls)
+            raise
+        await self._engine.close(flush=clean, keep_ram=keep_ram, end_calls=self.thread.end_calls)
+
+
+_open: set[Opened] = set()
+_of_parents: list[Opened] = []
+"""Kept for ever in a forked process: the end of a coroutine would run what follows its last line there as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store would write, as far as its configuration tells."""
+
+    tiers: frozenset[str]
+    rank: int | None
+    """Of a coordinator that was given; None for one alone, or where that is found out later."""
+    read_only: bool
+
+    @classmethod
+    def of(cls, config: StoreConfig, rank: int | None, *, read_only: bool) -> Place:
+        tiers = (
+            f"ram {tier.path or config.identity}" if isinstance(tier, RamTier) else f"{tier.kind} {tier.location}"
+            for tier in config.tiers
+        )
+        return cls(frozenset(tiers), rank, read_only)
+
+    def writers(self) -> list[Opened]:
+        """The stores of this process that are open and write there too."""
+        return [opened for opened in tuple(_open) if self._meets(opened.place)]
+
+    def _meets(self, other: Place) -> bool:
+        same_rank = self.rank == other.rank or None in (self.rank, other.rank)
+        return same_rank and not self.read_only and not other.read_only and bool(self.tiers & other.tiers)
+
+
+async def closed(opened: Opened, *, clean: bool) -> None:
+    """Close a store and await the end of its thread."""
+    loop = EngineLoop(opened.thread)
+    opened.begin_closing(clean=clean)  # also if this is cancelled before it has begun
+    try:
+        with contextlib.suppress(Closed):
+            await loop.call(opened.close(clean=clean), closes=True)
+    finally:
+        await loop.joined()
+
+
+def close_blocking(opened: Opened, *, clean: bool) -> None:
+    """`closed` without an event loop. Raises `Invalid` on the store's own thread."""
+    loop = EngineLoop(opened.thread)
+    loop.check_thread()
+    opened.begin_closing(clean=clean)
+    try:
+        with contextlib.suppress(Closed):
+            loop.call_blocking(opened.close(clean=clean), closes=True)
+    finally:
+        loop.join()
+
+
+def calling_line() -> str:
+    """File and line of the code outside of this library that is calling it."""
+    frame, ours = sys._getframe(1), f"{Path(__file__).parent}{os.sep}"
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _close_all() -> None:
+    """Close what is open when the process ends, as at the end of `with`, but within a bound."""
+    stores = tuple(_open)
+    clean = getattr(sys, "last_value", None) is None  # what ended the main thread, if anything did
+    for opened in stores:
+        opened.begin_closing(clean=clean)
+    try:
+        if not _all_end(stores, _TOLD_AFTER):
+            lines = ", ".join(opened.where for opened in stores if not opened.thread.ended.is_open)
+            _log.warning(
+                "the process ends and waits %g s at most for what the checkpoint store opened at %s has to promote; "
+                "close it to wait for all",
+                EXIT_SECONDS,
+                lines,
+            )
+            _all_end(stores, EXIT_SECONDS - _TOLD_AFTER)
+    except KeyboardInterrupt:
+        pass  # a person does not want to wait
+    for opened in stores:
+        opened.hurry()
+    if not _all_end(stores, _LET_GO_SECONDS):
+        _log.warning("the process ends before all tiers of its checkpoint stores have answered")
+
+
+def _all_end(stores: Iterable[Opened], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    return all(opened.thread.ended.wait(deadline - time.monotonic()) for opened in stores)
+
+
+def _forget_those_of_the_parent() -> None:
+    _of_parents.extend(_open)
+    _open.clear()
+
+
+# Before that of `concurrent.futures`, which was registered earlier and is called later: after it no thread of a pool
+# takes work any more. `atexit` would be later still.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_those_of_the_parent)
