@@ -11,6 +11,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit: 0 when all is well, 1 for an error or damage, 2 for wrong usage."""
-    from tieredckpt.cli.app import app  # the demo's training runs inside this package, and needs no typer
+    from tieredckpt.cli.streams import standard_streams
 
-    app(prog_name="tieredckpt")
+    with standard_streams():
+        from tieredckpt.cli.app import app  # the demo's training runs inside this package, and needs no typer
+
+        app(prog_name="tieredckpt")

@@ -1,8 +1,8 @@
 """Writes arrays to files that need no tieredckpt: one ``.npz``, or a folder of ``.npy`` files.
 
 The files appear under their final name when all is written, or not at all, and nothing that exists is
-replaced. Names are keys, percent-escaped (RFC 3986) so that none leads out of its folder:
-``urllib.parse.unquote`` gives the key back.
+replaced. The names of an ``.npz`` are the keys, and no member leads out of the folder where it is extracted. The
+files of a folder are named by keys, percent-escaped (RFC 3986): ``urllib.parse.unquote`` gives the key back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -30,6 +31,10 @@ INDEX = "index.json"
 
 _LONGEST = 200
 """Characters of a file's name; file systems end at 255 bytes."""
+
+# The format escapes these in a key, but for backslashes and drives; here no archive depends on that.
+_LEADS_OUT = re.compile(r"\0|^[A-Za-z]:|(?:^|[/\\])(?:\.*[/\\]|\.*$)")
+"""A path with a root, a drive, or a component that is empty or of full stops alone; for Windows too."""
 
 
 def extract(arrays: Arrays, to: Path) -> int:
@@ -53,12 +58,11 @@ def file_name(key: str) -> str:
 
 
 def member_name(key: str) -> str:
-    """The member of an array in a ``.npz``; slashes stay, as NumPy itself leaves them."""
-    return "/".join(_component(part) for part in key.split("/")) + ".npy"
+    """The member of an array in a ``.npz``: its key, or if that could lead out of a folder, its escaped key."""
+    return ("/".join(map(_component, key.split("/"))) if _LEADS_OUT.search(key) else key) + ".npy"
 
 
 def _component(part: str) -> str:
-    # The format escapes these already; here no archive depends on that.
     name = quote(part, safe="")
     return name if name.strip(".") else name.replace(".", "%2E") or "%"
 
