@@ -50,9 +50,9 @@ class StepInfo:
     damaged: tuple[str, ...]
     """Tiers whose commit of it cannot be read."""
     restored_from: int | None
-    """Serial of the step that its run was restored from."""
+    """Serial of the step at which its branch was continued last after a restore."""
     abandoned: bool
-    """Of a line that was left by restoring an earlier step and training on from there."""
+    """Off the branch: an earlier step was restored, and a save has forked there."""
     ranks: int = 1
     """How many processes saved it together."""
 
