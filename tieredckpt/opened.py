@@ -149,10 +149,10 @@ class Place:
 
     @classmethod
     def of(cls, config: StoreConfig, rank: int | None, *, read_only: bool) -> Place:
-        tiers = (
-            f"ram {tier.path or config.identity}" if isinstance(tier, RamTier) else f"{tier.kind} {tier.location}"
-            for tier in config.tiers
-        )
+        tiers = {f"{tier.kind} {tier.location}" for tier in config.tiers if not isinstance(tier, RamTier)}
+        nearest = config.tiers[0]
+        if not tiers and isinstance(nearest, RamTier):  # else RAM is of no store but that of the others
+            tiers = {f"ram {nearest.path} {config.identity}"}
         return cls(frozenset(tiers), rank, read_only)
 
     def writers(self) -> list[Opened]:

@@ -68,11 +68,11 @@ async def _restore(
     # Of what several ranks save or restore, each may want its own part only.
     part = record.ranks > 1 or engine.state.ranks > 1
     wanted, fitted, forms, targets = await in_thread(_fit, record.structure, keys, like, into, part)
-    viewed = None if copy else await engine.view(chosen, forms)
+    viewed = None if copy else await engine.reading.view(chosen, forms)
     if viewed is not None:
         read, check = viewed[0], partial(_check_views, loop, viewed[1])
     else:
-        read, check = await engine.read(chosen, partial(_targets, chosen, forms, targets)), None
+        read, check = await engine.reading.read(chosen, partial(_targets, chosen, forms, targets)), None
     tree = await in_thread(_build, wanted, fitted, read)
     restored = Restored(chosen.step, chosen.serial, tree, numbers(record.metrics), read.sources, check)
     return restored, chosen, read.record

@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.capturing import Captures
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.collector import Collected
-from tieredckpt.engine.coordinators.auto import coordinator_of
-from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.ranks import Coordinator
 from tieredckpt.engine.specs import array_spec
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.engine.writer import Saved
-from tieredckpt.errors import Closed, Conflict, Invalid
-from tieredckpt.events import Event, Events
+from tieredckpt.errors import Invalid
+from tieredckpt.events import Event
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
-from tieredckpt.opened import Opened, Place, calling_line, close_blocking, closed
+from tieredckpt.life import StoreLife
 from tieredckpt.policyviews import Observed
 from tieredckpt.restoring import restore
 from tieredckpt.tree.flatten import flatten
@@ -37,7 +33,7 @@ __all__ = ["CheckpointStore"]
 T = TypeVar("T")
 
 
-class CheckpointStore:
+class CheckpointStore(StoreLife):
     """Stores the checkpoints of a training in tiers.
 
     ::
@@ -49,25 +45,6 @@ class CheckpointStore:
 
     Made by `open`; usable from any event loop and thread. All work happens on the store's own loop and threads.
     """
-
-    def __init__(
-        self,
-        config: StoreConfig,
-        *,
-        read_only: bool,
-        ranks: Coordinator | Literal["auto"] | None,
-        takeover: bool = False,
-    ) -> None:
-        self._config = config
-        self._ranks = None if read_only else ranks
-        self._takeover = takeover
-        self._where = calling_line()
-        self._events = Events()
-        self._engine = Engine(config, self._events, read_only=read_only)
-        self._place = Place.of(config, getattr(self._ranks, "rank", None), read_only=read_only)
-        self._loop: EngineLoop | None = None
-        self._opened: Opened | None = None
-        self._captures = Captures(self._engine, self._events)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -118,58 +95,6 @@ class CheckpointStore:
     def __await__(self) -> Generator[Any, None, Self]:
         return self.__aenter__().__await__()
 
-    async def _open(self) -> None:
-        loop, opened = self._new_loop()
-        try:
-            for other in self._in_the_way(opened):
-                await closed(other, clean=True)
-            await loop.call(opened.start(await in_thread(coordinator_of, self._ranks, self._config)))
-        except GeneratorExit:  # nothing can be awaited any more
-            opened.begin_closing(clean=False)
-            raise
-        except BaseException as error:
-            await closed(opened, clean=False)
-            self._explain(error, opened)
-            raise
-
-    def open_blocking(self) -> None:
-        """Open without an event loop; for `SyncStore`."""
-        loop, opened = self._new_loop()
-        try:
-            for other in self._in_the_way(opened):
-                close_blocking(other, clean=True)
-            loop.call_blocking(opened.start(coordinator_of(self._ranks, self._config)))
-        except BaseException as error:
-            close_blocking(opened, clean=False)
-            self._explain(error, opened)
-            raise
-
-    def _new_loop(self) -> tuple[EngineLoop, Opened]:
-        if self._loop is not None:
-            raise Invalid("this store was opened before; make a new one with CheckpointStore.open")
-        self._loop = EngineLoop("tieredckpt engine")
-        self._opened = Opened(self._loop, self._engine, self._captures, self._config, self._place, self._where)
-        return self._loop, self._opened
-
-    def _in_the_way(self, opened: Opened) -> list[Opened]:
-        """The stores of this process that are to be closed before this one opens."""
-        others = [other for other in self._place.writers() if other is not opened]
-        return [other for other in others if self._takeover or other.abandoned]
-
-    def _explain(self, error: BaseException, opened: Opened) -> None:
-        """Raise a `Conflict` anew that a store of this process is behind, with where that was opened."""
-        others = [other.where for other in self._place.writers() if other is not opened]
-        if isinstance(error, Conflict) and others:
-            raise Conflict(
-                f"{error}. This process itself opened it at {', '.join(others)} and has not closed it: close that "
-                f"store, or open this one with takeover=True, which does so first"
-            ) from error
-
-    def close_blocking(self, *, clean: bool) -> None:
-        """Close without an event loop; for `SyncStore`."""
-        if self._opened is not None and not self._opened.thread.was_forked:
-            close_blocking(self._opened, clean=clean)
-
     async def close(self) -> None:
         """Wait for what is still to be promoted, on tiers that work, and release everything.
 
@@ -179,33 +104,11 @@ class CheckpointStore:
         """
         await self._close(clean=True)
 
-    async def _close(self, *, clean: bool) -> None:
-        if self._opened is not None and not self._opened.thread.was_forked:
-            await closed(self._opened, clean=clean)
-
     def sync(self) -> SyncStore:
         """The blocking face of this store, for trainers without an event loop."""
         from tieredckpt.sync import SyncStore  # it is built on this module
 
         return SyncStore(self)
-
-    @property
-    def engine_loop(self) -> EngineLoop:
-        """Where the store's work runs. Raises `Closed` before opening, and in a process that was forked since."""
-        if self._loop is None:
-            raise Closed("the store is not open yet: use `async with`, or await it")
-        self._loop.thread.check_process()
-        return self._loop
-
-    @property
-    def captures(self) -> Captures:
-        """The saves under way behind the trainer; for the library's own parts."""
-        return self._captures
-
-    @property
-    def engine(self) -> Engine:
-        """What does the work; for the library's own parts."""
-        return self._engine
 
     # -- saving -------------------------------------------------------------------------------------------
 

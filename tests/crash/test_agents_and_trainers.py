@@ -483,7 +483,7 @@ async def test_once_promotes_what_a_dead_trainer_left_and_ends(
     gone = by_hand("--once")
     out, err = await asyncio.to_thread(gone.communicate)
     assert gone.returncode == 1
-    assert f"NotFound: there is no RAM tier at {ram_folder}" in err
+    assert f"NotFound: there is no RAM of this store in {ram_folder}" in err
     assert end_ram.exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -235,38 +234,18 @@ async def test_what_lay_in_a_memfd_ends_with_the_process(tiers: dict[str, Any], 
 # -- whose it is ------------------------------------------------------------------------------------------
 
 
-async def test_what_another_store_left_in_the_folder_is_removed_with_a_warning(
-    tiers: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_another_store_left_in_ram_stays_its_own(tiers: dict[str, Any], tmp_path: Path) -> None:
     train_and_die(tiers, 3)
-    mine = {"disk": folder(tmp_path / "my own")}
+    mine = {"ram": tiers["ram"], "disk": folder(tmp_path / "my own")}
     async with opened(mine) as store:
+        assert await store.steps() == ()
         await store.save(1, state(7))
-    mine = {"ram": tiers["ram"]} | mine
-    async with opened(mine) as store:
-        assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("disk",))]
-        assert slab_of(store).used == 0
-        await store.save(2, state(8))
-        await store.flush()
-    assert re.search(r"tier 'ram': what another store \(.*\) left at .* is removed", caplog.text)
+    async with opened(tiers) as store:
+        await assert_restores(store, 3, "ram")
     async with opened(mine) as store:
         restored = await store.restore()
         assert restored is not None
-        assert_same(restored.tree, state(8))
-
-
-async def test_what_another_store_left_is_not_removed_while_nothing_newer_is_held(
-    tiers: dict[str, Any], tmp_path: Path
-) -> None:
-    mine = {"disk": folder(tmp_path / "my own")}
-    async with opened(mine) as store:
-        await store.save(1, state(7))
-    train_and_die(tiers, 3)
-    with pytest.raises(Conflict, match="newer than anything"):
-        async with opened({"ram": tiers["ram"]} | mine):
-            pass
-    async with opened(tiers) as store:
-        await assert_restores(store, 3, "ram")
+        assert_same(restored.tree, state(7))
 
 
 def test_a_forked_worker_neither_keeps_the_folder_nor_frees_it(tiers: dict[str, Any]) -> None:

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy.typing as npt
-
 from tieredckpt.blobs.ram_found import FoundRam
 from tieredckpt.blobs.settle import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig, TierConfig
@@ -35,27 +33,23 @@ from tieredckpt.engine.copier import copy_step
 from tieredckpt.engine.lookup import Wanted, look_up
 from tieredckpt.engine.mending import Mending
 from tieredckpt.engine.onlooking import look_on
-from tieredckpt.engine.pieces import Form
 from tieredckpt.engine.promoter import Promote, Promoter
 from tieredckpt.engine.ram_opening import keep_noted
 from tieredckpt.engine.ranked import Ranked
 from tieredckpt.engine.ranks import Coordinator
-from tieredckpt.engine.reader import Read, fill
+from tieredckpt.engine.reading import Reading
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.safety import why_not
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.source import StepSource
 from tieredckpt.engine.state import Role, State
-from tieredckpt.engine.targets import empty_targets
 from tieredckpt.engine.team import Team
 from tieredckpt.engine.tier import Tier
 from tieredckpt.engine.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
-from tieredckpt.engine.views import damage_of, view_step
 from tieredckpt.engine.waiting import reached, settled
 from tieredckpt.engine.writer import Saved, Writer
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.events import Events, StepRestored
-from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
+from tieredckpt.events import Events
+from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.tree.arrays import load_frameworks
 from tieredckpt.tree.flatten import Flat
 
@@ -156,6 +150,7 @@ class Engine:
             self.by_hand = ByAgent(self.state, self.collector, self.link)
         self._refresh = Refresh(self.state) if self._read_only else None
         self.mending = Mending(self.state, self.collector, self.link)
+        self.reading = Reading(self.state, self.ranked, self.mending)
         self._writer = Writer(self.state, self.collector)
 
     async def _open(self) -> None:
@@ -359,62 +354,6 @@ class Engine:
         if self.ranked is not None:
             return await self.ranked.restores.look_up(wanted)
         return await look_up(self.state, wanted.step)
-
-    async def read(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
-        """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
-        begin = time.monotonic()
-        read = await self._fill(step, targets_for)
-        self.events.emit(StepRestored(step.step, step.serial, read.sources, time.monotonic() - begin))
-        return read
-
-    async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Mapping[str, npt.NDArray[Any]]]) -> Read:
-        state = self.state
-        if self.ranked is not None:
-            await self.ranked.restores.begin()
-        async with StepSource.open(state, step, chosen=state.chosen) as source:
-            targets = await asyncio.to_thread(targets_for, source.index)
-            sources = await fill(state, source, targets)
-            record, damage, unreadable = source.index.record, source.damage, source.unreadable
-        if self.ranked is not None:
-            self.ranked.reports.damaged(step, damage, unreadable)
-        if (damage or unreadable) and not self._read_only:
-            self.mending.behind(step, damage, unreadable)
-        return Read(step, record, dict(targets), sources)
-
-    async def view(
-        self, step: StepId, forms: Mapping[str, Form]
-    ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
-        """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
-
-        Returns:
-            The arrays, and what verifies the views, which raises `Corrupt` and mends them. None when the step is
-            not in RAM.
-        """
-        begin = time.monotonic()
-        found = await view_step(self.state, step, forms)
-        if found is None:
-            return None
-        index, arrays = found
-        check = partial(self._check_views, step, index, dict(arrays))
-        sources = {self.state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
-        rest = {name: form for name, form in forms.items() if name not in arrays}
-        if rest or self.ranked is not None:  # which may have something for other ranks
-            copied = await self._fill(step, lambda _: empty_targets(step, rest))
-            for key, array in copied.arrays.items():
-                array.flags.writeable = False
-                arrays[key] = array
-            for name, nbytes in copied.sources.items():
-                sources[name] = sources.get(name, 0) + nbytes
-        self.events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
-        return Read(step, index.record, arrays, sources), check
-
-    async def _check_views(self, step: StepId, index: StepIndex, views: Mapping[str, npt.NDArray[Any]]) -> None:
-        damage = await damage_of(self.state, index, views)
-        if damage and not self._read_only and step in self.state.tiers[0].held:
-            self.mending.behind(step, damage, ())
-        if damage:
-            keys = ", ".join(map(repr, sorted({found.key for found in damage})))
-            raise Corrupt(f"views of {step} in RAM are damaged: {keys}; restore it with copy=True")
 
     def note_restored(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
         """Note a step that was restored to train on; the next save decides what it continues."""

@@ -380,8 +380,6 @@ class Ranked:
             adopt_catalog(tier, news.catalog, self._state.marker)
         self._state.events.emit(TierRecovered(tier.name))
 
-    # -- former ranks -------------------------------------------------------------------------------------
-
     async def _let_former_steps_go(self) -> None:
         """At the leader: steps of former ranks take memory that no save can use; a newer one replaces them."""
         first = self._state.tiers[0]
