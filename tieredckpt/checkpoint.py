@@ -74,6 +74,11 @@ class Restored:
     """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
     _check: Callable[[], Awaitable[None]] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def views(self) -> bool:
+        """Whether some arrays are views of RAM, for `verified` to check."""
+        return self._check is not None
+
     async def verified(self) -> None:
         """Return when every digest was checked; `Corrupt` names the arrays that are damaged.
 

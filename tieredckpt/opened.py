@@ -1,4 +1,4 @@
-"""The stores that are open in this process: where each was opened, and who closes it if its user does not.
+"""The stores that are open in this process: where each was opened, and how it is closed, by its user or by nobody.
 
 A store is closed by whoever opened it; else when nobody refers to it any more, by another that takes it over, or at
 the end of the process. A forked process has none of those of its parent.
@@ -7,6 +7,7 @@ the end of the process. A forked process has none of those of its parent.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
@@ -14,19 +15,28 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tieredckpt.blobs.settle import outlast
+from tieredckpt.blobs.settle import in_thread, outlast
 from tieredckpt.capturing import Captures
 from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop, EngineThread
 from tieredckpt.engine.ranks import Coordinator
-from tieredckpt.errors import Closed
+from tieredckpt.errors import Closed, Conflict
 
-__all__ = ["EXIT_SECONDS", "Opened", "Place", "calling_line", "close_blocking", "closed"]
+__all__ = [
+    "EXIT_SECONDS",
+    "Opened",
+    "Place",
+    "calling_line",
+    "close_blocking",
+    "close_store",
+    "open_blocking",
+    "open_store",
+]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -63,6 +73,23 @@ class Opened:
         """Open the tiers, on the engine's loop. Raises as `Engine.start`."""
         await self._engine.start(coordinator)
         self._started = True
+
+    def in_the_way(self, *, takeover: bool) -> list[Opened]:
+        """The stores of this process to be closed before this one opens: those that are lost, or all."""
+        return [other for other in self._beside() if takeover or other.abandoned]
+
+    def explain(self, error: BaseException) -> None:
+        """Raise a `Conflict` with a store of this process anew, with where that was opened."""
+        lines = [other.where for other in self._beside()]
+        if isinstance(error, Conflict) and lines:
+            raise Conflict(
+                f"{error}. This process itself opened it at {', '.join(lines)} and has not closed it: close that "
+                f"store, or open this one with takeover=True, which does so first"
+            ) from error
+
+    def _beside(self) -> list[Opened]:
+        """The stores of this process that are open and write at the same place."""
+        return [other for other in tuple(_open) if other is not self and self.place.meets(other.place)]
 
     # -- its end ------------------------------------------------------------------------------------------
 
@@ -155,16 +182,53 @@ class Place:
             tiers = {f"ram {nearest.path} {config.identity}"}
         return cls(frozenset(tiers), rank, read_only)
 
-    def writers(self) -> list[Opened]:
-        """The stores of this process that are open and write there too."""
-        return [opened for opened in tuple(_open) if self._meets(opened.place)]
-
-    def _meets(self, other: Place) -> bool:
+    def meets(self, other: Place) -> bool:
+        """Whether both are places to write to, and have one of them in common."""
         same_rank = self.rank == other.rank or None in (self.rank, other.rank)
         return same_rank and not self.read_only and not other.read_only and bool(self.tiers & other.tiers)
 
 
-async def closed(opened: Opened, *, clean: bool) -> None:
+async def open_store(
+    loop: EngineLoop, opened: Opened, find_ranks: Callable[[], Coordinator | None], *, takeover: bool
+) -> None:
+    """Open a store after those of this process that are in its way; one that cannot be opened is closed.
+
+    Args:
+        loop: of the store.
+        opened: the store.
+        find_ranks: gives the coordinator of the ranks that open it together; may block.
+        takeover: close what this process has open at the same place.
+
+    Raises as `CheckpointStore.open`.
+    """
+    try:
+        for other in opened.in_the_way(takeover=takeover):
+            await close_store(other, clean=True)
+        await loop.call(opened.start(await in_thread(find_ranks)))
+    except GeneratorExit:  # nothing can be awaited any more
+        opened.begin_closing(clean=False)
+        raise
+    except BaseException as error:
+        await close_store(opened, clean=False)
+        opened.explain(error)
+        raise
+
+
+def open_blocking(
+    loop: EngineLoop, opened: Opened, find_ranks: Callable[[], Coordinator | None], *, takeover: bool
+) -> None:
+    """`open_store` without an event loop."""
+    try:
+        for other in opened.in_the_way(takeover=takeover):
+            close_blocking(other, clean=True)
+        loop.call_blocking(opened.start(find_ranks()))
+    except BaseException as error:
+        close_blocking(opened, clean=False)
+        opened.explain(error)
+        raise
+
+
+async def close_store(opened: Opened, *, clean: bool) -> None:
     """Close a store and await the end of its thread."""
     loop = EngineLoop(opened.thread)
     opened.begin_closing(clean=clean)  # also if this is cancelled before it has begun
@@ -176,7 +240,7 @@ async def closed(opened: Opened, *, clean: bool) -> None:
 
 
 def close_blocking(opened: Opened, *, clean: bool) -> None:
-    """`closed` without an event loop. Raises `Invalid` on the store's own thread."""
+    """`close_store` without an event loop. Raises `Invalid` on the store's own thread."""
     loop = EngineLoop(opened.thread)
     loop.check_thread()
     opened.begin_closing(clean=clean)
@@ -231,6 +295,6 @@ def _forget_those_of_the_parent() -> None:
 
 # Before that of `concurrent.futures`, which was registered earlier and is called later: after it no thread of a pool
 # takes work any more. `atexit` would be later still.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_those_of_the_parent)

@@ -66,11 +66,13 @@ class SyncRestored:
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
     _restored: Restored = field(repr=False, compare=False)
-    _loop: EngineLoop = field(repr=False, compare=False)
+    _loop: EngineLoop | None = field(repr=False, compare=False)
+    """Of views alone: copies need the store no more, and do not keep it open."""
 
     def verified(self) -> None:
         """See `Restored.verified`."""
-        self._loop.call_blocking(self._restored.verified())
+        if self._loop is not None:
+            self._loop.call_blocking(self._restored.verified())
 
 
 class SyncStore:
@@ -148,9 +150,8 @@ class SyncStore:
         found = self._run(self.store.restore(step, keys=keys, like=like, into=into, copy=copy, resume=resume))
         if found is None:
             return None
-        return SyncRestored(
-            found.step, found.serial, found.tree, found.metrics, found.sources, found, self.store.engine_loop
-        )
+        loop = self.store.engine_loop if found.views else None
+        return SyncRestored(found.step, found.serial, found.tree, found.metrics, found.sources, found, loop)
 
     def steps(self) -> tuple[StepInfo, ...]:
         return self._run(self.store.steps())

@@ -113,7 +113,7 @@ def test_a_blocking_store_that_nobody_refers_to_any_more_is_closed(settings: Sto
         restored = store.restore()
         assert (0 if restored is None else restored.step) == step - 1
         store.save(step, tree(step))
-        del store, restored
+        del store
         gc.collect()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import queue
 import threading
 import time
@@ -77,6 +78,8 @@ class Aside:
 
 
 _living: WeakSet[Aside] = WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_living.clear)  # they are the parent's
 
 
 @atexit.register

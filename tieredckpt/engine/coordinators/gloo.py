@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -284,6 +285,8 @@ def _closed() -> Closed:
 
 
 _living: WeakSet[GlooBulk] = WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_living.clear)  # they are the parent's
 
 
 @atexit.register
