@@ -130,7 +130,6 @@ async def test_links_and_pipes_among_the_files_of_ram_lead_nowhere(shared_memory
     (root / "slab.json").unlink()
     os.mkfifo(root / "slab.json")
     async with asyncio.timeout(20):
-        with pytest.raises(TieredCkptError):
-            async with CheckpointStore.open(config({"ram": ram(shared_memory)}, name="of-test"), read_only=True):
-                pass
+        async with CheckpointStore.open(config({"ram": ram(shared_memory)}, name="of-test"), read_only=True) as reader:
+            assert await reader.restore() is None
     assert victim.read_text() == "mine"
