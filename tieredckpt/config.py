@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,9 +33,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.feasible import impossible
-from tieredckpt.policy import AnySchedule, Schedule, parse
+from tieredckpt.policy import AnySchedule, Schedule, offer, parse
 from tieredckpt.redact import redacted
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.tierconfig import (
@@ -98,6 +99,9 @@ class StoreConfig(Settings):
     rack: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Of this node; copies in other nodes' RAM never share one. None for ``TIEREDCKPT_RACK``, and where that is not
     set either for a rack of its own."""
+    policies: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$")], ...] = ()
+    """Modules of policies, as ``module`` or ``module:Class``; only `load` of a file imports them, from its folder too.
+    """
     tiers: Tiers = ()
     """Nearest first."""
 
@@ -113,7 +117,7 @@ class StoreConfig(Settings):
 
     @property
     def identity(self) -> str:
-        """``name``, or sixteen hexadecimal digits derived from where the durable tiers are."""
+        """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
         if self.name is not None:
             return self.name
         where = [
@@ -124,7 +128,7 @@ class StoreConfig(Settings):
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
 
     @property
-    def policies(self) -> dict[str, Any]:
+    def recorded_policies(self) -> dict[str, Any]:
         """What a step records: the schedule, and by tier its name, kind and policies. Nothing of where a tier is."""
         tiers = {"tiers": {"__all__": {"name", "kind", "promote", "retain", "evict"}}}
         found: dict[str, Any] = redacted(self.model_dump(mode="json", include={"schedule": True, **tiers}))
@@ -148,6 +152,8 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
 
     Raises `NotFound` when the file does not exist, and `Invalid` with one line per problem: the file, the
     line on which the value ends, the dotted setting, what is allowed, and the nearest name of a misspelt one.
+
+    Only a file's ``policies`` are imported. A mapping may be what a step tells, and reading one executes nothing.
     """
     if isinstance(source, StoreConfig):
         return source
@@ -200,6 +206,7 @@ def _load_file(path: Path) -> StoreConfig:
     except (ValueError, RecursionError) as error:
         raise Invalid(f"{path}: is not a TOML file: {error}") from error
     try:
+        _offer_policies(data, path.absolute().parent)
         return _validate(data, path.absolute().parent)
     except ValidationError as error:
         found = [(_line_of(place, text, data), place, what) for place, what in problems(error)]
@@ -208,6 +215,20 @@ def _load_file(path: Path) -> StoreConfig:
         raise Invalid("\n".join(lines)) from error
     except RecursionError as error:
         raise Invalid(f"{path}: is nested too deeply; simplify its policies") from error
+
+
+def _offer_policies(data: Mapping[str, Any], folder: Path) -> None:
+    """Import the policies that a file names. A mapping may be what a step told, so it never gets here."""
+    store = data.get("store")
+    names = store.get("policies") if isinstance(store, Mapping) else None
+    if not names or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return  # nothing to import, or refused as any wrong setting
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last, so that nothing beside the file takes the place of an installed module
+    try:
+        offer(names)
+    except (Invalid, Conflict) as error:
+        raise refusal([(("store", "policies"), str(error))]) from error
 
 
 def _validate(data: Mapping[str, Any], folder: Path) -> StoreConfig:

@@ -81,7 +81,7 @@ class StepDetails:
     """Serials of the step's history, as inclusive ranges."""
     provenance: Mapping[str, str]
     policy: Mapping[str, Any]
-    """What was in force, as ``StoreConfig.policies`` gives it; in steps of earlier versions the configuration, but for
+    """What was in force, as ``StoreConfig.recorded_policies`` gives it; in steps of earlier versions the configuration, but for
     secrets."""
     arrays: tuple[ArrayInfo, ...]
     """In the order of the tree."""
@@ -115,7 +115,7 @@ class TierInfo:
     """Bytes; None where no bound is known."""
     healthy: bool
     problem: str
-    """Why it is not healthy."""
+    """Why it is not healthy, or that there is no RAM of this store just now, which is no fault."""
     note: str
     """What a person should know of it though it works, such as that it has no room for all that it should retain."""
     steps: int
@@ -202,6 +202,8 @@ def _distinct_nbytes(arrays: Iterable[ArrayIndex]) -> int:
 
 async def _tier(state: State, tier: Tier) -> TierInfo:
     view = state.tier_view(tier)
+    # Memory that was given back, or went with its machine, is no fault to one that only looks.
+    unused = state.read_only and tier.is_unused
     return TierInfo(
         name=tier.name,
         kind=tier.config.kind,
@@ -209,7 +211,7 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         survives=view.survives,
         used=await _used(tier),
         capacity=view.capacity,
-        healthy=view.healthy,
+        healthy=view.healthy or unused,
         problem="" if tier.error is None else str(tier.error),
         note=tier.note,
         steps=len(tier.held),

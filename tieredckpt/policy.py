@@ -20,16 +20,22 @@ questions, each with a class of its own::
     [project.entry-points."tieredckpt.policies"]
     "promotion.milestones" = "my_policies:Milestones"
 
-A script offers its own through `register`. A class is imported only when its kind is asked for, and one that
-cannot be imported harms nobody who does not use it.
+A script offers its own through `register`; a configuration file names the module that does, under ``policies``
+of ``[store]``, for processes that do not run the script (`offer`). A class is imported only when its kind is asked
+for, and one that cannot be imported harms nobody who does not use it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError
@@ -54,6 +60,7 @@ __all__ = [
     "StepView",
     "StoreView",
     "TierView",
+    "offer",
     "parse",
     "register",
     "registered",
@@ -163,6 +170,30 @@ def register(policy: type[P]) -> type[P]:
     return policy
 
 
+def offer(names: Iterable[str]) -> None:
+    """Import modules that `register` policies, given as ``module``, or as ``module:Class`` to register that class.
+
+    This runs their code, so it is for what the user named and never for what a step tells. Raises `Invalid` when one
+    cannot be imported or is no policy, `Conflict` as `register`.
+    """
+    for name in names:
+        module, _, path = name.partition(":")
+        try:
+            found = _imported(module)
+            offered = operator.attrgetter(path)(found) if path else None
+        except Exception as error:
+            raise Invalid(f"`{name}` cannot be imported: {type(error).__name__}: {error}") from error
+        if offered is not None:
+            register(offered)
+
+
+def _imported(name: str) -> ModuleType:
+    main, spec = sys.modules["__main__"], importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None and spec.origin == getattr(main, "__file__", None):
+        return main  # a script that names itself must not run twice
+    return importlib.import_module(name)
+
+
 def registered(base: type[P]) -> dict[str, type[P]]:
     """Every class that answers the question of ``base`` (such as `Promotion`), by kind.
 
@@ -265,7 +296,10 @@ def _unknown(base: type[Policy], kind: str) -> str:
         )
     elsewhere = [other.question for other in QUESTIONS if kind in _kinds(other)]
     asks = f" (it answers {' and '.join(elsewhere)})" if elsewhere else ""
-    return f"`{kind}` is not a kind of {base.question}{asks}{did_you_mean(kind, kinds)}"
+    hint = did_you_mean(kind, kinds)
+    if hint.startswith("; there are"):  # none is near, so it may be the user's own
+        hint += "; to use your own, name its module under `policies` of [store]"
+    return f"`{kind}` is not a kind of {base.question}{asks}{hint}"
 
 
 @functools.cache

@@ -40,6 +40,7 @@ __all__ = [
     "Tiers",
     "expand",
     "normal",
+    "refuse_url",
 ]
 
 
@@ -58,15 +59,30 @@ def expand(text: str) -> Path:
     if not text or "\0" in text:
         raise Invalid(f"{text!r} is not a path")
     try:
-        path = Path(string.Template(text).substitute(os.environ))
+        expanded = string.Template(text).substitute(os.environ)
     except KeyError as error:
         raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
     except ValueError as error:
         raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
+    refuse_url(expanded)
     try:
-        return path.expanduser()
+        return Path(expanded).expanduser()
     except RuntimeError as error:
         raise Invalid(f"{text!r}: the home folder is not known; write the path from '/' on") from error
+
+
+def refuse_url(text: str) -> None:
+    """Raise `Invalid` for text that begins with a URL scheme: as a path it would name a local folder ``s3:``."""
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    if scheme is None:
+        return
+    what = f"'{scheme[0]}…' is a URL, not a path"  # the rest of it may hold a password
+    if scheme[0].lower() == "file://":
+        raise Invalid(f"{what}; write the path alone, without 'file://'")
+    raise Invalid(
+        f"{what}; for steps in an object store write a configuration (.toml) with a tier of kind = 'kvstore', whose "
+        f"`spec` takes what TensorStore knows, such as gs:// and s3://"
+    )
 
 
 def normal(path: Path) -> str:

@@ -482,8 +482,8 @@ async def test_once_promotes_what_a_dead_trainer_left_and_ends(
     end_ram = ram_folder.rename(ram_folder.with_name("elsewhere"))
     gone = by_hand("--once")
     out, err = await asyncio.to_thread(gone.communicate)
-    assert gone.returncode == 1
-    assert f"NotFound: there is no RAM of this store in {ram_folder}" in err
+    assert gone.returncode == 0, err  # as after a training that ended in order
+    assert "nothing is left to promote" in err
     assert end_ram.exists()
 
 

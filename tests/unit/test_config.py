@@ -496,3 +496,23 @@ def test_a_policy_in_a_config_is_the_registered_class() -> None:
     (tier,) = load(disk(retain="all")).tiers
     assert type(tier.retain) is retention.All
     assert isinstance(tier.promote, Promotion)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "http://user:secret@host/x", "abfss://a@b/c"])
+def test_a_url_is_no_folder_and_is_told_what_to_use(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHERE", url)
+    (tmp_path / "ckpt.toml").write_text(f'[tiers.disk]\nkind = "posix"\npath = "{url}"\n')
+    for source in (url, f"{url}/ckpt.toml", "$WHERE", "ckpt.toml", {"tiers": {"disk": {"kind": "posix", "path": url}}}):
+        with pytest.raises(Invalid, match="kvstore") as raised:
+            load(source)
+        assert "secret" not in str(raised.value)
+    with pytest.raises(Invalid, match="without 'file://'"):
+        load("file:///tmp/run")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.toml"]
+
+
+@pytest.mark.parametrize("name", ["a:b", "s3:", "c:/x", "x/s3://y", "1://x", ":"])
+def test_an_odd_name_of_a_folder_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load(name).tiers[1].location == str(Path(tmp_path, name))

@@ -9,28 +9,28 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, GetDigested, Stretch
+from tieredckpt.blobs.settle import note
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
 from tieredckpt.format.digest import digest
 from tieredckpt.units import format_size
 
-__all__ = ["CHECKUP", "Check", "Facts", "check_up", "warm_memory"]
+__all__ = ["CHECKUP", "Check", "Facts", "check_up", "warm_memory", "within"]
 
 CHECKUP = "checkup/"
 """The folder of keys that a trial uses; the engine has none there."""
 
-_PATIENCE = 60.0
-"""Seconds that one part of the trial may take besides the time for its bytes."""
+_HANGS = "had not ended after"
 
-_SLOWEST = 1e6
-"""Bytes a second under which a part counts as hanging."""
+_LAST_TRY = 5.0
+"""Seconds that deleting may take at most after another part had not ended in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +54,41 @@ class _Failed(Exception):
     """The store answered, and the answer breaks its contract."""
 
 
-async def check_up(store: BlobStore, nbytes: int = 64 << 20) -> AsyncIterator[Check]:
+async def check_up(
+    store: BlobStore, nbytes: int = 64 << 20, *, deadline: float = 30.0, min_bandwidth: float = 10_000_000
+) -> AsyncIterator[Check]:
     """Try every verb of ``store`` with small objects and one of ``nbytes``; the first failure ends the trial.
 
-    Yields what was found as it is found. What was written is deleted in the end, also after a failure.
+    Yields what was found as it is found. What was written is deleted in the end, also after a failure. A part that
+    has not ended after ``deadline`` seconds and the time for its bytes is left behind, though it may hang for ever.
     """
     trial = await asyncio.to_thread(_Trial, store, nbytes)
     try:
         for name, part in trial.parts():
-            check = await _try(name, part, _PATIENCE + nbytes / _SLOWEST)
+            check = await within(name, part(), deadline + (nbytes / min_bandwidth if name.startswith("large") else 0))
             yield check
             if not check.ok:
+                if check.detail.startswith(_HANGS):
+                    deadline = min(deadline, _LAST_TRY)
                 break
     finally:
-        last = await _try("delete", trial.tidy, _PATIENCE)
+        last = await within("delete", trial.tidy(), deadline)
     yield last
 
 
-async def _try(name: str, part: Callable[[], Awaitable[str]], seconds: float) -> Check:
+async def within(name: str, work: Coroutine[Any, Any, str], seconds: float) -> Check:
+    """The check that ``work`` is; it is left behind when it has not ended in time, however it takes a cancellation."""
+    running = asyncio.ensure_future(work)
     try:
-        async with asyncio.timeout(seconds):
-            return Check(name, True, await part())
-    except TimeoutError:
-        return Check(name, False, f"had not ended after {seconds:.0f} s")
+        await asyncio.wait([running], timeout=seconds)
+    finally:
+        if not running.done():
+            running.cancel()
+            running.add_done_callback(note)
+    if not running.done():
+        return Check(name, False, f"{_HANGS} {seconds:.1f} s; is it reachable? If it is only slow, raise `deadline`")
+    try:
+        return Check(name, True, running.result())
     except _Failed as failed:
         return Check(name, False, str(failed))
     except TieredCkptError as error:
@@ -91,7 +103,7 @@ class _Trial:
         self._large = warm_memory(nbytes)
         self._large[:] = np.random.default_rng().integers(0, 256, self._large.size, dtype=np.uint8)
 
-    def parts(self) -> list[tuple[str, Callable[[], Awaitable[str]]]]:
+    def parts(self) -> list[tuple[str, Callable[[], Coroutine[Any, Any, str]]]]:
         return [
             ("small object", self._small_object),
             ("missing object", self._missing),

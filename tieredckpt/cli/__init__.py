@@ -15,5 +15,7 @@ def main() -> None:
 
     with standard_streams():
         from tieredckpt.cli.app import app  # the demo's training runs inside this package, and needs no typer
+        from tieredckpt.cli.ending import ends_in_time
 
-        app(prog_name="tieredckpt")
+        with ends_in_time():
+            app(prog_name="tieredckpt")

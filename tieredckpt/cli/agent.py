@@ -37,8 +37,11 @@ def agent(
     events.subscribe(_show)
     nearest = printable(store.tiers[0].name)
     errors().print(f"promoting from tier {nearest} to {', '.join(printable(tier.name) for tier in store.tiers[1:])}")
-    if run_agent(store, events, "once" if once else "stays"):
-        errors().print("ended: the tiers are free for another agent")
+    match run_agent(store, events, "once" if once else "stays"):
+        case "signal":
+            errors().print("ended: the tiers are free for another agent")
+        case "nothing to do":  # as after a training that ended in order
+            errors().print("there is no RAM tier of this store on this node: nothing is left to promote")
 
 
 def _show(event: Event) -> None:

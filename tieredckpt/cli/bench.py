@@ -13,10 +13,11 @@ from tieredckpt.bench.compare import compare, unlike
 from tieredckpt.bench.html import figure, render
 from tieredckpt.bench.report import AIMS, Aim, Report, Row, load_report, make_report
 from tieredckpt.bench.run import MEASURED, Outcome, Request, run
+from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable
 from tieredckpt.cli.opening import Json
 from tieredckpt.errors import Invalid
-from tieredckpt.units import format_rate, format_size, parse_size
+from tieredckpt.units import format_rate, format_size
 
 __all__ = ["bench"]
 
@@ -48,7 +49,7 @@ def bench(
     """Measure saves and restores against this machine's limits, and against the peers that are installed."""
     if context.invoked_subcommand is not None:
         return
-    nbytes = parse_size(size)
+    nbytes = amounts.size("--size", size)
     if nbytes < _SMALLEST:
         raise typer.BadParameter("should be 1 MiB or more", param_hint="--size")
     before = load_report(old) if old is not None else None

@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from tieredckpt.bench.chfs import ChfsFigures, measure_chfs
+from tieredckpt.cli import amounts
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.config import ChfsTier, load
 from tieredckpt.errors import Invalid
-from tieredckpt.units import format_size, parse_size
+from tieredckpt.units import format_size
 
 __all__ = ["bench_chfs"]
 
@@ -35,7 +36,7 @@ def bench_chfs(
     as_json: Json = False,
 ) -> None:
     """Measure a chfs tier against a bare loop over libchfs, a directory, and the shared file system."""
-    nbytes = parse_size(size)
+    nbytes = amounts.size("--size", size)
     if nbytes < 1 << 20:
         raise typer.BadParameter("should be 1 MiB or more", param_hint="--size")
     chosen = _chosen(store, tier)

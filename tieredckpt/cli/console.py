@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 _HUGE = 1 << 256
+
+_WORD = 24
+"""Columns that a word has at least, which is no number; paths and other long ones may be split."""
 
 _UNBOUNDED = 10_000
 """Columns of what is no terminal: a file or pipe gets each row whole, on a line of its own."""
@@ -70,13 +74,35 @@ def _console(*, stderr: bool) -> Console:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
 ) -> None:
-    """Print a table, without a header where no column has a name; those in ``right`` hold numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    output().print(table)
+    """Print a table, without a header where no column has a name; those in ``right`` hold numbers.
+
+    Numbers, times and words up to `_WORD` characters stay whole: on a narrow terminal the table loses its margins
+    first, and is wider than the terminal before it splits them.
+    """
+    console = output()
+    texts = [[printable(cell) for cell in row] for row in rows]
+    least = [_least(name, [row[at] for row in texts], name in right) for at, name in enumerate(columns)]
+    tight = sum(least) + 3 * len(least) > console.width
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0) if tight else (0, 1),
+        show_header=any(columns),
+    )
+    for name, width in zip(columns, least, strict=True):
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", min_width=width)
+    for row in texts:
+        table.add_row(*map(Text, row))
+    console.print(table, width=max(console.width, sum(least) + len(least) + 1), crop=False)
+
+
+def _least(name: str, cells: Sequence[str], number: bool) -> int:
+    """How narrow a column may be."""
+    words = [name, *cells] if number else [word for cell in (name, *cells) for word in cell.split()]
+    widths = [cell_len(word) for word in words]
+    return max((width if number else min(width, _WORD) for width in widths), default=0)
 
 
 def print_json(value: object) -> None:
@@ -113,8 +139,10 @@ def when(seconds: float) -> str:
 
 
 @contextmanager
-def bar(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over ``nbytes`` on a terminal; hands out what to tell each part to, from any thread."""
+def bar(what: str, whole: float) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal, with the time that is left; hands out what to tell each part of ``whole`` to,
+    such as bytes, from any thread.
+    """
     console = errors()
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -123,7 +151,7 @@ def bar(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(printable(what), total=max(nbytes, 1))
+        task = progress.add_task(printable(what), total=max(whole, 1))
         yield lambda part: progress.advance(task, part)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import os
 import platform
@@ -14,11 +13,13 @@ from typing import Annotated
 import typer
 
 from tieredckpt import __version__
-from tieredckpt.blobs.base import Survives
-from tieredckpt.blobs.checkup import Check, Facts, check_up
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.checkup import Check, Facts, check_up, within
 from tieredckpt.blobs.chfs.choice import choose_path
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram_folder import shared_memory_root
+from tieredckpt.cli import amounts
+from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.ram import folders, found_ram
@@ -26,9 +27,12 @@ from tieredckpt.config import ChfsTier, RamTier, TierConfig, load
 from tieredckpt.engine.connect import open_slower
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format import crc
-from tieredckpt.units import format_size, parse_size
+from tieredckpt.units import format_size
 
 __all__ = ["doctor"]
+
+_AFTER_ITS_OWN = 5.0
+"""Seconds that a tier has to say by itself that it does not answer, and to be closed."""
 
 
 def doctor(
@@ -44,9 +48,9 @@ def doctor(
 ) -> None:
     """Check this machine, and try every tier: write, read, list and delete. Leaves no object behind on them.
 
-    May run beside a trainer. Exits with 1 when something is wrong.
+    May run beside a trainer. Exits with 1 when something is wrong. A tier that does not answer takes its `deadline`.
     """
-    nbytes = parse_size(size)
+    nbytes = amounts.size("--size", size)
     if nbytes < 3:
         raise typer.BadParameter("should be 3 bytes or more", param_hint="--size")
     config = None if store is None else load(store)
@@ -58,7 +62,7 @@ def doctor(
     tried = {}
     for each in chosen:
         with waiting(f"trying tier {each.name}"):
-            tried[each.name] = asyncio.run(_collect(each, nbytes))
+            tried[each.name] = run_aside(_collect(each, nbytes))
     if as_json:
         print_json(
             {
@@ -138,25 +142,33 @@ async def _slower(tier: TierConfig, nbytes: int) -> AsyncIterator[Check]:
             yield Check("way", False, f"{type(error).__name__}: {error}")
             return
         yield Check("way", True, f"{way}: {why}")
-    try:
-        async with asyncio.timeout(2 * tier.deadline):
-            store = await open_slower(tier)
-    except TimeoutError:
-        yield Check("open", False, f"had not ended after {2 * tier.deadline:.0f} s")
+    opened: list[BlobStore] = []
+
+    async def opening() -> str:
+        opened.append(await open_slower(tier))
+        return opened[0].location
+
+    own = max(tier.deadline, tier.rpc_timeout if isinstance(tier, ChfsTier) else 0)
+    yield (check := await within("open", opening(), own + _AFTER_ITS_OWN))
+    if not check.ok:
         return
-    except TieredCkptError as error:
-        yield Check("open", False, f"{type(error).__name__}: {error}")
-        return
+    store = opened[0]
     try:
-        yield Check("open", True, store.location)
         if isinstance(store, Facts):
             for name, told in store.facts().items():
                 yield Check(name, True, told)
         yield Check("survives", store.traits.survives > Survives.NOTHING, _survives(store.traits.survives))
-        async for check in check_up(store, nbytes):
+        async for check in check_up(store, nbytes, deadline=tier.deadline, min_bandwidth=tier.min_bandwidth):
             yield check
     finally:
-        await store.close()
+        closed = await within("close", _close(store), _AFTER_ITS_OWN)
+    if not closed.ok:
+        yield closed
+
+
+async def _close(store: BlobStore) -> str:
+    await store.close()
+    return ""
 
 
 def _survives(survives: Survives) -> str:

@@ -1,16 +1,27 @@
-"""Ends a verb by SIGTERM or SIGHUP as by Ctrl-C: what it made is removed, and what it holds is given back."""
+"""How a verb ends: by SIGTERM or SIGHUP as by Ctrl-C, and never because a thread that hangs is waited for.
+
+The first signal interrupts the verb, so that what it made is removed, and what it holds is given back. A thread that
+hangs in a device cannot be ended and would keep the process, so that an end that takes too long is cut short.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["ended_in_order"]
+__all__ = ["IN_ORDER", "ended_in_order", "ends_in_time"]
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+IN_ORDER = 10.0
+"""Seconds that a verb has after a signal, and the interpreter after a verb, to end in order."""
 
 
 @contextmanager
@@ -37,3 +48,52 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if not callable(as_of_now):  # ignored, as in a shell's background
         raise KeyboardInterrupt
     as_of_now(signal.SIGINT, frame)  # asyncio's, where a loop runs
+
+
+@contextmanager
+def ends_in_time() -> Iterator[None]:
+    """End this process `IN_ORDER` seconds after a signal that ends it, or after the block, whatever still runs then.
+
+    For the main thread of a process that does nothing else. A signal is seen also while that thread waits in a lock
+    or a system call: the interpreter writes its number to a socket as it comes.
+    """
+    seen, told = socket.socketpair()
+    told.setblocking(False)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(seen,), name="tieredckpt signals", daemon=True).start()
+    code = 1
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
+        threading.Thread(target=_leave_later, args=(code,), name="tieredckpt end", daemon=True).start()
+
+
+def _watch(seen: socket.socket) -> None:
+    with seen, suppress(TimeoutError):
+        first = 0
+        while number := seen.recv(1):
+            if number[0] == first == signal.SIGINT:
+                break  # who presses Ctrl-C again waits for nothing
+            if not first and number[0] in (signal.SIGINT, *_ENDINGS):
+                first = number[0]
+                seen.settimeout(IN_ORDER)
+        if not number:
+            return  # the block has ended
+    _leave(128 + first)
+
+
+def _leave_later(code: int) -> None:
+    time.sleep(IN_ORDER)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

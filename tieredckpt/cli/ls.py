@@ -85,13 +85,19 @@ def print_tiers(tiers: Sequence[TierInfo]) -> None:
             format_size(tier.used),
             "" if tier.capacity is None else format_size(tier.capacity),
             tier.survives,
-            tier.problem or tier.note or "ok",
+            _health(tier),
             tier.location,
         )
         for tier in tiers
     ]
     columns = ("tier", "kind", "steps", "used", "capacity", "survives", "health", "location")
     print_table("tiers", columns, rows, right=("steps", "used", "capacity"))
+
+
+def _health(tier: TierInfo) -> str:
+    if not tier.healthy:
+        return tier.problem
+    return "not in use" if tier.problem else tier.note or "ok"  # as RAM is that was given back
 
 
 def _lost(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> dict[tuple[int, int], list[str]]:

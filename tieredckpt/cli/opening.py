@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +11,18 @@ import typer
 
 from tieredckpt.blobs.ram_folder import ram_root
 from tieredckpt.blobs.ram_found import FoundRam
+from tieredckpt.blobs.settle import left_behind_after
+from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import waiting
 from tieredckpt.config import PosixTier, RamTier, StoreConfig, TierConfig, load
 from tieredckpt.engine.ram_opening import ram_of
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.layout import MARKER
+from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
-__all__ = ["Json", "Step", "StorePath", "reading", "writing"]
+__all__ = ["Json", "Step", "StorePath", "newest_step", "reading", "writing"]
 
 StorePath = Annotated[
     str, typer.Argument(metavar="STORE", help="A configuration (.toml), or the folder of a store.", show_default=False)
@@ -56,6 +58,21 @@ def _opened(config: StoreConfig, *, read_only: bool) -> Iterator[SyncStore]:
         store.store.close_blocking(clean=clean)
 
 
+def newest_step(config: StoreConfig) -> StepInfo | None:
+    """The newest step in the folders of a configuration; None where there is none, or it cannot be looked at.
+
+    RAM and what lies elsewhere, as in a bucket, is not asked.
+    """
+    folders = tuple(tier for tier in config.tiers if isinstance(tier, PosixTier) and _holds_a_store(tier))
+    if not folders:
+        return None
+    try:
+        with _opened(config.model_copy(update={"tiers": folders}), read_only=True) as store:
+            return next((step for step in reversed(store.steps()) if not step.abandoned), None)
+    except TieredCkptError:
+        return None
+
+
 def _existing(source: str) -> StoreConfig:
     config = load(source)
     if not any(_holds_a_store(tier) for tier in config.tiers) and not _ram_of(config):
@@ -71,7 +88,15 @@ def _existing(source: str) -> StoreConfig:
 def _holds_a_store(tier: TierConfig) -> bool:
     if isinstance(tier, RamTier):
         return False  # it is looked for by what it notes
-    return not isinstance(tier, PosixTier) or os.path.lexists(tier.path / MARKER)  # of others only opening can tell
+    if not isinstance(tier, PosixTier):
+        return True  # only opening it can tell
+    looking = left_behind_after(
+        tier.deadline, tier.name, f"looking for {tier.path}", os.path.lexists, tier.path / MARKER
+    )
+    try:
+        return run_aside(looking)
+    except TierUnavailable:
+        return True  # opening it tells what is wrong
 
 
 def _as_found(config: StoreConfig) -> StoreConfig:
@@ -87,4 +112,4 @@ def _as_found(config: StoreConfig) -> StoreConfig:
 
 
 def _ram_of(config: StoreConfig) -> list[FoundRam]:
-    return asyncio.run(ram_of(config))
+    return run_aside(ram_of(config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from tieredckpt.cli import amounts
+from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.scenario import (
@@ -31,23 +32,23 @@ from tieredckpt.errors import TieredCkptError
 from tieredckpt.plan.forecast import Forecast, Loss, forecast
 from tieredckpt.plan.measure import measure_copy, measure_tier
 from tieredckpt.plan.scenario import Scenario
-from tieredckpt.units import format_duration, format_rate, format_size, parse_size
+from tieredckpt.units import format_duration, format_rate, format_size
 
 __all__ = ["plan"]
 
 
 def plan(
     config: Config,
-    state: State = "1 TiB",
-    step_time: StepTime = "30 s",
+    state: State = None,
+    step_time: StepTime = None,
     nodes: Nodes = 1,
     bandwidth: Bandwidth = None,
     read_bandwidth: ReadBandwidth = None,
     mtbf: Mtbf = None,
     node_mtbf: NodeMtbf = None,
     failures: Failures = None,
-    restart: Restart = "1 min",
-    changed: Changed = 1.0,
+    restart: Restart = None,
+    changed: Changed = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure here the speeds that are not given.")] = False,
     size: Annotated[str, typer.Option(help="Bytes to measure with.")] = "256 MiB",
     as_json: Json = False,
@@ -56,7 +57,7 @@ def plan(
     loaded = load(config)
     writes, reads = list(bandwidth or ()), list(read_bandwidth or ())
     if measure:
-        _measure(loaded, parse_size(size), writes, reads)
+        _measure(loaded, nodes, amounts.size("--size", size), writes, reads)
     asked = scenario(
         loaded,
         state=state,
@@ -70,31 +71,35 @@ def plan(
         restart=restart,
         changed=changed,
     )
-    found = forecast(asked)
+    found = forecast(asked.scenario)
     if as_json:
-        print_json(asdict(found) | {"dedupe": _dedupe(asked)})
+        print_json(asdict(found) | {"dedupe": _dedupe(asked.scenario)} | asked.told())
     else:
-        _show(asked, found)
+        _show(asked.scenario, found)
+        asked.show()
 
 
-def _measure(config: StoreConfig, nbytes: int, writes: list[str], reads: list[str]) -> None:
-    """Add what is measured to the options; a node's own tiers are as fast on every node."""
+def _measure(config: StoreConfig, nodes: int, nbytes: int, writes: list[str], reads: list[str]) -> None:
+    """Add what is measured to the options. Memory is as fast on every node; what many nodes share is not measured."""
     given = {option.partition("=")[0].strip() for option in writes}
     for tier in config.tiers:
         if tier.name in given:
+            continue
+        if nodes > 1 and tier.kind != "ram":
+            told = f"what one node measures is not the speed that {nodes} have; give --bandwidth {tier.name}=RATE"
+            errors().print(f"tier {tier.name} is not measured: {told}", style="yellow")
             continue
         with waiting(f"measuring tier {tier.name}"):
             try:
                 if tier.kind == "ram":
                     write = read = measure_copy(nbytes) * config.copy_threads
                 else:
-                    write, read = asyncio.run(measure_tier(tier, nbytes))
+                    write, read = run_aside(measure_tier(tier, nbytes))
             except TieredCkptError as error:
                 errors().print(f"tier {tier.name} could not be measured: {printable(error)}", style="yellow")
                 continue
-        each = "" if tier.survives == "site" else "/node"
-        writes.append(f"{tier.name}={max(1, round(write))}{each}")
-        reads.append(f"{tier.name}={max(1, round(read))}{each}")
+        writes.append(f"{tier.name}={max(1, round(write))}B/s/node")
+        reads.append(f"{tier.name}={max(1, round(read))}B/s/node")
 
 
 def _show(asked: Scenario, found: Forecast) -> None:
@@ -121,7 +126,7 @@ def _show(asked: Scenario, found: Forecast) -> None:
                 tier.survives,
                 _seconds(tier.period),
                 _seconds(tier.lag),
-                tier.steps,
+                f"{tier.steps}, growing" if tier.growing else tier.steps,
                 format_size(tier.nbytes),
                 "no bound" if tier.capacity is None else format_size(tier.capacity),
                 format_rate(tier.rate) + (" (assumed)" if tier.assumed else ""),
@@ -132,6 +137,11 @@ def _show(asked: Scenario, found: Forecast) -> None:
         ],
         right=("a step every", "after", "steps", "bytes", "of", "busy", "restore"),
     )
+    if any(tier.growing for tier in found.tiers):
+        output().print(
+            f"growing: after {_seconds(found.seconds)} of training the policies still retain more and more; the bytes "
+            f"are those of that time\n"
+        )
     print_table(
         "when this fails",
         ("", "training returns from", "and loses", "at worst", "and waits"),

@@ -16,6 +16,7 @@ from tieredckpt.cli.extract import extract
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
 from tieredckpt.inventory import StepDetails
+from tieredckpt.tierconfig import refuse_url
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]
@@ -32,21 +33,23 @@ def restore(
         typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz|FOLDER", help="Extract to a new .npz or folder of .npy.")
+        str | None, typer.Option(metavar="FILE.npz|FOLDER", help="Extract to a new .npz or folder of .npy.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Restore a step, verified: print a summary of its arrays, or extract them. The store is left as it is."""
+    if to is not None:
+        refuse_url(to)
     sources: Counter[str] = Counter()
     with reading(store) as opened:
         details = opened.describe(step, keys=keys or None)
         nbytes = sum(array.nbytes for array in details.arrays)
         with bar("restoring", nbytes) as progress:
             arrays = restored(opened, details.info.step, details.arrays, sources, progress)
-            count, summaries = (extract(arrays, to), []) if to else (len(details.arrays), _summaries(arrays))
+            count, summaries = (extract(arrays, Path(to)), []) if to else (len(details.arrays), _summaries(arrays))
     if as_json:
         told = {"step": details.info.step, "serial": details.info.serial, "metrics": details.info.metrics}
-        more = {"to": str(to), "files": count} if to else {"arrays": summaries}
+        more = {"to": to, "files": count} if to else {"arrays": summaries}
         print_json({**told, "sources": dict(sources), **more, "scalars": details.scalars})
         return
     origin = ", ".join(f"{format_size(size)} from {name}" for name, size in sources.items()) or "nothing to read"

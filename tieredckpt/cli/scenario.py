@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
+from tieredckpt.cli import amounts
+from tieredckpt.cli.console import errors, print_table, printable
+from tieredckpt.cli.opening import newest_step
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.errors import Invalid
-from tieredckpt.plan.scenario import KINDS, Kind, Scenario, rungs
-from tieredckpt.units import parse_duration, parse_rate, parse_size
+from tieredckpt.plan.assumed import NODE_MTBF, SHARED_AT_MOST, SOURCE, STATE_OF_A_NODE, Assumption
+from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, doubts, rungs
+from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
 
 __all__ = [
+    "Asked",
     "Bandwidth",
     "Changed",
     "Config",
@@ -30,8 +36,15 @@ __all__ = [
 ]
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration (.toml), or a folder.")]
-State = Annotated[str, typer.Option(help="Bytes of the whole state, over all nodes.")]
-StepTime = Annotated[str, typer.Option(help="Time of one training step.")]
+State = Annotated[
+    str | None,
+    typer.Option(
+        help="Bytes of the whole state, over all nodes; those of the newest step if there is a store already, else "
+        "32 GB a node.",
+        show_default=False,
+    ),
+]
+StepTime = Annotated[str | None, typer.Option(help="Time of one training step; 30 s.", show_default=False)]
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job.")]
 Bandwidth = Annotated[
     list[str] | None,
@@ -42,7 +55,10 @@ Bandwidth = Annotated[
 ReadBandwidth = Annotated[
     list[str] | None, typer.Option(metavar="TIER=RATE", help="Speed of reads; that of writes where not given.")
 ]
-Mtbf = Annotated[str | None, typer.Option(help="Mean time between failures of the whole job.", show_default=False)]
+Mtbf = Annotated[
+    str | None,
+    typer.Option(help="Mean time between failures of the whole job; 264 days over the nodes.", show_default=False),
+]
 NodeMtbf = Annotated[
     str | None, typer.Option(help="Mean time between failures of one node, instead of --mtbf.", show_default=False)
 ]
@@ -53,65 +69,135 @@ Failures = Annotated[
         help="What fails: process, node, rack or site, with its share of the failures; all nodes if left out.",
     ),
 ]
-Restart = Annotated[str, typer.Option(help="Time from a failure until the trainers run again and begin to restore.")]
-Changed = Annotated[float, typer.Option(min=0, max=1, help="Share of the chunks that changes between two saves.")]
+Restart = Annotated[
+    str | None,
+    typer.Option(
+        help="Time from a failure until the trainers run again and begin to restore; 1 min.", show_default=False
+    ),
+]
+Changed = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Share of the chunks that changes between two saves; 1.", show_default=False),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A scenario, what of it nobody said, and what the configuration says that cannot be."""
+
+    scenario: Scenario
+    assumed: list[Assumption]
+    doubts: list[str]
+
+    def told(self) -> dict[str, object]:
+        """For programs."""
+        return {"assumed": [asdict(each) for each in self.assumed], "doubts": self.doubts}
+
+    def show(self) -> None:
+        """For people."""
+        for doubt in self.doubts:
+            errors().print(f"note: {printable(doubt)}", style="yellow")
+        if self.assumed:
+            rows = [(each.what, each.value, each.why) for each in self.assumed]
+            print_table("assumed, for no option says it", ("", "", "because"), rows)
 
 
 def scenario(
     source: str | StoreConfig,
     *,
-    state: str,
-    step_time: str,
+    state: str | None,
+    step_time: str | None,
     nodes: int,
     bandwidth: Sequence[str] | None,
     read_bandwidth: Sequence[str] | None,
     mtbf: str | None,
     node_mtbf: str | None,
     failures: Sequence[str] | None,
-    restart: str,
-    changed: float,
+    restart: str | None,
+    changed: float | None,
     tier_mtbf: Sequence[str] | None = None,
     tier_repair: str = "30 min",
-) -> Scenario:
-    """What the options say. Raises `Invalid` where they say what cannot be."""
+) -> Asked:
+    """What the options say, and what is assumed where they say nothing. Raises `Invalid` for what cannot be."""
     config = load(source)
-    nbytes = parse_size(state)
-    return Scenario(
+    writes, reads = rates("--bandwidth", bandwidth, nodes), rates("--read-bandwidth", read_bandwidth, nodes)
+    found: list[Assumption] = []
+    nbytes = amounts.size("--state", state) if state is not None else _state(config, nodes, found)
+    between = _job_mtbf(mtbf, node_mtbf, nodes, found)
+    if failures is None:
+        found.append(Assumption("failures", "all of one node", _UNTOLD))
+    for what, value, meant in (("step time", step_time, "30 s"), ("restart", restart, "1 min")):
+        if value is None:
+            found.append(Assumption(what, meant, _UNTOLD))
+    if changed is None:
+        found.append(Assumption("changed", "all of the state", "an optimizer touches every weight"))
+    asked = Scenario(
         config=config,
         state=nbytes,
-        step_seconds=parse_duration(step_time),
+        step_seconds=parse_duration(step_time or "30 s"),
         nodes=nodes,
-        rungs=rungs(config, nbytes, nodes, rates(bandwidth, nodes), rates(read_bandwidth, nodes)),
-        mtbf=_by_kind(_job_mtbf(mtbf, node_mtbf, nodes), failures),
-        restart=parse_duration(restart),
-        changed=changed,
+        rungs=rungs(config, nbytes, nodes, writes, reads),
+        mtbf=_by_kind(between, failures),
+        restart=parse_duration(restart or "1 min"),
+        changed=1.0 if changed is None else changed,
         tier_mtbf={name: parse_duration(text) for name, text in _pairs(tier_mtbf, "TIER=DURATION")},
         tier_repair=parse_duration(tier_repair),
     )
+    found += [_speed(rung, nodes) for rung in asked.rungs if rung.assumed]
+    return Asked(asked, found, doubts(config, nodes))
 
 
-def rates(options: Sequence[str] | None, nodes: int) -> dict[str, float]:
+_UNTOLD = "nothing tells it"
+
+
+def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
+    """The size of the newest step of the store, if a folder of this machine has one, else so much for each node."""
+    if (newest := newest_step(config)) is not None and newest.nbytes:
+        why = f"step {newest.step} of this store has so many"
+        found.append(Assumption("state", format_size(newest.nbytes), why))
+        return newest.nbytes
+    nbytes = nodes * STATE_OF_A_NODE
+    found.append(Assumption("state", format_size(nbytes), f"8 GPUs a node with 4 GB each, {SOURCE}"))
+    return nbytes
+
+
+def _speed(rung: Rung, nodes: int) -> Assumption:
+    kind = rung.config.kind
+    each = rung.write / nodes
+    if kind == "ram":
+        why = f"{format_rate(each)} a node; `plan --measure` measures it"
+    elif nodes > 1 and rung.write == SHARED_AT_MOST:
+        why = f"the file system of {SOURCE}"
+    else:
+        why = f"{format_rate(each)} a node" + ("; `plan --measure` measures it" if nodes == 1 else "")
+    return Assumption(f"speed of {rung.name}", format_rate(rung.write), why)
+
+
+def rates(option: str, options: Sequence[str] | None, nodes: int) -> dict[str, float]:
     """Bytes a second of the whole job, by tier."""
     found = {}
     for name, text in _pairs(options, "TIER=RATE"):
         each = text.removesuffix("/node")
-        found[name] = float(parse_rate(each)) * (nodes if each != text else 1)
+        found[name] = float(amounts.rate(f"{option} {name}", each)) * (nodes if each != text else 1)
         if not found[name]:
             raise Invalid(f"tier {name!r}: a speed must be more than 0, not {text!r}")
     return found
 
 
-def _job_mtbf(mtbf: str | None, node_mtbf: str | None, nodes: int) -> float:
+def _job_mtbf(mtbf: str | None, node_mtbf: str | None, nodes: int, found: list[Assumption]) -> float:
     if mtbf is not None and node_mtbf is not None:
         raise Invalid("--mtbf is of the whole job and --node-mtbf of one node: give one of them")
     if mtbf is not None:
         return parse_duration(mtbf)
-    return math.inf if node_mtbf is None else parse_duration(node_mtbf) / nodes
+    if node_mtbf is not None:
+        return parse_duration(node_mtbf) / nodes
+    between = NODE_MTBF / nodes
+    why = f"a node fails every {format_duration(NODE_MTBF)}, {SOURCE}"
+    found.append(Assumption("a failure every", format_duration(between), why))
+    return between
 
 
 def _by_kind(mtbf: float, options: Sequence[str] | None) -> dict[Kind, float]:
-    if math.isinf(mtbf):
-        return {}
     shares: dict[Kind, float] = {}
     for name, text in _pairs(options or ["node=1"], "KIND=SHARE"):
         kind = next((kind for kind in KINDS if kind == name), None)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tieredckpt.cli.console import output, print_json, print_table, waiting
+from tieredckpt.cli.console import bar, output, print_json, print_table
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.scenario import (
     Bandwidth,
@@ -36,8 +36,8 @@ _SWEPT_DAYS = 10.0
 
 def simulate(
     config: Config,
-    state: State = "1 TiB",
-    step_time: StepTime = "30 s",
+    state: State = None,
+    step_time: StepTime = None,
     nodes: Nodes = 1,
     bandwidth: Bandwidth = None,
     read_bandwidth: ReadBandwidth = None,
@@ -48,8 +48,8 @@ def simulate(
         list[str] | None, typer.Option(metavar="TIER=DURATION", help="Mean time between outages of a tier.")
     ] = None,
     tier_repair: Annotated[str, typer.Option(help="Mean time of such an outage.")] = "30 min",
-    restart: Restart = "1 min",
-    changed: Changed = 1.0,
+    restart: Restart = None,
+    changed: Changed = None,
     days: Annotated[float, typer.Option(min=0.001, help="Days to simulate.")] = 30.0,
     interval: Annotated[
         str | None, typer.Option(help="Save so often, instead of by the configuration's schedule.", show_default=False)
@@ -84,19 +84,22 @@ def simulate(
         raise Invalid("a simulation needs simpy: pip install 'tieredckpt[simulate]'") from error
     if picture is not None:
         pictures.check_picture(picture)
+    job = asked.scenario
     if interval is not None:
-        asked = pictures.at_interval(asked, parse_duration(interval))
-    with waiting(f"simulating {days:g} days"):
-        found = run(asked, days * 86400, seed=seed)
+        job = pictures.at_interval(job, parse_duration(interval))
+    with bar(f"simulating {days:g} days", days * 86400) as progress:
+        found = run(job, days * 86400, seed=seed, progress=progress)
     points = []
     if picture is not None:
-        with waiting("simulating other intervals"):
-            points = pictures.sweep(asked, min(days, _SWEPT_DAYS) * 86400, seed=seed)
+        swept = min(days, _SWEPT_DAYS) * 86400
+        with bar("simulating other intervals", pictures.POINTS * swept) as progress:
+            points = pictures.sweep(job, swept, seed=seed, progress=progress)
         pictures.draw(picture, found, points)
     if as_json:
-        print_json(asdict(found) | {"sweep": [asdict(point) for point in points]})
+        print_json(asdict(found) | {"sweep": [asdict(point) for point in points]} | asked.told())
         return
     _show(found, nodes)
+    asked.show()
     if points:
         rows = [(format_duration(each.interval), f"{each.simulated:.4f}", f"{each.expected:.4f}") for each in points]
         columns = ("interval", "ETTR", "by formula")

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from tieredckpt.cli import amounts
 from tieredckpt.cli.console import bar, output, print_json, print_table
 from tieredckpt.cli.opening import Json, Step, StorePath, reading, writing
 from tieredckpt.cli.show import Serial
 from tieredckpt.engine.verifier import Verified
 from tieredckpt.errors import Invalid
 from tieredckpt.sync import SyncStore
-from tieredckpt.units import format_size, parse_rate
+from tieredckpt.units import format_size
 
 __all__ = ["verify"]
 
@@ -61,7 +62,7 @@ def _rate(text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        rate = parse_rate(text)
+        rate = amounts.rate("--rate", text)
     except Invalid as error:
         raise typer.BadParameter(str(error), param_hint="--rate") from error
     if not rate > 0:

@@ -225,6 +225,9 @@ class State:
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
             return
         delay = tier.fail(error)
+        if self.read_only and tier.is_unused:
+            _log.info("tier %r is not in use: %s", tier.name, error)
+            return
         level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING
         _log.log(level, "tier %r failed, next try in %.1f s: %s", tier.name, delay, error)
         self.events.emit(TierFailed(tier.name, error, delay))

@@ -138,6 +138,11 @@ class Tier:
         return self.blobs is not None and (self.error is None or isinstance(self.error, NoSpace))
 
     @property
+    def is_unused(self) -> bool:
+        """Whether it is RAM of which there is none: it was given back, or went with its machine."""
+        return self.config.kind == "ram" and self.blobs is None and isinstance(self.error, NotFound)
+
+    @property
     def checksum(self) -> bool:
         """Whether chunks carry zarr's CRC-32C here; RAM does not pay for it."""
         return self.ram is None

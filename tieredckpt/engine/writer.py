@@ -242,7 +242,7 @@ class Writer:
                     max(0.0, time.time() - state.observed.started_at), state.observed.stalled_seconds
                 ),
             },
-            policy=state.config.policies,
+            policy=state.config.recorded_policies,
             structure=flat.structure,
             rank=state.rank if state.ranks > 1 else None,
             ranks=state.ranks,

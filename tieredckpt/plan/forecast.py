@@ -21,6 +21,8 @@ class TierForecast:
     period: float
     lag: float
     steps: int
+    """The most that lie here; up to the end of what was looked at where they are ``growing``."""
+    growing: bool
     nbytes: int
     capacity: int | None
     rate: float
@@ -66,6 +68,8 @@ class Forecast:
     daly: float
     saved_by_dedupe: float
     """Share of the bytes that a second save does not write."""
+    seconds: float
+    """Of training, which the policies were asked about."""
 
 
 def forecast(scenario: Scenario) -> Forecast:
@@ -85,6 +89,7 @@ def forecast(scenario: Scenario) -> Forecast:
         young=young(seen.stall, scenario.job_mtbf),
         daly=daly(seen.stall, scenario.job_mtbf),
         saved_by_dedupe=1 - scenario.changed,
+        seconds=seen.seconds,
     )
 
 
@@ -95,6 +100,7 @@ def _tier(scenario: Scenario, rung: Rung, seen: TierPace) -> TierForecast:
         period=seen.period,
         lag=seen.lag,
         steps=seen.steps,
+        growing=seen.growing,
         nbytes=seen.nbytes,
         capacity=rung.capacity,
         rate=rung.write,
@@ -110,9 +116,9 @@ def _loss(scenario: Scenario, seen: Pace, kind: Kind) -> Loss:
     if math.isinf(at):
         at = max(seen.seconds, scenario.step_seconds)
     surviving = [
-        (_returning(scenario, at, rung, of), rung)
+        (_returning(scenario, at, rung, of, kind), rung)
         for rung, of in zip(scenario.rungs, seen.tiers, strict=True)
-        if rung.survives >= KINDS[kind] and math.isfinite(of.period)
+        if scenario.survives(rung, kind) and math.isfinite(of.period)
     ]
     if not surviving:
         return Loss(kind, mtbf, None, math.inf, math.inf, scenario.restart)
@@ -123,9 +129,12 @@ def _loss(scenario: Scenario, seen: Pace, kind: Kind) -> Loss:
 def _risk(scenario: Scenario, seen: Pace, loss: Loss) -> Risk:
     for rung, of in zip(scenario.rungs, seen.tiers, strict=True):
         if rung.name == loss.tier:
-            return _returning(scenario, loss.mtbf, rung, of)
+            return _returning(scenario, loss.mtbf, rung, of, loss.kind)
     return Risk(loss.mtbf, math.inf, 0.0, scenario.restart)
 
 
-def _returning(scenario: Scenario, mtbf: float, rung: Rung, seen: TierPace) -> Risk:
-    return Risk(mtbf, seen.period, seen.lag, scenario.restart + scenario.state / rung.read)
+def _returning(scenario: Scenario, mtbf: float, rung: Rung, seen: TierPace, kind: Kind) -> Risk:
+    lag = seen.lag
+    if kind == "node" and rung.survives < KINDS[kind]:
+        lag += scenario.copied_after(rung) or 0.0
+    return Risk(mtbf, seen.period, lag, scenario.restart + scenario.state / rung.read)

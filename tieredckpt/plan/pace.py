@@ -21,6 +21,10 @@ _ENOUGH = 8
 _ASKED_AT_MOST = 30_000
 """Training steps that are rolled out; tiers that got fewer arrivals by then are told as they are."""
 
+_HELD_AT_MOST, _QUESTIONS_AT_MOST = 2_000, 100_000
+"""Steps on one tier, and questions whether one is due, that end the rollout: a tier that still holds more and more
+then is told to grow."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierPace:
@@ -33,6 +37,8 @@ class TierPace:
     """Mean seconds from a save to its commit here."""
     steps: int
     """The most that lay here."""
+    growing: bool
+    """Its steps became more up to the end, so that later there are more than these."""
     nbytes: int
     """The most that they took."""
     written: float
@@ -75,6 +81,8 @@ class _Rollout:
         self.saves: list[tuple[float, float]] = []
         self.arrivals: dict[str, list[tuple[float, float]]] = {tier.name: [] for tier in self.world.rungs}
         self.most = dict.fromkeys(self.arrivals, 0)
+        self.most_since = dict.fromkeys(self.arrivals, 0)
+        """After how many arrivals a tier held its most for the first time."""
         self.written = dict.fromkeys(self.arrivals, 0)
         self.ways: list[_Way] = []
 
@@ -96,7 +104,9 @@ class _Rollout:
 
     def arrived(self, tier: WorldTier, saved_at: float) -> None:
         self.arrivals[tier.name].append((saved_at, self.now - saved_at))
-        self.most[tier.name] = max(self.most[tier.name], len(tier.held))
+        if len(tier.held) > self.most[tier.name]:
+            self.most[tier.name] = len(tier.held)
+            self.most_since[tier.name] = len(self.arrivals[tier.name])
 
     def begin(self) -> None:
         world = self.world
@@ -129,8 +139,15 @@ class _Rollout:
         self.saves.append((begin, self.now))
         self.begin()
 
+    def grows(self, name: str) -> bool:
+        """Whether the tier held more and more until lately: in the second half of its arrivals."""
+        return self.most_since[name] > 1 and 2 * self.most_since[name] > len(self.arrivals[name])
+
     def enough(self) -> bool:
-        return all(len(arrivals) >= _ENOUGH for arrivals in self.arrivals.values())
+        """Whether the pace is known, and how much lies on each tier in the long run."""
+        if max(self.most.values()) >= _HELD_AT_MOST or self.world.asked > _QUESTIONS_AT_MOST:
+            return True
+        return all(len(arrivals) >= _ENOUGH and not self.grows(name) for name, arrivals in self.arrivals.items())
 
 
 def pace(scenario: Scenario) -> Pace:
@@ -161,6 +178,7 @@ def pace(scenario: Scenario) -> Pace:
                 period=_period(rollout.arrivals[tier.name], rollout.now),
                 lag=_mean([lag for _, lag in rollout.arrivals[tier.name]], 0.0),
                 steps=rollout.most[tier.name],
+                growing=rollout.grows(tier.name),
                 nbytes=scenario.used(rollout.most[tier.name]),
                 written=rollout.written[tier.name] / rollout.now,
             )

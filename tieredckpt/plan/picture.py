@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tieredckpt.errors import Invalid
@@ -15,10 +15,13 @@ from tieredckpt.plan.simulate import simulate
 from tieredckpt.policy import Schedule, parse
 from tieredckpt.units import format_duration
 
-__all__ = ["Point", "at_interval", "check_picture", "draw", "sweep"]
+__all__ = ["POINTS", "Point", "at_interval", "check_picture", "draw", "sweep"]
 
 _FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Around the best interval by formula."""
+
+POINTS = len(_FACTORS)
+"""Of a sweep."""
 
 _GB = 1e9
 
@@ -41,7 +44,9 @@ def at_interval(scenario: Scenario, interval: float) -> Scenario:
     return dataclasses.replace(scenario, config=scenario.config.model_copy(update={"schedule": schedule}))
 
 
-def sweep(scenario: Scenario, seconds: float, *, seed: int = 0) -> list[Point]:
+def sweep(
+    scenario: Scenario, seconds: float, *, seed: int = 0, progress: Callable[[float], object] = float
+) -> list[Point]:
     """Simulate intervals around the best one, for ``seconds`` each, with the failures of the same seed."""
     if math.isinf(scenario.job_mtbf):
         raise Invalid("without failures no interval is the best one; say how often the job fails, with --mtbf")
@@ -50,7 +55,7 @@ def sweep(scenario: Scenario, seconds: float, *, seed: int = 0) -> list[Point]:
     for factor in _FACTORS:
         changed = at_interval(scenario, max(scenario.step_seconds, best * factor))
         found = forecast(changed)
-        points.append(Point(found.interval, simulate(changed, seconds, seed=seed).ettr, found.ettr))
+        points.append(Point(found.interval, simulate(changed, seconds, seed=seed, progress=progress).ettr, found.ettr))
     return sorted(points, key=lambda point: point.interval)
 
 

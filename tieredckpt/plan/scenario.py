@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tieredckpt.blobs.base import Survives
-from tieredckpt.config import StoreConfig, TierConfig
+from tieredckpt.config import RamTier, StoreConfig, TierConfig
 from tieredckpt.errors import Invalid
+from tieredckpt.plan import assumed
 
-__all__ = ["ASSUMED", "KINDS", "Kind", "Rung", "Scenario", "rungs", "survives_of"]
+__all__ = ["KINDS", "Kind", "Rung", "Scenario", "doubts", "rungs", "survives_of"]
 
 Kind = Literal["process", "node", "rack", "site"]
-"""What fails: the training processes, a node with its memory, a rack with the media of its nodes, everything."""
+"""What fails: the training processes, a node with its memory, a rack with what lies in its nodes, everything."""
 
 KINDS: dict[Kind, Survives] = {
     "process": Survives.PROCESS,
@@ -24,11 +25,8 @@ KINDS: dict[Kind, Survives] = {
 }
 """What a tier must survive to hold its steps through a failure."""
 
-ASSUMED: dict[str, float] = {"ram": 5e9, "node": 2e9, "shared": 2e9}
-"""Bytes a second where nobody says better: of each node's RAM and medium, and of a shared tier as a whole."""
-
-_SNAPSHOTS = 2
-"""For so many a RAM tier with the capacity ``auto`` is taken to have room, though it grows for more that must stay."""
+_SNAPSHOTS, _SNAPSHOTS_AT_MOST = 2, 4
+"""For so many a RAM tier with the capacity ``auto`` has room, and for so many where more must stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,8 @@ class Rung:
     config: TierConfig
     survives: Survives
     capacity: int | None
+    at_most: int | None
+    """The capacity where nothing that it holds may go; None where that is ``capacity``."""
     write: float
     """Bytes a second."""
     read: float
@@ -98,6 +98,21 @@ class Scenario:
         rate = sum(1 / mean for mean in self.mtbf.values())
         return 1 / rate if rate else math.inf
 
+    def survives(self, rung: Rung, kind: Kind) -> bool:
+        """Whether steps on a tier outlive such a failure, at least some time after they were saved."""
+        return rung.survives >= KINDS[kind] or (kind == "node" and self.copied_after(rung) is not None)
+
+    def copied_after(self, rung: Rung) -> float | None:
+        """Seconds from a save until RAM has it on another node too; None where it never has.
+
+        Copies may lie in one rack, so that a rack takes them along.
+        """
+        tier = rung.config
+        if not isinstance(tier, RamTier) or not 1 < tier.replicas <= self.nodes:
+            return None
+        rate = self.nodes * (tier.rate_limit or assumed.NETWORK_OF_A_NODE)
+        return self.added(1) * (tier.replicas - 1) / rate
+
     def added(self, held: int) -> int:
         """Bytes that one more step takes on a tier that holds so many."""
         return math.ceil(self.state * self.changed) if held else self.state
@@ -124,7 +139,7 @@ def rungs(
 ) -> tuple[Rung, ...]:
     """The tiers of ``config`` for a job of so many nodes.
 
-    A capacity counts once on a tier that survives the site, and once for every node on the others. ``writes``
+    RAM is there once for every node. Any other tier is one place that all nodes see, with one capacity. ``writes``
     and ``reads`` are bytes a second of the whole job, by tier; a read rate that is missing is the write rate.
     """
     names = [tier.name for tier in config.tiers]
@@ -133,16 +148,39 @@ def rungs(
     return tuple(_rung(tier, state, nodes, writes, reads) for tier in config.tiers)
 
 
+def doubts(config: StoreConfig, nodes: int) -> list[str]:
+    """What a configuration says that so many nodes cannot have, and how it was taken."""
+    found = []
+    for tier in config.tiers:
+        if isinstance(tier, RamTier):
+            if tier.replicas > nodes:
+                found.append(f"tier {tier.name} keeps no copies on {tier.replicas} nodes, for there are {nodes}")
+        elif nodes > 1 and tier.kind != "chfs" and survives_of(tier) < Survives.SITE:
+            found.append(
+                f"tier {tier.name} is taken for one place that all {nodes} nodes see, as every tier but RAM must be; a "
+                f"disk of each node's own cannot be a tier of several nodes: use RAM with replicas = 2, CHFS, or "
+                f'survives = "site" for a shared file system'
+            )
+    return found
+
+
 def _rung(tier: TierConfig, state: int, nodes: int, writes: Mapping[str, float], reads: Mapping[str, float]) -> Rung:
     survives = survives_of(tier)
-    shared = survives is Survives.SITE
-    assumed = ASSUMED["shared"] if shared else ASSUMED["ram" if tier.kind == "ram" else "node"] * nodes
-    write = writes.get(tier.name, assumed)
+    write = writes.get(tier.name, _assumed_speed(tier, nodes))
+    capacity, at_most = None, None
     if tier.capacity == "auto":
-        capacity: int | None = _SNAPSHOTS * state
-    else:
-        capacity = tier.capacity if tier.capacity is None or shared else tier.capacity * nodes
-    return Rung(tier, survives, capacity, write, reads.get(tier.name, write), tier.name not in writes)
+        capacity, at_most = _SNAPSHOTS * state, _SNAPSHOTS_AT_MOST * state
+    elif tier.capacity is not None:
+        capacity = tier.capacity * (nodes if tier.kind == "ram" else 1)
+    return Rung(tier, survives, capacity, at_most, write, reads.get(tier.name, write), tier.name not in writes)
+
+
+def _assumed_speed(tier: TierConfig, nodes: int) -> float:
+    if tier.kind == "ram":
+        return assumed.COPY_OF_A_NODE * nodes
+    if tier.kind == "chfs" or (nodes == 1 and survives_of(tier) < Survives.SITE):
+        return assumed.MEDIUM_OF_A_NODE * nodes
+    return min(assumed.SHARED_BY_A_NODE * nodes, assumed.SHARED_AT_MOST)
 
 
 def survives_of(tier: TierConfig) -> Survives:

@@ -16,7 +16,7 @@ from tieredckpt.format.manifest import StepId
 from tieredckpt.plan.cluster import Failure, failures, outages
 from tieredckpt.plan.figures import Figures, Ledger, Phase
 from tieredckpt.plan.flows import Flows, Lane
-from tieredckpt.plan.scenario import KINDS, Scenario
+from tieredckpt.plan.scenario import Scenario
 from tieredckpt.plan.tiers import WorldTier
 from tieredckpt.plan.world import Action, World
 
@@ -47,6 +47,7 @@ def simulate(
     seed: int = 0,
     trace: Iterable[Failure] | None = None,
     hear: Callable[[Action], None] | None = None,
+    progress: Callable[[float], object] = float,
 ) -> Figures:
     """Train for ``seconds`` of simulated time; equal arguments give equal figures.
 
@@ -56,13 +57,14 @@ def simulate(
         seed: of the random failures.
         trace: failures in their order, instead of random ones.
         hear: told every action as it happens; its time is seconds since the epoch.
+        progress: told now and then how many more simulated seconds have passed.
 
     Raises:
         Invalid: no tier can take a save.
     """
     if seconds <= 0:
         raise Invalid(f"a simulation of {seconds} s shows nothing; make it longer")
-    run = _Run(scenario, seconds, random.Random(seed), trace, hear)
+    run = _Run(scenario, seconds, random.Random(seed), trace, hear, progress)
     return run.figures()
 
 
@@ -74,6 +76,7 @@ class _Run:
         rng: random.Random,
         trace: Iterable[Failure] | None,
         hear: Callable[[Action], None] | None,
+        progress: Callable[[float], object],
     ) -> None:
         self.scenario = scenario
         self.seconds = seconds
@@ -91,7 +94,7 @@ class _Run:
         """When the training step under way began; nothing of it is kept by a failure."""
         self.partial = 0.0
         """Seconds of such steps that are not counted as lost yet."""
-        self._hear = hear
+        self._hear, self._progress = hear, progress
         self._promoters: dict[str, simpy.Process] = {}
         self._start_promoters()
         self.trainer = self.env.process(self._life())
@@ -134,6 +137,7 @@ class _Run:
             for tier in self.world.rungs:
                 self.ledger.fill.setdefault(tier.name, []).append((self.env.now, tier.used))
             yield self.env.timeout(self.seconds / _SAMPLES)
+            self._progress(self.seconds / _SAMPLES)
 
     def _beat(self) -> None:
         self.changed.succeed()
@@ -225,7 +229,7 @@ class _Run:
             for promoter in self._promoters.values():
                 if promoter.is_alive:
                     promoter.interrupt()  # it lives in the trainer's process
-            self.world.fail(KINDS[failure.kind])
+            self.world.fail(failure.kind)
             self.trainer.interrupt()
 
     def _outages(self, tier: WorldTier, mtbf: float, rng: random.Random) -> Events:

@@ -7,12 +7,11 @@ calls is that of its promoter, collector and writer. Nothing here waits: who dri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tieredckpt.blobs.base import Survives
 from tieredckpt.engine.ask import is_due, leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.branches import Branch
 from tieredckpt.engine.safety import why_not
@@ -22,9 +21,10 @@ from tieredckpt.engine.tier import Held, Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
-from tieredckpt.plan.scenario import Scenario
+from tieredckpt.plan.scenario import KINDS, Kind, Scenario
 from tieredckpt.plan.tiers import WorldTier
 from tieredckpt.policy import Observed, StepView, StoreView, TierView
+from tieredckpt.policyviews import StepViews
 
 __all__ = ["Action", "What", "World"]
 
@@ -45,18 +45,11 @@ class Action:
 
 
 class _Seen(NamedTuple):
-    """What views tell of a step as long as it lies where it lies."""
+    """A step as long as it lies where it lies."""
 
     record: StepRecord
-    tiers: tuple[str, ...]
-    on_line: bool
-
-
-def _step_view(step: StepId, seen: _Seen, now: float) -> StepView:
-    record = seen.record
-    return StepView(
-        step.step, step.serial, record.saved_at, now - record.saved_at, record.nbytes, {}, seen.tiers, seen.on_line
-    )
+    view: StepView
+    """As of the time 0: `StepViews` tells the age."""
 
 
 class World(State):
@@ -83,14 +76,14 @@ class World(State):
             observed=Observed(started_at=clock()),
         )
         self.scenario = scenario
+        self.asked = 0
+        """How often a promotion policy was asked about a step."""
         self._clock = clock
         self._tell = tell
         self._seen: dict[StepId, _Seen] = {}
         """Every step that some tier holds, by age."""
-        self._made: dict[StepId, StepView] = {}
-        """The views of steps at the time `_made_at`."""
-        self._made_at = -1.0
         self._version = 0
+        self._kept_steps: tuple[float, StepViews] | None = None
         self._kept_view: tuple[object, StoreView] | None = None
         self._kept_tiers: dict[str, tuple[tuple[int, float | None, bool, bool], TierView]] = {}
 
@@ -110,14 +103,10 @@ class World(State):
         which = (now, self._version, at_rest)
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
-        if self._made_at != now:
-            self._made.clear()
-            self._made_at = now
-        made = self._made
-        for step, seen in self._seen.items():
-            if step not in made:
-                made[step] = _step_view(step, seen, now)
-        steps = tuple([made[step] for step in self._seen])
+        if self._kept_steps is None or self._kept_steps[0] != now:
+            seen = tuple([seen.view for seen in self._seen.values()])
+            self._kept_steps = now, StepViews(seen, now, {})  # a policy pays for the steps that it looks at
+        steps: Sequence[StepView] = self._kept_steps[1]
         if and_on is not None:
             serial, name = and_on[0].serial, and_on[1].name
             steps = tuple(
@@ -154,19 +143,22 @@ class World(State):
 
     def _look(self, step: StepId) -> None:
         """See where a step lies after it came to a tier or left one."""
-        self._made.pop(step, None)
         record = next((tier.held[step].record for tier in self.rungs if step in tier.held), None)
         if record is None:
             self._seen.pop(step, None)
         else:
             names = tuple(tier.name for tier in self.rungs if step in tier.held)
-            self._seen[step] = _Seen(record, names, self.on_line(step.serial))
+            view = StepView(
+                step.step, step.serial, record.saved_at, 0.0, record.nbytes, {}, names, self.on_line(step.serial)
+            )
+            self._seen[step] = _Seen(record, view)
+        self._kept_steps = None
         self._version += 1
 
     def _look_again(self) -> None:
         """See all of it anew: much has changed."""
         self._seen.clear()
-        self._made.clear()
+        self._kept_steps = None
         for step in sorted({step for tier in self.rungs for step in tier.held}):
             self._look(step)
         self._version += 1
@@ -238,7 +230,8 @@ class World(State):
                     continue
                 if self._try_evict(older, tier) and self._fits(tier):
                     return True
-        return False
+        most = tier.rung.at_most
+        return most is not None and tier.used + self.scenario.added(len(tier.held)) <= most
 
     def replace_oldest(self, tier: WorldTier) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room; never the last good copy."""
@@ -277,7 +270,11 @@ class World(State):
             return None
         waiting = {step for nearer in self.tiers[: tier.index] for step in nearer.held}
         waiting -= tier.held.keys() | tier.dismissed
-        return max((step for step in waiting if is_due(self, step, tier, self.view())), default=None)
+        for step in sorted(waiting, reverse=True):
+            self.asked += 1
+            if is_due(self, step, tier, self.view()):
+                return step
+        return None
 
     def source(self, step: StepId) -> WorldTier | None:
         """The nearest tier that answers and holds the step."""
@@ -303,8 +300,8 @@ class World(State):
 
     # -- failures -----------------------------------------------------------------------------------------
 
-    def fail(self, least: Survives) -> None:
-        """End the trainer, and lose what lies on tiers that survive less than ``least``."""
+    def fail(self, kind: Kind) -> None:
+        """End the trainer, and lose what lies on tiers that do not survive such a failure."""
         before, ended = self.history, self.observed
         self.history = dataclasses.replace(
             before,
@@ -315,8 +312,11 @@ class World(State):
         for tier in self.rungs:
             tier.pins.clear()
             tier.busy = False
-            if tier.survives < least:
-                tier.held.clear()
+            if tier.survives < KINDS[kind]:
+                whole = self.scenario.copied_after(tier.rung) if kind == "node" else None
+                for step, held in tuple(tier.held.items()):
+                    if whole is None or self.now() - held.record.saved_at < whole:
+                        del tier.held[step]
                 tier.unseen.clear()
         self._look_again()
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from rich.console import Console
 from typer.testing import Result
 
 from tieredckpt import CheckpointStore, SyncStore
+from tieredckpt.cli import console
+from tieredckpt.cli.console import when
+from tieredckpt.cli.ls import print_steps, print_tiers
 
 Run = Callable[..., Result]
 Told = Callable[..., Any]
@@ -146,3 +152,35 @@ def test_no_text_of_a_checkpoint_reaches_the_terminal_as_more_than_text(run: Run
         assert not set("\x1b\x07\u202e") & set(output)
         assert "[bold]" in output or arguments[0] == "verify"
     assert json.loads(run("show", config, "--json").stdout)["scalars"] == {"s": HOSTILE}
+
+
+def test_numbers_and_times_stay_whole_on_a_narrow_terminal(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointStore.open(trained, read_only=True).sync() as store:
+        steps, tiers = store.steps(), store.tier_infos()
+    many = {"loss": 0.123456, "val_loss": 1.234e-05, "grad_norm": 12.345}
+    steps = tuple(dataclasses.replace(step, step=step.step * 10**6, metrics=many) for step in steps)
+    for columns in (80, 40):
+        monkeypatch.setattr(
+            console, "output", lambda columns=columns: Console(width=columns, markup=False, emoji=False)
+        )
+        print_steps(steps, tiers)
+        print_tiers(tiers)
+        words = capsys.readouterr().out.split()
+        assert words.count(when(steps[0].saved_at)) + words.count(when(steps[-1].saved_at)) >= 2
+        assert {"1000000", "3000000", "loss=0.123456,", "val_loss=1.234e-05,", "grad_norm=12.345"} <= set(words)
+        assert words.count("KiB") >= 3
+    assert max(map(len, capsys.readouterr().out.splitlines()), default=0) <= 80
+
+
+def test_ram_that_was_given_back_in_order_is_no_fault(run: Run, told: Told, config: Path) -> None:
+    config.write_text(config.read_text().replace('on_close = "keep"', 'on_close = "auto"'))
+    with CheckpointStore.open(config).sync() as store:
+        store.save(1, {"w": np.ones(4)})
+    ram = told("ls", config)["tiers"][0]
+    assert (ram["kind"], ram["healthy"], ram["steps"]) == ("ram", True, 0)
+    result = run("-v", "ls", config)
+    (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith(" ram")]
+    assert "not in use" in " ".join(row)
+    assert "fail" not in result.output

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tieredckpt.cli import simulate
 
 Told = Callable[..., Any]
 JOB = ("--nodes", 100, "--state", "1TB", "--step-time", "10s", "--mtbf", "20min", "--bandwidth", "disk=20GB/s/node")
@@ -113,3 +117,89 @@ def test_the_command_line_starts_without_what_only_a_simulation_needs() -> None:
     code = "import sys, tieredckpt.cli.app; print(sorted({'simpy', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_speed_or_size_without_a_unit_is_refused(run: Callable[..., Any], settings: Path, trained: Path) -> None:
+    for verb, told in (
+        (("plan", settings, "--bandwidth", "disk=2"), "--bandwidth disk=2: a speed needs a unit; write '2 GB/s'"),
+        (
+            ("simulate", settings, "--read-bandwidth", "disk=2/s/node"),
+            "--read-bandwidth disk=2/s: a speed needs a unit",
+        ),
+        (("simulate", settings, "--state", "100"), "--state=100: a size needs a unit"),
+        (("plan", settings, "--measure", "--size", "64"), "--size=64: a size needs a unit"),
+        (("doctor", "--size", "64"), "--size=64: a size needs a unit"),
+        (("bench", "--size", "1.5"), "--size=1.5: a size needs a unit"),
+        (("verify", trained, "--all", "--rate", "10"), "--rate=10: a speed needs a unit"),
+    ):
+        result = run(*verb)
+        assert result.exit_code != 0
+        assert told in " ".join(result.stderr.replace("\u2502", " ").split())
+
+
+def test_a_plan_counts_all_steps_that_a_policy_retains(told: Told, settings: Path) -> None:
+    settings.write_text(settings.read_text() + 'retain = { kind = "last_n", n = 50 }\n')
+    tier = told("plan", settings, "--state", "10GiB")["tiers"][1]
+    assert (tier["steps"], tier["nbytes"], tier["growing"]) == (50, 500 << 30, False)
+
+
+def test_a_plan_says_what_has_no_end(run: Callable[..., Any], settings: Path) -> None:
+    settings.write_text(settings.read_text() + 'retain = "all"\n')
+    text = run("plan", settings, "--state", "10GiB").stdout
+    found = re.search(r"(\d+), growing", text)
+    assert found
+    assert int(found[1]) > 1000
+    assert "of training the policies still retain more and more" in text
+
+
+def test_a_plan_takes_the_size_of_the_newest_step_of_a_store(told: Told, trained: Path) -> None:
+    found = told("plan", trained, "--bandwidth", "ram=1GB/s", "--mtbf", "1d")
+    (state,) = [each for each in found["assumed"] if each["what"] == "state"]
+    assert state["why"] == "step 3 of this store has so many"
+    assert found["tiers"][1]["nbytes"] % (100 * 64 * 4 + 40) == 0
+    assert found["tiers"][0]["restore"] == pytest.approx((100 * 64 * 4 + 40) / 1e9)
+
+
+def test_what_nobody_said_is_printed_and_is_never_without_failures(run: Callable[..., Any], settings: Path) -> None:
+    for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
+        text = run(verb, settings, "--nodes", 131072, *more).stdout
+        for part in ("assumed", "3.73 PiB", "2 min 54 s", "arXiv:2407.21783", "all of one node", "speed of disk"):
+            assert part in text
+
+
+def test_what_was_said_is_not_assumed(told: Told, settings: Path) -> None:
+    said = (*JOB, "--bandwidth", "ram=5GB/s/node", "--failures", "node=1", "--restart", "1min", "--changed", 1)
+    for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
+        assert told(verb, settings, *said, *more)["assumed"] == []
+
+
+def test_what_many_nodes_share_is_not_measured_by_one(run: Callable[..., Any], told: Told, settings: Path) -> None:
+    measured = ("plan", settings, "--measure", "--size", "1MiB", "--nodes", 10)
+    assert [tier["assumed"] for tier in told(*measured)["tiers"]] == [False, True]
+    assert "give --bandwidth disk=RATE" in run(*measured).stderr
+
+
+def test_a_disk_of_each_nodes_own_is_told_to_be_none(told: Told, run: Callable[..., Any], settings: Path) -> None:
+    for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
+        (doubt,) = told(verb, settings, *JOB, *more)["doubts"]
+        assert "tier disk is taken for one place that all 100 nodes see" in doubt
+        assert "replicas = 2" in run(verb, settings, *JOB, *more).stderr
+        assert told(verb, settings, *JOB, *more, "--nodes", 1)["doubts"] == []
+
+
+def test_a_simulation_tells_how_far_it_is(
+    settings: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    told: list[float] = []
+
+    @contextmanager
+    def bar(what: str, whole: float) -> Iterator[Callable[[float], None]]:
+        told.append(whole)
+        yield told.append
+
+    monkeypatch.setattr(simulate, "bar", bar)
+    assert run("simulate", settings, *JOB, "--days", 0.1).exit_code == 0
+    whole, *parts = told
+    assert whole == pytest.approx(8640)
+    assert len(parts) > 100
+    assert sum(parts) == pytest.approx(whole, rel=0.01)

@@ -78,12 +78,15 @@ def test_nothing_survives_where_no_tier_does() -> None:
 
 
 def test_nodes_multiply_what_lies_in_them_and_not_what_they_share() -> None:
-    one = scenario({"nvme": {"kind": "posix", "path": "/n", "capacity": "1 TB"}})
-    many = scenario({"nvme": {"kind": "posix", "path": "/n", "capacity": "1 TB"}}, nodes=10)
-    assert many.rungs[0].capacity == 10 * (one.rungs[0].capacity or 0)
-    assert many.rungs[0].write == 10 * one.rungs[0].write
-    shared = {"far": {"kind": "posix", "path": "/n", "capacity": "1 TB", "survives": "site"}}
-    assert scenario(shared, nodes=10).rungs == scenario(shared).rungs
+    tiers = {
+        "ram": {"kind": "ram", "capacity": "1 TB"},
+        "disk": {"kind": "posix", "path": "/n", "capacity": "1 TB"},
+        "far": {"kind": "posix", "path": "/far", "capacity": "1 TB", "survives": "site"},
+    }
+    one, many = (scenario(tiers, nodes=nodes).rungs for nodes in (1, 10))
+    assert many[0].capacity == 10 * (one[0].capacity or 0)
+    assert many[0].write == 10 * one[0].write
+    assert [rung.capacity for rung in many[1:]] == [rung.capacity for rung in one[1:]]  # all nodes see one folder
 
 
 def test_what_does_not_change_takes_no_room_and_no_time_on_slower_tiers() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import tieredckpt_policies
 
+from tieredckpt.blobs.base import Survives
 from tieredckpt.config import load
 from tieredckpt.plan.forecast import forecast
-from tieredckpt.plan.scenario import Scenario, rungs
+from tieredckpt.plan.scenario import Scenario, doubts, rungs, survives_of
 from tieredckpt.plan.simulate import simulate
 
 PRESETS = sorted((Path(tieredckpt_policies.__file__).parent / "presets").glob("*.toml"))
@@ -32,3 +33,20 @@ def test_a_preset_keeps_a_failing_job_going(preset: Path) -> None:
     # A schedule that learns from failures saves less often than the plan foresaw when they are rarer than it was told.
     assert found.lost_mean <= max(worst, found.interval) + asked.step_seconds
     assert found.lost_most < HOUR
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_for_several_nodes_works_on_them_as_it_is_written(preset: Path) -> None:
+    config = load(preset)
+    if preset.stem in ("laptop", "lora", "single-node-nvme"):  # of one machine, and told to be
+        assert doubts(config, 2)
+        return
+    assert doubts(config, 16) == []
+    made = rungs(config, 10 * GB, 16, {}, {})
+    asked = Scenario(config, 10 * GB, 10.0, 16, made, {"node": 5 * HOUR}, restart=60.0)
+    found = simulate(asked, 60 * HOUR, seed=1)
+    assert found.failures["node"] >= 5
+    assert found.from_nothing == 0
+    shared = {tier.name for tier in config.tiers if survives_of(tier) is Survives.SITE}
+    copied = {rung.name for rung in made if asked.copied_after(rung) is not None}
+    assert found.restores.keys() <= shared | copied

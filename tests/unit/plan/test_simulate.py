@@ -21,6 +21,7 @@ from tieredckpt.plan.picture import Point, draw
 from tieredckpt.plan.scenario import Kind, Scenario, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import Action
+from tieredckpt.policyviews import StepView, StepViews
 
 GB = 10**9
 
@@ -174,3 +175,45 @@ def test_equal_simulations_draw_equal_pictures(tmp_path: Path, suffix: str) -> N
     for name in ("one", "two"):
         draw(tmp_path / f"{name}{suffix}", found, points)
     assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+
+
+def test_copies_in_other_nodes_ram_answer_the_loss_of_a_node_once_they_are_whole() -> None:
+    config = load(
+        {
+            "store": {"name": "copied", "schedule": {"kind": "every", "interval": 60}},
+            "tiers": {"ram": {"kind": "ram", "replicas": 2, "rate_limit": "5 MB/s"}},
+        }
+    )
+
+    def restored(at: float, kind: Kind, nodes: int) -> list[int]:
+        made = rungs(config, GB, nodes, {"ram": 10.0 * GB}, {})
+        asked = Scenario(config, GB, 10.0, nodes, made, {}, 20.0)
+        heard: list[Action] = []
+        simulate(asked, 1000.0, trace=[Failure(at, kind)], hear=heard.append)
+        return [action.step for action in heard if action.what == "restored"]
+
+    assert restored(105.0, "node", 10) == [6]  # saved after 60 s, copied at 10 x 5 MB/s in 20 s
+    assert restored(65.0, "node", 10) == []
+    assert restored(65.0, "process", 10) == [6]
+    assert restored(105.0, "rack", 10) == []
+    assert restored(105.0, "node", 1) == []  # there is no other node
+
+
+def test_a_training_step_costs_a_simulation_no_more_with_many_steps_on_a_tier() -> None:
+    def looks(retained: int) -> int:
+        tiers = {"far": {"kind": "posix", "path": "/far", "retain": {"kind": "last_n", "n": retained}}}
+        asked = scenario(tiers, {}, schedule={"kind": "every", "interval": 5}, step=0.1, rates={"far": 1e12})
+        made = 0
+        count = StepViews._at
+
+        def counted(views: StepViews, place: int) -> StepView:
+            nonlocal made
+            made += 1
+            return count(views, place)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepViews, "_at", counted)
+            simulate(asked, 300.0)
+        return made
+
+    assert looks(50) <= 100 * 300 / 5 + looks(1)  # of 3,000 training steps; each save looks at what is retained

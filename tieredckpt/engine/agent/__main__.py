@@ -13,6 +13,7 @@ from tieredckpt.config import load
 from tieredckpt.engine.agent.running import run_agent
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.events import Event, Events
+from tieredckpt.policy import offer
 
 _log = logging.getLogger("tieredckpt")
 
@@ -23,6 +24,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)sZ %(process)d %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
     _log.setLevel(logging.INFO)
     handed = json.load(sys.stdin)
+    offer(handed["config"].get("policies", ()))  # what the trainer's own file names
     config, ram = load(handed["config"]), Path(handed["ram"])
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
@@ -30,11 +32,11 @@ def main() -> int:
     events = Events()
     events.subscribe(_note)
     try:
-        signalled = run_agent(config, events, "with trainer", ram)
+        ended = run_agent(config, events, "with trainer", ram)
     except TieredCkptError as error:
         _log.error("%s", error)
         return 1
-    _log.info("ended by a signal" if signalled else "ended, for nothing is due and there is no trainer")
+    _log.info("ended by a signal" if ended == "signal" else "ended, for nothing is due and there is no trainer")
     return 0
 
 

@@ -91,6 +91,11 @@ class Agent:
         self._dead: tuple[Holder, ...] = ()
         self._finishing: asyncio.Task[None] | None = None
 
+    @property
+    def opened(self) -> bool:
+        """Whether there was RAM to promote from."""
+        return self._opened
+
     async def run(self) -> None:
         """Work until there is nothing to do, or until cancelled; then finish the write under way, or give it up.
 
@@ -115,9 +120,9 @@ class Agent:
         since = time.monotonic()
         while True:
             if not await in_thread(self._is_claimed) and not await self._attach():
-                if self._life == "once" and not self._opened:
-                    raise NotFound(f"there is no RAM of this store in {self._root}, so there is nothing to promote")
-                if self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO):
+                if self._life == "once" or (
+                    self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO)
+                ):
                     return  # nothing is left to promote, and nobody who makes more
             elif self._life != "once" and (wire := await self._call()) is not None:
                 await self._stop_finishing()

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Literal
 
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.agent.agent import Agent, Life
 from tieredckpt.events import Events
 
-__all__ = ["run_agent"]
+__all__ = ["Ending", "run_agent"]
+
+Ending = Literal["signal", "done", "nothing to do"]
 
 
-def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> bool:
-    """Run until the agent ends: True when a signal ended it. Raises as `Agent.run`. For the main thread."""
+def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> Ending:
+    """Run until the agent ends, and say what ended it. Raises as `Agent.run`. For the main thread."""
+    agent = Agent(config, events, life, ram)
     try:
-        asyncio.run(_run(Agent(config, events, life, ram)))
+        asyncio.run(_run(agent))
     except asyncio.CancelledError:
-        return True
-    return False
+        return "signal"
+    return "done" if agent.opened else "nothing to do"
 
 
 async def _run(agent: Agent) -> None:

@@ -1,0 +1,107 @@
+"""A verb ends in bounded time: when a tier does not answer, and when it is told to end while a thread hangs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tieredckpt import CheckpointStore
+
+PATIENCE = 90.0
+"""Only bounds a hang; what must be quicker than a tier's deadline has one of ten minutes."""
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        server.settimeout(PATIENCE)
+        yield server
+
+
+def config(folder: Path, server: socket.socket, deadline: str) -> Path:
+    """A folder with a store, and a bucket at a server that does not answer."""
+    path = folder / "ckpt.toml"
+    address, port = server.getsockname()
+    path.write_text(
+        f"""
+        [tiers.disk]
+        kind = "posix"
+        path = "disk"
+        [tiers.far]
+        kind = "kvstore"
+        deadline = "{deadline}"
+        retries = 0
+        [tiers.far.spec]
+        driver = "s3"
+        bucket = "bucket"
+        path = "x/"
+        endpoint = "http://{address}:{port}"
+        aws_region = "us-east-1"
+        aws_credentials = {{ type = "anonymous" }}
+        """
+    )
+    with CheckpointStore.open({"tiers": {"disk": {"kind": "posix", "path": folder / "disk"}}}).sync() as store:
+        store.save(1, {"w": 1.0})
+    return path
+
+
+@contextmanager
+def start(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", "tieredckpt", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_doctor_ends_within_the_deadline_of_a_tier_that_does_not_answer(tmp_path: Path, silent: socket.socket) -> None:
+    begin = time.monotonic()
+    with start("doctor", config(tmp_path, silent, "2 s"), "--tier", "far", "--size", "1 MiB", "--json") as doctor:
+        out, err = doctor.communicate(timeout=PATIENCE)
+    assert doctor.returncode == 1, err
+    checks = {check["name"]: check for check in json.loads(out)["tiers"]["far"]}
+    assert not checks["small object"]["ok"]
+    assert "had not ended after 2.0 s" in checks["small object"]["detail"]
+    assert time.monotonic() - begin < PATIENCE
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "verb",
+    [("doctor", "--tier", "far"), ("ls",), ("promote", "1", "far"), ("plan", "--measure")],
+    ids=lambda verb: verb[0],
+)
+def test_a_verb_that_waits_for_a_tier_obeys_signals(
+    tmp_path: Path, silent: socket.socket, verb: tuple[str, ...], ending: signal.Signals
+) -> None:
+    with start(verb[0], config(tmp_path, silent, "10 min"), *verb[1:]) as process:
+        connection, _ = silent.accept()  # it waits for an answer now
+        with connection:
+            process.send_signal(ending)
+            _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode in (1, 130, 128 + ending), err
+        assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, silent: socket.socket) -> None:
+    with start("doctor", config(tmp_path, silent, "10 min"), "--tier", "far") as process:
+        connection, _ = silent.accept()
+        with connection:
+            begin = time.monotonic()
+            while process.poll() is None and time.monotonic() - begin < PATIENCE:
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.05)
+        assert process.returncode == 130

@@ -1,0 +1,27 @@
+"""Runs a coroutine of a verb on a loop in a thread, which is left behind if what it began hangs in a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tieredckpt.engine.loop import EngineLoop
+
+__all__ = ["run_aside"]
+
+T = TypeVar("T")
+
+_LAST_WORK = 2.0
+"""Seconds that work which nobody waits for any more has to end after a cancellation."""
+
+
+def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of ``coroutine``. An interrupt cancels it; tasks that it has left behind are not waited for."""
+    loop = EngineLoop("tieredckpt verb")
+    try:
+        return loop.call_blocking(coroutine)
+    finally:
+        stopping = threading.Thread(target=loop.stop, name="tieredckpt verb ends", daemon=True)
+        stopping.start()
+        stopping.join(_LAST_WORK)

@@ -1,0 +1,45 @@
+"""What a plan or a simulation takes where nobody says better, and why.
+
+The figures of machines are those of one published training, so that they fit each other: A. Grattafiori et al.,
+"The Llama 3 Herd of Models", 2024, arXiv:2407.21783, section 3.3. It ran on 16,384 GPUs, eight a node; had 419
+unexpected interruptions in 54 days; stored up to 4 GB of state per GPU; on a file system that took 2 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "COPY_OF_A_NODE",
+    "MEDIUM_OF_A_NODE",
+    "NETWORK_OF_A_NODE",
+    "NODE_MTBF",
+    "SHARED_AT_MOST",
+    "SHARED_BY_A_NODE",
+    "SOURCE",
+    "STATE_OF_A_NODE",
+    "Assumption",
+]
+
+SOURCE = "Llama 3, arXiv:2407.21783"
+
+NODE_MTBF = 54 * 86400 * 2048 / 419
+"""Seconds, 264 days."""
+
+STATE_OF_A_NODE = 8 * 4 * 10**9
+"""Bytes."""
+
+COPY_OF_A_NODE, MEDIUM_OF_A_NODE, NETWORK_OF_A_NODE = 5e9, 2e9, 10e9
+"""Bytes a second: what one node copies in memory, writes to its own medium, and sends."""
+
+SHARED_BY_A_NODE, SHARED_AT_MOST = 1e9, 2e12
+"""Bytes a second of a file system or object store that all nodes use: 1 GB/s for each node, 2 TB/s for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One input that nobody gave."""
+
+    what: str
+    value: str
+    why: str
