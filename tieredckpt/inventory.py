@@ -81,8 +81,8 @@ class StepDetails:
     """Serials of the step's history, as inclusive ranges."""
     provenance: Mapping[str, str]
     policy: Mapping[str, Any]
-    """What was in force, as ``StoreConfig.recorded_policies`` gives it; in steps of earlier versions the configuration, but for
-    secrets."""
+    """What was in force, as ``StoreConfig.recorded_policies`` gives it; in steps of earlier versions the configuration,
+    but for secrets."""
     arrays: tuple[ArrayInfo, ...]
     """In the order of the tree."""
     scalars: Mapping[str, Scalar]

@@ -102,7 +102,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Finite numbers as they are; ``"nan"``, ``"inf"`` and ``"-inf"`` as text, which JSON has no number for."""
     provenance: dict[str, str]
     policy: dict[str, Any]
-    """The policies in force, as ``StoreConfig.recorded_policies`` has them; versions before wrote the whole configuration."""
+    """The policies in force, as ``StoreConfig.recorded_policies`` has them; versions before wrote all settings."""
     structure: Node
     rank: int | None = None
     """The rank whose part of the step this is; its arrays may be incomplete. None for a whole step."""
