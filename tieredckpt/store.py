@@ -209,10 +209,8 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
 
-        It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`.
-
         Args:
-            step: the trainer's number, not negative.
+            step: the trainer's number, not negative. Whether it forks is said at ``resume`` of `restore`.
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
             metrics: numbers that policies and people look at.
             capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
@@ -271,25 +269,22 @@ class CheckpointStore:
         them whole or none; if one fails, all raise.
 
         Args:
-            step: which; None for the newest. A number that was saved on several branches means that of the one that
-                is trained.
+            step: which; None for the newest. Of a number that several branches have, the one on this branch.
             keys: only the leaves under these keys or glob patterns (``params/**``).
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
                 dicts, lists, tuples and NumPy arrays.
             into: a tree of writable arrays that are filled in place, which saves the page faults of new ones.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
-            resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
-                from where it would have. By default it forks if its number is not above that of the newest step, and
-                otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
-                newest one takes back what an earlier restore said.
+            resume: True to train on from ``step``: the next save forks there. False to look. By default it forks if
+                its number is not above that of the newest step, and otherwise extends the branch with a warning.
+                With ``keys``, a restore is a look.
 
         Returns:
             The step, or None when the store is empty.
 
         Raises:
             NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or the
-                ranks do not restore alike.
+            Invalid: the step does not fit ``like`` or ``into``, whose keys are listed; or the ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
