@@ -284,7 +284,7 @@ class CheckpointStore:
 
         Raises:
             NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``, whose keys are listed; or the ranks do not restore alike.
+            Invalid: the step does not fit ``like`` or ``into``, whose keys are listed; or ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
