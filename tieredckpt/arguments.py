@@ -10,7 +10,7 @@ import numpy as np
 
 from tieredckpt.errors import Invalid
 
-__all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step"]
+__all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step", "chosen_keys", "chosen_step"]
 
 
 def checked_step(step: Any) -> int:
@@ -22,6 +22,11 @@ def checked_step(step: Any) -> int:
     if number < 0:
         raise Invalid(f"a step is a whole number from 0 on, not {step!r}")
     return number
+
+
+def chosen_step(step: Any) -> int | None:
+    """As `checked_step`, and None as it is, which means the newest."""
+    return None if step is None else checked_step(step)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -65,6 +70,11 @@ def checked_patterns(what: str, patterns: Iterable[str]) -> tuple[str, ...]:
         if not isinstance(pattern, str):
             raise Invalid(f"{what}: {pattern!r} is no key or pattern; those are text, such as 'params/**'")
     return found
+
+
+def chosen_keys(keys: Iterable[str] | None) -> tuple[str, ...] | None:
+    """As `checked_patterns`, and None as it is, which means all."""
+    return None if keys is None else checked_patterns("keys", keys)
 
 
 def _number_or_tensor(name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
+from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step, chosen_keys, chosen_step
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.capturing import Captures
 from tieredckpt.checkpoint import Checkpoint, Restored
@@ -223,8 +223,7 @@ class CheckpointStore:
         Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepAgreed`).
 
         Raises:
-            Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
-                saved.
+            Invalid: a leaf or metric (named) cannot be stored, or not by reference; nothing was saved.
             Conflict: the step was saved before on this line.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
@@ -292,8 +291,7 @@ class CheckpointStore:
             raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
         if into is not None and not copy:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
-        step = None if step is None else checked_step(step)
-        keys = None if keys is None else checked_patterns("keys", keys)
+        step, keys = chosen_step(step), chosen_keys(keys)
         resume = keys is None if resume is None else resume
         return await self.engine_loop.call(
             restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
@@ -330,9 +328,7 @@ class CheckpointStore:
             Corrupt: its index is intact on no tier.
             TierUnavailable: the tiers that hold it do not answer.
         """
-        step = None if step is None else checked_step(step)
-        keys = None if keys is None else checked_patterns("keys", keys)
-        return await self.engine_loop.call(describe(self._engine.state, step, serial, keys))
+        return await self.engine_loop.call(describe(self._engine.state, chosen_step(step), serial, chosen_keys(keys)))
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
@@ -340,12 +336,11 @@ class CheckpointStore:
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
-        return await self.engine_loop.call(where(self._engine.state, None if step is None else checked_step(step)))
+        return await self.engine_loop.call(where(self._engine.state, chosen_step(step)))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
-        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. It has
-        none of the tier's secrets: TensorStore takes credentials from the environment. Raises `NotFound` for a step,
-        tier or key that is not there.
+        """A TensorStore spec that opens one array of a step without this library. It has no secret of the tier's:
+        credentials come from the environment. Raises `NotFound` for a step, tier or key that is not there.
         """
         return await self.engine_loop.call(array_spec(self._engine.state, checked_step(step), key, tier))
 
@@ -385,9 +380,8 @@ class CheckpointStore:
             repair: mend what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
-        step = None if step is None else checked_step(step)
         return await self.engine_loop.call(
-            self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+            self._engine.by_hand.verify(chosen_step(step), serial, tier, repair=repair, progress=progress)
         )
 
     async def scrub(
