@@ -175,8 +175,6 @@ class RamStore:
         path = self._folder / key
         try:
             fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
-        except FileNotFoundError:
-            raise NotFound(f"{path} is gone") from None
         except OSError as error:
             raise foreign(error, path, "locked") from error
         fcntl.flock(fd, fcntl.LOCK_SH)

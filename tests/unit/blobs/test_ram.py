@@ -424,7 +424,7 @@ async def test_what_is_read_is_not_given_back_before_the_last_reader_has_gone(fo
         assert store.retire("unread")()
         unread = store.retire("read")
         assert not unread()
-        with pytest.raises(NotFound, match="read is gone"):
+        with pytest.raises(NotFound, match="read does not exist"):
             store.share("read")
         os.close(readers.pop())
         assert not unread()
