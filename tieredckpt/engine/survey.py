@@ -28,6 +28,8 @@ __all__ = ["look_again", "pack_table", "survey", "survey_again"]
 _log = logging.getLogger("tieredckpt")
 
 _PARALLEL_READS = 16
+_LISTINGS = 8
+"""How often a tier is listed at most that changes all the time."""
 _LARGE_INDEX = 32 << 20
 """Bytes of an index of which not many are read at a time: they pass through memory whole."""
 
@@ -86,7 +88,8 @@ async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
 async def survey_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
     """Learn which steps came to a tier, left it or were committed anew since `survey`; read those alone.
 
-    Whoever writes to the tier knows; this is for one who does not.
+    Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
+    one that comes too late to be listed: it is taken again until nothing has changed.
 
     Args:
         tier: surveyed before.
@@ -98,38 +101,46 @@ async def survey_again(tier: Tier, *, packs: bool = False, but: Collection[StepI
 
     Raises as its blob store does; what was known is known on then.
     """
-    folders = await _list_steps(tier)
-    committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
-    changed = [step for step in committed if not _is_known(tier, step, folders[step])]
     foreign = False
-
-    async def read(step: StepId) -> None:
-        nonlocal foreign
-        found = await _read_step(tier, step)
-        before = tier.damaged.get(step)
-        tier.drop(step)  # with all that is remembered of it
-        if found is None:
-            return
-        tier.index_bytes[step] = sum(info.size for info in folders[step].values())
-        if isinstance(found, Held):
-            tier.held[step] = found
-            foreign |= tier.marker is not None and found.record.store != tier.marker.store
-            if (stamp := stamp_of(found.btree_key.rpartition("/")[2], folders[step])) is not None:
-                tier.catalogued.stamps[step] = stamp
-            return
-        tier.damaged.condemn(step, found, tier.packs)
-        if before is None:
-            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, found)
-
-    await _all(partial(read, step) for step in changed)
-    for step in (tier.held.keys() | tier.damaged.keys()) - committed:
-        tier.drop(step)
+    for _ in range(_LISTINGS):
+        before = dict(tier.held)
+        await _list_again(tier, but)
+        new = [held for step, held in tier.held.items() if before.get(step) is not held]
+        foreign |= tier.marker is not None and any(held.record.store != tier.marker.store for held in new)
+        if not new and before.keys() == tier.held.keys():
+            break
     if packs and tier.ram is None:
         sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
         for key in tier.packs.keys() - sizes.keys():
             del tier.packs[key]
         tier.packs.update(sizes)
     return foreign and not await tier.probe()
+
+
+async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
+    folders = await _list_steps(tier)
+    committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
+    unknown = [step for step in committed if not _is_known(tier, step, folders[step])]
+    await _all(partial(_read_again, tier, step, folders[step]) for step in unknown)
+    for step in (tier.held.keys() | tier.damaged.keys()) - committed:
+        tier.drop(step)
+
+
+async def _read_again(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> None:
+    found = await _read_step(tier, step)
+    known_problem = step in tier.damaged
+    tier.drop(step)  # with all that is remembered of it
+    if found is None:
+        return
+    tier.index_bytes[step] = sum(info.size for info in files.values())
+    if isinstance(found, Held):
+        tier.held[step] = found
+        if (stamp := stamp_of(found.btree_key.rpartition("/")[2], files)) is not None:
+            tier.catalogued.stamps[step] = stamp
+        return
+    tier.damaged.condemn(step, found, tier.packs)
+    if not known_problem:
+        _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, found)
 
 
 def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:

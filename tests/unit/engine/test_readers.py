@@ -104,12 +104,14 @@ async def test_beside_saves_and_evictions_a_reader_finds_the_newest_step_bit_for
 
     async def train(store: CheckpointStore) -> None:
         nonlocal promoted, ended
-        for step in range(1, 61):
-            await store.save(step, tree(step, arrays=2))
-            if step % 3:
-                await store.flush()
-                promoted = step
-        ended = True
+        try:
+            for step in range(1, 61):
+                await store.save(step, tree(step, arrays=2))
+                if step % 3:
+                    await store.flush()
+                    promoted = step
+        finally:
+            ended = True
 
     async def look(store: CheckpointStore) -> int:
         looks = 0
