@@ -89,11 +89,13 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def probe(root: Path) -> tuple[bool, bool]:
+def probe(root: Path, *, tries: bool = True) -> tuple[bool, bool]:
     """Whether files in ``root`` take direct I/O, and whether it has hard links; found out by trying.
 
-    A root that cannot be written to promises direct I/O, since a read falls back by itself.
+    A root that cannot be written to, or is not to be, promises direct I/O, since a read falls back by itself.
     """
+    if not tries:
+        return bool(O_DIRECT), False
     path, other = root / new_temporary(), root / new_temporary()
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

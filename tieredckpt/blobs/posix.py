@@ -59,6 +59,8 @@ class PosixStore:
         object_size: the trait, in bytes.
         threads: how many calls block at a time. Twice as many besides read chunks, and as many as that list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
+        tries: find out by trying what the file system can do. False for who only reads, and makes nothing: a direct
+            read that is refused falls back by itself.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class PosixStore:
         threads: int = 4,
         folder_mode: int = 0o700,
         file_mode: int = 0o600,
+        tries: bool = True,
     ) -> None:
         self._root = Path(os.path.abspath(root))
         self._folders = Folders(self._root, folder_mode, follow_symlinks, fsync)
-        takes_direct, self._links = probe(self._root)
+        takes_direct, self._links = probe(self._root, tries=tries)
         if direct and not takes_direct:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
         self._direct = takes_direct if direct is None else direct

@@ -122,7 +122,7 @@ class RamStore:
             raise NotFound(f"the RAM tier at {folder} has lost its slab: it ended with its process")
         slab = Slab(fd, note.capacity, writable=False)
         try:
-            return cls(folder, _files(folder), slab, note.slab, -1, _notice(folder, note))
+            return cls(folder, _files(folder, tries=False), slab, note.slab, -1, _notice(folder, note))
         except OSError as error:
             slab.close()
             raise NotFound(f"the RAM tier at {folder} has just gone: {error}") from error
@@ -233,8 +233,8 @@ def _is_at(path: Path, fd: int) -> bool:
     return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
-def _files(folder: Path) -> PosixStore:
-    return PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True)
+def _files(folder: Path, *, tries: bool = True) -> PosixStore:
+    return PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True, tries=tries)
 
 
 def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str, str]:

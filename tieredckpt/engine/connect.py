@@ -84,7 +84,7 @@ async def _too_early(tier: TierConfig, read_only: bool) -> BlobStore:
 async def _connect_slower(tier: TierConfig, read_only: bool) -> BlobStore:
     if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
         raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
-    store: BlobStore = await open_slower(tier)
+    store: BlobStore = await open_slower(tier, read_only=read_only)
     store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
     store = Retrying(store, attempts=tier.retries + 1)
     store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
@@ -93,8 +93,11 @@ async def _connect_slower(tier: TierConfig, read_only: bool) -> BlobStore:
     return Metered(store)
 
 
-async def open_slower(tier: TierConfig) -> BlobStore:
-    """The bare blob store of a tier other than RAM, without the wrappers that retry, limit and time."""
+async def open_slower(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
+    """The bare blob store of a tier other than RAM, without the wrappers that retry, limit and time.
+
+    With ``read_only`` nothing is made where it is, not even to find out what it can do.
+    """
     if isinstance(tier, PosixTier):
         make = partial(
             PosixStore,
@@ -103,6 +106,7 @@ async def open_slower(tier: TierConfig) -> BlobStore:
             fsync=tier.fsync,
             direct=tier.direct,
             threads=tier.threads,
+            tries=not read_only,
         )
         return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
     if isinstance(tier, ChfsTier):

@@ -106,7 +106,7 @@ async def survey_again(tier: Tier, *, packs: bool = False, but: Collection[StepI
         before = dict(tier.held)
         await _list_again(tier, but)
         new = [held for step, held in tier.held.items() if before.get(step) is not held]
-        foreign |= tier.marker is not None and any(held.record.store != tier.marker.store for held in new)
+        foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
         if not new and before.keys() == tier.held.keys():
             break
     if packs and tier.ram is None:

@@ -108,8 +108,8 @@ def _train(job: Job) -> None:
     disks: list[Faulty] = []
     open_slower = connect.open_slower
 
-    async def opened(tier: TierConfig) -> BlobStore:
-        disk = Faulty(await open_slower(tier))
+    async def opened(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
+        disk = Faulty(await open_slower(tier, read_only=read_only))
         disks.append(disk)
         verb = {"between writes": "put", "in a collection": "delete"}.get(job.point)
         if verb is None:

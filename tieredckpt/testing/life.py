@@ -104,8 +104,8 @@ def slow_stores(make: Callable[[], BlobStore]) -> Iterator[None]:
     """Let every slower tier that is opened in the block, other than a directory, be what ``make`` returns."""
     open_slower = connect.open_slower
 
-    async def opened(tier: TierConfig) -> BlobStore:
-        return await open_slower(tier) if tier.kind == "posix" else make()
+    async def opened(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
+        return await open_slower(tier, read_only=read_only) if tier.kind == "posix" else make()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "open_slower", opened)

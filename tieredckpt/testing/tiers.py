@@ -92,9 +92,9 @@ def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
     faults = FaultyTiers(remembered=remembered)
     open_slower = connect.open_slower
 
-    async def open_faulty(tier: TierConfig) -> BlobStore:
+    async def open_faulty(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
         faults.check(tier.name)
-        store = await open_slower(tier)
+        store = await open_slower(tier, read_only=read_only)
         try:
             faults.check(tier.name)
         except BaseException:  # it died meanwhile
