@@ -39,7 +39,7 @@ async def test_a_crash_of_all_ranks_at_any_change_costs_nothing_that_was_promise
     kind: str, death: Death, shared_memory: Path
 ) -> None:
     life = await live_together(kind, shared_memory / "life")
-    found = await replay_ranks(life, death, shared_memory / "again", every=EVERY)
+    found = await replay_ranks(life, death, shared_memory / "life", every=EVERY)
     assert found.states >= 5 * len(COMEBACKS)
     assert found.crashes > len(life.entries)
     assert found.steps > found.states
@@ -53,7 +53,7 @@ async def test_a_crash_of_all_ranks_at_every_change_costs_nothing_that_was_promi
     kind: str, death: Death, shared_memory: Path
 ) -> None:
     life = await live_together(kind, shared_memory / "life")
-    assert (await replay_ranks(life, death, shared_memory / "again", every=3)).states > 100
+    assert (await replay_ranks(life, death, shared_memory / "life", every=3)).states > 100
 
 
 # -- and ranks that break their promises are found out ------------------------------------------------------
@@ -71,7 +71,7 @@ async def test_names_on_the_shared_tier_that_are_not_synced_are_found_out(
     monkeypatch.setattr(Folders, "_sync_names", lambda *_: None)
     life = await live_together("posix", shared_memory / "life")
     with pytest.raises(Lost, match="'slow'"):
-        await replay_denser_and_denser(life, "all nodes", shared_memory / "again")
+        await replay_denser_and_denser(life, "all nodes", shared_memory / "life")
 
 
 async def test_ranks_that_refer_to_torn_packs_are_found_out(
@@ -83,4 +83,4 @@ async def test_ranks_that_refer_to_torn_packs_are_found_out(
     monkeypatch.setattr(commits, "refer_to_intact", believe)
     life = await live_together("chfs", shared_memory / "life")
     with pytest.raises(Exception, match=r"is lost|is damaged"):
-        await replay_denser_and_denser(life, "all processes", shared_memory / "again")
+        await replay_denser_and_denser(life, "all processes", shared_memory / "life")

@@ -45,7 +45,7 @@ async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
     kind: str, failure: Failure, shared_memory: Path
 ) -> None:
     life = await lived(kind, shared_memory)
-    found = await replay(life, failure, shared_memory / "again", every=EVERY[kind])
+    found = await replay(life, failure, shared_memory / "life", every=EVERY[kind])
     assert found.states > 9
     assert found.crashes > len(life.entries)
     assert found.steps > found.states
@@ -58,7 +58,7 @@ async def test_a_crash_at_any_change_around_a_catalog_costs_nothing_that_was_pro
     monkeypatch.setattr(cataloguing, "_ENOUGH", 1)
     life = await lived(kind, shared_memory)
     assert any(path.startswith(layout.CATALOGS) for path in life.left[SLOW])
-    found = await replay(life, "node", shared_memory / "again", every=2 * EVERY[kind])
+    found = await replay(life, "node", shared_memory / "life", every=2 * EVERY[kind])
     assert found.states > 4
 
 
@@ -69,7 +69,7 @@ async def test_a_crash_at_any_change_around_a_catalog_costs_nothing_that_was_pro
 async def test_a_crash_at_every_change_costs_nothing_that_was_promised(
     kind: str, failure: Failure, shared_memory: Path
 ) -> None:
-    found = await replay(await lived(kind, shared_memory), failure, shared_memory / "again")
+    found = await replay(await lived(kind, shared_memory), failure, shared_memory / "life")
     assert found.states > 50
 
 
@@ -82,7 +82,7 @@ async def test_lives_in_any_order_survive_crashes(kind: str, seed: int, shared_m
     for tier in life.media:
         assert files_after(life.entries, tier) == life.left[tier]
     for failure in get_args(Failure):
-        await replay(life, failure, shared_memory / "again", every=8)
+        await replay(life, failure, shared_memory / "life", every=8)
 
 
 # -- and a store that breaks its promises is found out ------------------------------------------------------
@@ -92,7 +92,7 @@ async def test_names_that_are_not_synced_are_found_out(shared_memory: Path, monk
     monkeypatch.setattr(Folders, "_sync_names", lambda *_: None)
     life = await lived("posix", shared_memory)
     with pytest.raises(Lost, match="'slow'"):
-        await replay(life, "node", shared_memory / "again")
+        await replay(life, "node", shared_memory / "life")
 
 
 @pytest.mark.parametrize("kind", ["chfs", "object"])
@@ -113,4 +113,4 @@ async def test_packs_that_go_before_their_manifest_are_found_out(
     monkeypatch.setattr(manifests, "retract", packs_first)
     life = await lived(kind, shared_memory)
     with pytest.raises(Lost, match="is listed"):
-        await replay(life, "node", shared_memory / "again")
+        await replay(life, "node", shared_memory / "life")

@@ -15,10 +15,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from insight import flip, flip_chunk, slab_of, tier_of
-from scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
+from msgspec.structs import replace
+from scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram, ram_in
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram_found import find_ram
+from tieredckpt.blobs.ram_owner import write_owner
 from tieredckpt.cli.app import app
 from tieredckpt.config import to_toml
 from tieredckpt.engine.scan import Scan
@@ -50,6 +53,8 @@ async def opened(place: Path, *names: str, **options: Any) -> AsyncIterator[Chec
     tiers = {"ram": ram(place, on_close="keep", retain="all", capacity="4 MiB")}
     tiers |= {name: folder(place / "of-test" / name, retain="all") for name in ("disk", "far")}
     chosen = config({name: tiers[name] for name in names or TIERS}, name="of-test")
+    if names == ("ram",):
+        make_alone(Path(tiers["ram"]["path"]))
     async with CheckpointStore.open(chosen, **options) as store:
         yield store
 
@@ -62,6 +67,13 @@ async def saved(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
             await store.save(step, state(step))
         await store.flush()
         yield store
+
+
+def make_alone(root: Path) -> None:
+    """Let RAM be that of a store without other tiers."""
+    for found in find_ram(root):
+        assert found.owner is not None
+        write_owner(Path(found.folder), replace(found.owner, places=()))
 
 
 async def assert_whole(place: Path, *names: str) -> None:
@@ -85,7 +97,8 @@ def told(found: list[Verified]) -> list[tuple[int | None, str, tuple[str, ...], 
 
 
 def root_of(place: Path, tier: str) -> Path:
-    return place / "of-test" / tier
+    root = place / "of-test" / tier
+    return ram_in(root) if tier == "ram" else root
 
 
 def some_file(place: Path, tier: str, name: str) -> Path:

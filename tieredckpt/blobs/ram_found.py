@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 
 from tieredckpt.blobs.folders import open_regular
-from tieredckpt.blobs.ram_folder import LOCK, RANK_FOLDER, check_owner, unfinished_moves
+from tieredckpt.blobs.ram_folder import LOCK, RANK_FOLDER, check_owner, is_store_folder, unfinished_moves
 from tieredckpt.blobs.ram_owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ramnote import read_note, slab_bytes
 from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker, decode_marker
 
-__all__ = ["FoundRam", "find_ram", "judged", "marker_at"]
+__all__ = ["FoundRam", "find_ram", "judged", "marker_at", "store_in"]
 
 _MARKER_MAX = 64 << 10
 _RANK = re.compile(rf"{RANK_FOLDER}(\d{{1,9}})(?:\.replica)?")
@@ -85,6 +85,15 @@ def judged(found: FoundRam) -> FoundRam:
     return msgspec.structs.replace(found, holding=tuple(holding), elsewhere=tuple(elsewhere))
 
 
+def store_in(folder: Path) -> StoreMarker | None:
+    """Whose RAM a folder is: by its marker, or by its name where that is damaged or missing. Blocking."""
+    marker = marker_at(folder)
+    name = (folder.parent if _RANK.fullmatch(folder.name) else folder).name
+    if is_store_folder(name) and (marker is None or not marker.owns(name)):
+        return StoreMarker(store=name)
+    return marker
+
+
 def marker_at(folder: Path) -> StoreMarker | None:
     """The marker in a folder; None where there is none that this version reads. Blocking."""
     try:
@@ -111,7 +120,7 @@ def _below(folder: Path) -> list[Path]:
 def _look_into(folder: Path) -> FoundRam | None:
     with contextlib.suppress(OSError, Conflict):  # it has just gone, or is another user's
         check_owner(folder, strictly=True)
-        marker = marker_at(folder)
+        marker = store_in(folder)
         if marker is None:
             return None
         owner, rank = read_owner(folder), _RANK.fullmatch(folder.name)

@@ -134,7 +134,8 @@ async def connect(state: State, tier: Tier) -> None:
     await refuse_other_file_system(state, tier)
     marker, damaged = await marker_of(tier)
     if state.marker is not None and marker is not None and marker.store != state.marker.store:
-        if state.marker.owns(await store_of_steps(tier)):
+        writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
+        if writes_ram or state.marker.owns(await store_of_steps(tier)):
             marker, damaged = state.marker, True
         elif tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
             await _adopt(state, marker)

@@ -20,7 +20,7 @@ from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.places import place_of, places_of
 from tieredckpt.blobs.ram import RamStore
 from tieredckpt.blobs.ram_folder import RANK_FOLDER, keep_earlier_versions_out, move_in, ram_root, unfinished_moves
-from tieredckpt.blobs.ram_found import FoundRam, find_ram, judged, marker_at
+from tieredckpt.blobs.ram_found import FoundRam, find_ram, judged, store_in
 from tieredckpt.blobs.ram_owner import Owner, Place, is_removed, read_owner, write_owner
 from tieredckpt.blobs.settle import in_thread, left_behind_after, told_to_end
 from tieredckpt.config import RamTier, StoreConfig
@@ -114,7 +114,7 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
             )
     folder = top if state.ranks == 1 else top / f"{RANK_FOLDER}{state.rank}"
     await in_thread(_move_in, state, top, mine)
-    there = await in_thread(marker_at, folder)
+    there = await in_thread(store_in, folder)
     if there is not None and there.store != state.marker.store:
         raise Conflict(f"the RAM at {folder} is of another store, {there.store}; open that one, and it is moved")
     capacity = tier.capacity if isinstance(tier.capacity, int) else None
@@ -183,9 +183,12 @@ async def mark_ram(state: State) -> None:
     """Let RAM be of the store's identity as it turned out to be. Where that fails, it is found out at the next use."""
     ram = state.tiers[0]
     if ram.ram is not None and ram.ram.slab.writable and state.marker is not None:
+        before = ram.marker
         ram.marker = state.marker
+        if before is not None and not state.marker.owns(before.store):  # by which its folder is called
+            ram.marker = msgspec.structs.replace(state.marker, forked_from=(before.store, *state.marker.ancestors))
         with suppress(TieredCkptError):
-            await ram.mark(state.marker)
+            await ram.mark(ram.marker)
 
 
 # -- the note ---------------------------------------------------------------------------------------------

@@ -125,14 +125,18 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     forked_from: tuple[_Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
     """The stores of which this one is a copy that was given an identity of its own, the last first."""
 
+    @property
+    def ancestors(self) -> tuple[str, ...]:
+        """``forked_from``, or nothing."""
+        return () if self.forked_from is msgspec.UNSET else self.forked_from
+
     def owns(self, store: str | None) -> bool:
         """Whether steps of that store belong to this one: its own, and those that it had when it was forked."""
-        return store == self.store or (self.forked_from is not msgspec.UNSET and store in self.forked_from)
+        return store == self.store or store in self.ancestors
 
     def fork(self, store: str) -> StoreMarker:
         """The marker of a copy that gets another identity."""
-        before = () if self.forked_from is msgspec.UNSET else self.forked_from
-        return StoreMarker(store=store, forked_from=(self.store, *before))
+        return StoreMarker(store=store, forked_from=(self.store, *self.ancestors))
 
 
 class Chunk(NamedTuple):

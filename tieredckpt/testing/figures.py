@@ -228,7 +228,7 @@ def _crash(kind: str, failure: Failure, every: int) -> Crashes:
     begin = time.monotonic()
     with memory() as place:
         life = asyncio.run(live(kind, place / "life"))
-        found = asyncio.run(replay(life, failure, place / "again", every=every))
+        found = asyncio.run(replay(life, failure, place / "life", every=every))
     seconds = time.monotonic() - begin
     return Crashes(kind, failure, len(life.entries), found.crashes, found.states, found.steps, seconds)
 
@@ -237,7 +237,7 @@ def _crash_ranks(kind: str, death: Death, every: int) -> Crashes:
     begin = time.monotonic()
     with memory() as place:
         life = asyncio.run(live_together(kind, place / "life"))
-        found = asyncio.run(replay_ranks(life, death, place / "again", every=every))
+        found = asyncio.run(replay_ranks(life, death, place / "life", every=every))
     seconds = time.monotonic() - begin
     name = f"{len(NODES)} ranks, {kind}"
     return Crashes(name, death, len(life.entries), found.crashes, found.states, found.steps, seconds)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tieredckpt.blobs.ram_folder import is_store_folder
 from tieredckpt.engine.agent.process import LOCK, lives
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.store import CheckpointStore
@@ -229,15 +230,19 @@ def _kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def _kill_agent(folder: Path) -> bool:
-    """Kill the agent of a RAM folder, if it has one; it is dead when this returns."""
+def _kill_agent(root: Path) -> bool:
+    """Kill the agent of the one store whose RAM is in a root, if it has one; it is dead when this returns."""
+    return any(_kill_agent_of(folder) for folder in root.glob("*") if is_store_folder(folder.name))
+
+
+def _kill_agent_of(folder: Path) -> bool:
     if not lives(folder) or (process := _agent_of(folder)) is None:
         return False
     _kill(process)
     while lives(folder):
         time.sleep(_MOMENT)
         if _agent_of(folder) not in (None, process):  # one that had the lock, and had not said yet who it is
-            return _kill_agent(folder)
+            return _kill_agent_of(folder)
     return True
 
 

@@ -40,8 +40,9 @@ COMEBACKS: dict[str, tuple[str, ...]] = {"as before": NODES, "fewer": ("a", "b")
 async def replay_ranks(life: RanksLife, death: Death, place: Path, *, every: int = 1) -> Replayed:
     """Survive every crash of a life, or of those that differ one in ``every``; raises `Lost`.
 
-    ``place`` is a folder in memory to rebuild the media in.
+    ``place`` is the folder in memory where it was lived, in which the media are rebuilt: RAM notes where they are.
     """
+    await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
     found = Replayed()
     failure: Failure = "node" if death == "all nodes" else "process"
     for number, (crash, owed) in enumerate(distinct_crashes(life, failure, found)):

@@ -133,8 +133,9 @@ def _visible(files: Mapping[str, Mapping[str, bytes]]) -> frozenset[tuple[str, s
 async def replay(life: Life, failure: Failure, place: Path, *, every: int = 1) -> Replayed:
     """Survive every crash of a life, or of those that differ one in ``every``; raises `Lost`.
 
-    ``place`` is a folder in memory to rebuild the media in.
+    ``place`` is the folder in memory where it was lived, in which the media are rebuilt: RAM notes where they are.
     """
+    shutil.rmtree(place, ignore_errors=True)
     found = Replayed()
     for number, (crash, owed) in enumerate(distinct_crashes(life, failure, found)):
         if number % every:
