@@ -114,5 +114,5 @@ def test_an_agent_that_has_not_said_yet_who_it_is_is_killed_all_the_same(
                 agent.kill()
 
         monkeypatch.setattr(kills, "_kill", kill)
-        assert kills._kill_agent(tmp_path)
+        assert kills._kill_agent_of(tmp_path)
     assert killed == [forerunner, agent.pid]
