@@ -5,6 +5,7 @@ Paths are compared after `os.path.realpath`, URLs by scheme, endpoint, bucket an
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +26,8 @@ _MEMBERS_THAT_LOCATE = ("driver", "endpoint", "base_url", "address", "bucket", "
 
 async def places_of(config: StoreConfig) -> dict[str, Place]:
     """By name, where the tiers are that can tell one store from another: not RAM, nor memory of this process."""
-    found = {tier.name: await place_of(tier) for tier in config.tiers}
-    return {name: place for name, place in found.items() if place is not None}
+    found = await asyncio.gather(*(place_of(tier) for tier in config.tiers))
+    return {tier.name: place for tier, place in zip(config.tiers, found, strict=True) if place is not None}
 
 
 async def place_of(tier: TierConfig) -> Place | None:

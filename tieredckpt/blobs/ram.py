@@ -257,8 +257,6 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     except BaseException:
         slab.close()
         raise
-    if notice:
-        _log.warning("%s", notice)
     return slab, note.slab, notice
 
 

@@ -161,6 +161,10 @@ async def connect(state: State, tier: Tier) -> None:
         if state.ranks > 1 and tier.ram is not None:
             tier.set_apart()
         tier.marker = known
+    if tier.ram is not None:
+        await note_owner(state)
+        if writes and tier.ram.notice and state.ranks == 1:  # of several, rank 0 says it for all
+            _log.warning("%s", tier.ram.notice)
 
 
 async def reopen(state: State, tier: Tier) -> bool:
@@ -194,8 +198,8 @@ async def _reopen(state: State, tier: Tier) -> bool:
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.marker, state.made_up = marker, False
-    for tier in state.tiers[1:]:
-        if tier.marker is not None and tier.marker != marker:
+    for tier in state.tiers:
+        if tier.ram is None and tier.marker is not None and tier.marker != marker:
             tier.marker = marker
             if state.manages(tier):
                 await tier.mark(marker)
@@ -217,7 +221,7 @@ async def identify(
     failures: list[tuple[Tier, TieredCkptError]] = []
     if not state.read_only:
         _tell_doubts(state)
-    places = await places_of(state.config)
+    places = state.places = await places_of(state.config)
     if found is None:
         found = await find(state.config, places.values())
     if folder is not None:
@@ -259,7 +263,6 @@ async def identify(
     await asyncio.gather(*(join(tier) for tier in slower if tier not in failed))
     if slower != list(state.tiers):
         await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
-        await note_owner(state)
     await drop_left_behind(state)
     if not state.read_only:
         _refuse_what_cannot_fit(state)

@@ -29,7 +29,7 @@ from tieredckpt.engine.forks import left_behind
 from tieredckpt.engine.messages import Catalog, HeldStep, Opened, brief
 from tieredckpt.engine.neighbours import folders_of_ranks, look_into
 from tieredckpt.engine.parts import encode_own, merge_parts
-from tieredckpt.engine.ram_opening import find, note_owner
+from tieredckpt.engine.ram_opening import find
 from tieredckpt.engine.state import State
 from tieredckpt.engine.team import Team, consult
 from tieredckpt.engine.tier import Held, Tier
@@ -58,6 +58,13 @@ class _Part(msgspec.Struct, frozen=True):
     step: int
     rank: int
     part: bytes
+
+
+class _InRam(msgspec.Struct, frozen=True):
+    """What a rank has in RAM, and what is lost there against ordinary shared memory, for people."""
+
+    parts: list[_Part]
+    notice: str
 
 
 class Opening:
@@ -111,9 +118,8 @@ class Opening:
     async def _tell_ram(self) -> bytes:
         """What RAM there is on this machine, before any is opened; one rank of the machine tells."""
         state = self._state
-        found: list[FoundRam] = []
-        if state.is_first_of_node:
-            found = await find(state.config, (await places_of(state.config)).values())
+        state.places = await places_of(state.config)
+        found = await find(state.config, state.places.values()) if state.is_first_of_node else []
         return messages.encode(found)
 
     async def _open_all(self, said: dict[int, bytes]) -> bytes:
@@ -144,7 +150,6 @@ class Opening:
         if first.config.kind == "ram":
             try:
                 await connect(state, first)
-                await note_owner(state)
             except (Conflict, Invalid):
                 raise
             except TieredCkptError as error:
@@ -181,7 +186,8 @@ class Opening:
             for rank, tier in by_rank.items():
                 index = await tier.load_index(StepId(serial, step))
                 parts.append(_Part(serial, step, rank, await in_thread(encode_own, index, pool=state.pool)))
-        return messages.encode(parts)
+        ram = state.tiers[0].ram
+        return messages.encode(_InRam(parts, "" if ram is None else ram.notice))
 
     async def _collect_parts(self, tier: Tier, steps: tuple[StepId, ...]) -> None:
         for step in steps:
@@ -197,9 +203,10 @@ class Opening:
         state = self._state
         parts: Parts = {}
         homes: dict[tuple[int, int], dict[int, int]] = {}
-        for rank, data in said.items():
-            told: list[_Part] = messages.decode(data, list[_Part])
-            for found in told:
+        told: dict[int, _InRam] = {rank: messages.decode(data, _InRam) for rank, data in said.items()}
+        _tell_notices({rank: each.notice for rank, each in told.items() if each.notice})
+        for rank, each in told.items():
+            for found in each.parts:
                 step = found.serial, found.step
                 if found.rank not in parts.setdefault(step, {}) or found.rank == rank:  # its own before a copy of it
                     parts[step][found.rank] = found.part
@@ -233,6 +240,13 @@ class Opening:
             if StepId(*step) in kept:
                 self._commits.folders[StepId(*step)] = by_rank
         await discard_unused(self.leftovers, kept)
+
+
+def _tell_notices(notices: dict[int, str]) -> None:
+    """Say once what is true for several ranks: at the leader, in the words of the first of them."""
+    if notices:
+        first = min(notices)
+        _log.warning("ranks %s: %s", ", ".join(map(str, sorted(notices))), notices[first])
 
 
 async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:

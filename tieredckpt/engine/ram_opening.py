@@ -104,8 +104,8 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
     assert isinstance(tier, RamTier)
     assert state.marker is not None
     top = ram_root(tier.path) / state.marker.store
-    places = tuple((await places_of(state.config)).values())
-    mine = await _of_this_store(state, places)
+    places = tuple(state.places.values())
+    mine = await _of_this_store(state)
     for each in mine:
         if other := is_copy(each, places):
             raise Conflict(
@@ -128,8 +128,8 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
 
 async def attach_ram(state: State) -> RamStore:
     """Open the RAM tier to read it beside its writer. Raises `NotFound` where there is none of this store's."""
-    places = tuple((await places_of(state.config)).values())
-    found = [each for each in await _of_this_store(state, places) if each.rank is None]
+    places = tuple(state.places.values())
+    found = [each for each in await _of_this_store(state) if each.rank is None]
     for each in found:
         if other := is_copy(each, places):
             raise NotFound(f"the RAM at {each.folder} is of the store at {other}, of which {_shown(places)} is a copy")
@@ -140,11 +140,10 @@ async def attach_ram(state: State) -> RamStore:
 
 async def is_of_a_copy(state: State) -> bool:
     """Whether the RAM of this store's identity is of another folder, of which a tier of this store is a copy."""
-    places = tuple((await places_of(state.config)).values())
-    return any(is_copy(each, places) for each in await _of_this_store(state, places))
+    return any(is_copy(each, state.places.values()) for each in await _of_this_store(state))
 
 
-async def _of_this_store(state: State, places: Collection[Place]) -> list[FoundRam]:
+async def _of_this_store(state: State) -> list[FoundRam]:
     """What is on this machine of the store's RAM, those of other ranks included, `judged`."""
     assert state.marker is not None
     tier = state.tiers[0].config
@@ -202,7 +201,7 @@ async def note_owner(state: State) -> None:
     folder = Path(ram.location)
     before = await in_thread(read_owner, folder)
     known = {place.location: place for place in before.places} if before is not None else {}
-    places = [await _noted(tier, known) for tier in state.tiers[1:]]
+    places = [await _noted(state, tier, known) for tier in state.tiers[1:]]
     owner = Owner(
         label=state.config.name,
         ranks=state.ranks,
@@ -216,9 +215,9 @@ async def note_owner(state: State) -> None:
         _log.warning("it could not be noted whose the RAM at %s is: %s", folder, error)
 
 
-async def _noted(tier: Tier, known: dict[str, Place]) -> Place | None:
+async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | None:
     """A tier's place; as it was noted before where the tier does not answer now."""
-    place = await place_of(tier.config)
+    place = state.places.get(tier.name) if tier.marker is None else await place_of(tier.config)
     if place is None:
         return None
     if tier.marker is None:
@@ -229,9 +228,9 @@ async def _noted(tier: Tier, known: dict[str, Place]) -> Place | None:
 
 async def keep_noted(state: State) -> None:
     """Note anew whenever a tier is known that was not, until cancelled."""
-    noted: list[bool] | None = None
+    noted: list[bool] | None = None  # what came while the store was opened may not be noted yet
     while not told_to_end():
-        known = [tier.marker is not None for tier in state.tiers]
+        known = [tier.marker is not None for tier in state.tiers[1:]]
         if known != noted:
             await note_owner(state)
             noted = known

@@ -84,6 +84,8 @@ class State:
     """What the trainer has raised; changed from its thread, or from a signal handler there."""
     promotions_ended: int = 0
     """How many promotions there have been, those left out that failed to a tier which had failed before."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """By name, where the slower tiers are, as they were looked at when the store was opened."""
     noted: dict[str, Place] = field(default_factory=dict)
     """By location, what RAM's note says of the slower tiers; at opening, of those that may not be mounted."""
     rank: int = 0

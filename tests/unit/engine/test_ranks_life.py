@@ -73,6 +73,23 @@ async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Pla
         let_go(lock)
 
 
+async def test_what_is_true_for_all_ranks_is_said_once_by_the_leader(
+    place: Place, small_tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = {"ram": ram(small_tmpfs, capacity="128 MiB"), "disk": folder(place.disk)}  # more than there is
+    chosen = config(tiers, name="test", rank_deadline=SOON)
+    stores = [CheckpointStore.open(chosen, ranks=each) for each in World(3, nodes=["a"] * 3).coordinators()]
+    await asyncio.gather(*stores)
+    said = [record.getMessage() for record in caplog.records if "memfd" in record.getMessage()]
+    await asyncio.gather(*(store.close() for store in stores))
+    assert len(said) == 1
+    assert said[0].startswith("ranks 0, 1, 2: shared memory at ")
+    caplog.clear()
+    async with CheckpointStore.open(config({"ram": tiers["ram"], "disk": folder(place.disk / "other")})):
+        (alone,) = [record.getMessage() for record in caplog.records if "memfd" in record.getMessage()]
+    assert alone.startswith("shared memory at ")
+
+
 async def test_a_store_that_others_write_to_is_refused_on_every_rank(place: Place) -> None:
     async with CheckpointStore.open(config({"disk": folder(place.disk)})):
         found = await outcomes(place.stores(World(2, nodes=["a"] * 2), rank_deadline=SOON))
