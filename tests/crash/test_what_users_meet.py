@@ -305,6 +305,7 @@ def training(settings: dict[str, Any], first: int, last: int, *point: str) -> It
 async def test_who_reads_memory_while_the_trainer_saves_sees_whole_steps(shared: dict[str, Any]) -> None:
     seen: set[int] = set()
     from_ram = 0
+    shared["tiers"]["disk"]["retain"] = {"kind": "last_n", "n": 5}  # or the reader lists ever more
     with training(shared, 1, 1_000_000) as child:  # as many as are needed, however slow the reader is
         assert child.stdout is not None
         child.stdout.readline()

@@ -41,7 +41,7 @@ async def place_of(tier: TierConfig) -> Place | None:
     try:
         return await left_behind_after(tier.deadline, tier.name, f"looking at {path}", look_at, path)
     except TierUnavailable:
-        return Place(location=normal(path))
+        return Place(location=normal(path), configured=normal(path))
 
 
 def _path_of(tier: PosixTier | ChfsTier | KvstoreTier) -> Path | None:
@@ -74,9 +74,8 @@ def _public(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _public_url(url: str) -> str:
     """Without a name and password before the host, and without what follows a question mark."""
-    bare = url.partition("?")[0].partition("#")[0]
-    scheme, found, rest = bare.partition("://")
+    scheme, found, rest = url.partition("://")
     if not found:
-        return bare
-    host, slash, path = rest.partition("/")
+        return url.rstrip("/")
+    host, slash, path = rest.partition("?")[0].partition("#")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.rstrip('/')}"

@@ -10,6 +10,7 @@ import shutil
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tieredckpt.blobs.locks import hold, let_go
@@ -22,6 +23,7 @@ __all__ = [
     "check_owner",
     "is_store_folder",
     "keep_earlier_versions_out",
+    "locked",
     "move_in",
     "ram_root",
     "remove",
@@ -78,6 +80,18 @@ def take(folder: Path) -> int:
             let_go(lock)
 
 
+@contextlib.contextmanager
+def locked(folders: Sequence[Path]) -> Iterator[None]:
+    """Hold the locks of all folders meanwhile. Blocking; raises as `take`, with none held."""
+    locks: list[int] = []
+    try:
+        locks.extend(map(take, folders))
+        yield
+    finally:
+        for lock in locks:
+            let_go(lock)
+
+
 def _above(folder: Path) -> list[Path]:
     """The folders above that are this library's own, outermost first."""
     ranks = [folder.parent] if folder.name.startswith(RANK_FOLDER) else []
@@ -129,8 +143,11 @@ def _lock_folder(folder: Path) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder that is locked by this process, but for those of ranks in it; the lock goes last. Blocking."""
-    mine = (path for path in folder.iterdir() if not path.name.startswith(RANK_FOLDER))
+    """Delete a folder that is locked by this process, but for those of ranks and stores in it. Blocking.
+
+    The lock goes last.
+    """
+    mine = (path for path in folder.iterdir() if not _is_of_others(path))
     for path in sorted(mine, key=lambda path: path.name == LOCK):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -157,10 +174,13 @@ def move_in(old: Path, new: Path) -> None:
     try:
         for own in (*_above(new), new):
             _own_folder(own)
+        if old not in new.parents and not any(new.iterdir()):
+            old.rename(new)  # in one step; what is empty is replaced
+            return
         link = new.with_name(new.name + _MOVING)
         with contextlib.suppress(FileExistsError):
             link.symlink_to(old)
-        mine = (path for path in old.iterdir() if not _is_of_this_version(path))
+        mine = (path for path in old.iterdir() if not _is_of_others(path))
         for path in sorted(mine, key=lambda path: path.name == LOCK):
             path.rename(new / path.name)
         link.unlink()
@@ -207,6 +227,6 @@ def _let_earlier_versions_in(root: Path) -> None:
         (root / LOCK).rmdir()
 
 
-def _is_of_this_version(path: Path) -> bool:
-    """Whether what lies in a root that a version before took whole is no part of what that left."""
+def _is_of_others(path: Path) -> bool:
+    """Whether what lies in a folder is no part of its RAM: it is a rank's, or a store's in a root once taken whole."""
     return path.name.startswith(RANK_FOLDER) or is_store_folder(path.name) or path.suffix == _MOVING

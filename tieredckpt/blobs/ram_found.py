@@ -16,7 +16,7 @@ import msgspec
 from tieredckpt.blobs.folders import open_regular
 from tieredckpt.blobs.ram_folder import LOCK, RANK_FOLDER, check_owner, is_store_folder, unfinished_moves
 from tieredckpt.blobs.ram_owner import Owner, is_removed, look_at, read_owner
-from tieredckpt.blobs.ramnote import read_note, slab_bytes
+from tieredckpt.blobs.ramnote import has_slab, slab_bytes
 from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker, decode_marker
@@ -77,10 +77,11 @@ def judged(found: FoundRam) -> FoundRam:
         if not place.location.startswith("/"):
             holding.append(place.location)
             continue
-        there = marker_at(Path(place.location))
-        if there is not None and there.store == found.store:
-            holding.append(place.location)
-        elif there is None and place.seen and not is_removed(place, look_at(Path(place.location))):
+        path = Path(place.location)
+        there = marker_at(path)
+        if there.store == found.store if there is not None else os.path.lexists(path / layout.MARKER):
+            holding.append(place.location)  # also by a marker that is damaged
+        elif there is None and place.seen and not is_removed(place, look_at(path)):
             elsewhere.append(place.location)
     return msgspec.structs.replace(found, holding=tuple(holding), elsewhere=tuple(elsewhere))
 
@@ -133,7 +134,7 @@ def _look_into(folder: Path) -> FoundRam | None:
             owner=owner,
             steps=tuple(sorted(steps)),
             nbytes=nbytes,
-            lost=nbytes == 0 and read_note(folder) is None,
+            lost=not has_slab(folder),
             user=_user(folder),
             modified=max(steps.values(), default=0.0),
         )

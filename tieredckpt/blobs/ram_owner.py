@@ -32,12 +32,16 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     location: str
     """An absolute path after `os.path.realpath`, or a URL without secrets."""
+    configured: str = ""
+    """The path as the configuration has it: what is compared while its file system does not answer."""
     inode: tuple[int, int] | None = None
-    """Device and inode of the store's marker there; None where it is no file of this machine."""
+    """Device and inode of the store's marker there; None where it is no file of this machine, or has several names."""
     file_system: str = ""
     """What tells the file system from others, also after it was mounted again; empty where unknown."""
     seen: bool = False
     """Whether the store's marker was ever there; never of a tier that does not outlive the node."""
+    lasting: bool = True
+    """Whether the tier outlives the node."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +84,14 @@ def look_at(path: Path) -> Place:
     except OSError:
         inode = None
     else:
-        inode = found.st_dev, found.st_ino
-    return Place(location=str(real), inode=inode, file_system=_file_system_of(real), seen=inode is not None)
+        inode = (found.st_dev, found.st_ino) if found.st_nlink == 1 else None  # else it is also a copy's
+    return Place(
+        location=str(real),
+        configured=os.path.normpath(path),
+        inode=inode,
+        file_system=_file_system_of(real),
+        seen=inode is not None,
+    )
 
 
 def _file_system_of(path: Path) -> str:
@@ -105,11 +115,11 @@ def is_removed(noted: Place, now: Place) -> bool:
 
     Otherwise another file system is there than was: the right one is not mounted, or was replaced.
     """
-    return not noted.file_system or noted.file_system == now.file_system
+    return bool(noted.file_system) and noted.file_system == now.file_system
 
 
 def shares(noted: Collection[Place], ours: Collection[Place]) -> bool:
-    """Whether two descriptions have a tier in common: its location, or the inode of its marker."""
-    locations = {place.location for place in ours}
+    """Whether two descriptions have a tier in common: its location, its path, or the inode of its marker."""
+    names = {name for place in ours for name in (place.location, place.configured)} - {""}
     inodes = {place.inode for place in ours} - {None}
-    return any(place.location in locations or place.inode in inodes for place in noted)
+    return any(place.location in names or place.configured in names or place.inode in inodes for place in noted)

@@ -25,6 +25,7 @@ __all__ = [
     "Note",
     "boot_id",
     "growing",
+    "has_slab",
     "read_note",
     "slab_bytes",
     "undo_growth",
@@ -81,6 +82,15 @@ def slab_bytes(folder: Path) -> int:
         with contextlib.suppress(OSError):
             return (folder / note.slab).stat().st_blocks * 512
     return 0
+
+
+def has_slab(folder: Path) -> bool:
+    """Whether the slab of a folder is there: not of another boot, nor a memfd that has ended. Blocking."""
+    note = read_note(folder)
+    if note is not None:
+        with contextlib.suppress(OSError):
+            return (folder / note.slab).stat().st_ino == note.memfd or note.memfd is None
+    return False
 
 
 def write_note(folder: Path, note: Note) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tieredckpt.blobs.ram import RamStore
-from tieredckpt.blobs.ram_folder import ram_root
+from tieredckpt.blobs.ram_folder import locked, ram_root, remove
 from tieredckpt.blobs.ram_found import FoundRam, find_ram
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting, when
 from tieredckpt.cli.opening import Json, StorePath
@@ -91,7 +91,9 @@ def forget(which: Which = None, gone: Gone = False, root: Root = None, as_json: 
     stores = found_ram(root)
     chosen: dict[str, list[FoundRam]] = {}
     for name in which or ():
-        mine = {uuid: group for uuid, group in stores.items() if name == uuid or _is_of(group, Path(name).absolute())}
+        mine = {
+            uuid: group for uuid, group in stores.items() if name == uuid or _is_of(group, Path(os.path.realpath(name)))
+        }
         if not mine:
             raise NotFound(f"no RAM on this machine is of {name}; `tieredckpt ls --ram` lists what there is")
         chosen |= mine
@@ -99,10 +101,13 @@ def forget(which: Which = None, gone: Gone = False, root: Root = None, as_json: 
         chosen = {uuid: group for uuid, group in stores.items() if _is_gone(group) and not _user(group)}
     freed = []
     for uuid, group in chosen.items():
-        for each in group:
-            if lives(Path(each.folder)):
-                raise Conflict(f"the RAM of store {uuid} at {each.folder} has an agent, which still promotes from it")
-            RamStore.discard(Path(each.folder))
+        paths = [Path(each.folder) for each in group]
+        for path in paths:
+            if lives(path):
+                raise Conflict(f"the RAM of store {uuid} at {path} has an agent, which still promotes from it")
+        with locked(paths):  # all of it, or a step would lose some ranks' parts
+            for path in paths:
+                remove(path)
         freed.append({"store": uuid, "memory": sum(each.nbytes for each in group), "steps": len(_steps(group))})
         if not as_json:
             output().print(
@@ -174,8 +179,10 @@ def _places(group: Sequence[FoundRam]) -> dict[str, str]:
         for place in each.owner.places if each.owner is not None else ():
             if place.location in each.holding:
                 found[place.location] = "there" if place.location.startswith("/") else "not looked at"
+            elif place.location in each.elsewhere:
+                found[place.location] = "another file system"
             else:
-                found[place.location] = "another file system" if place.location in each.elsewhere else "gone"
+                found[place.location] = "gone" if place.seen else "never seen"
     return found
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.places import places_of
-from tieredckpt.blobs.ram_folder import is_store_folder, ram_root, take
+from tieredckpt.blobs.ram_folder import is_store_folder, locked, ram_root
 from tieredckpt.blobs.ram_found import FoundRam, find_ram
 from tieredckpt.blobs.settle import in_thread
 from tieredckpt.config import RamTier, StoreConfig
@@ -33,24 +32,30 @@ async def fork(config: StoreConfig) -> tuple[str, str]:
     Raises:
         NotFound: no tier holds a store.
         Conflict: somebody writes to it or to its RAM, or its tiers are of two stores.
-        TierUnavailable: a tier does not answer; none is changed.
+        TierUnavailable: a tier does not answer. Repeated, it goes on with what was begun.
     """
     async with _tiers(config) as opened:
         marked = [(tier, marker) for tier, marker in opened if marker is not None]
         if not marked:
             raise NotFound(f"there is no store at {_where(opened)}, so there is nothing to fork")
+        places = (await places_of(config)).values()
+        mine = [each for each in await _ram(config) if notes([each], places)]
         old = marked[0][1]
+        # A fork that was cut off has given some the new identity.
+        begun = [each for each in (*(marker for _, marker in marked), *(ram.marker for ram in mine)) if each.ancestors]
+        new = next((each for each in begun if any(each.ancestors[0] == marker.store for _, marker in marked)), None)
+        if new is not None:
+            old = StoreMarker(store=new.ancestors[0])
+        else:
+            new = old.fork(str(uuid.uuid4()))
         for tier, marker in marked:
-            if marker.store != old.store:
+            if marker.store not in (old.store, new.store):
                 raise Conflict(
                     f"tier {marked[0][0].name!r} is of store {old.store} and tier {tier.name!r} of {marker.store}; "
                     f"fork each folder on its own"
                 )
-        new = old.fork(str(uuid.uuid4()))
-        places = (await places_of(config)).values()
-        mine = [each for each in await _ram(config) if each.store == old.store and notes([each], places)]
-        # First, or the other folder would take it for its own.
-        await in_thread(_mark_ram, mine, new)
+        # RAM first, or the other folder would take it for its own.
+        await in_thread(_mark_ram, [each for each in mine if each.store == old.store], new)
         for tier, _ in marked:
             await tier.mark(new)
     return old.store, new.store
@@ -128,7 +133,7 @@ async def _has_steps(tier: Tier) -> bool:
 
 def _mark_ram(found: Sequence[FoundRam], marker: StoreMarker) -> None:
     """Blocking. Raises `Conflict` when somebody uses one of them; none is changed then."""
-    with _locked([Path(each.folder) for each in found]):
+    with locked([Path(each.folder) for each in found]):
         for each in found:
             new = Path(each.folder, "marker.tmp")
             new.write_bytes(encode_marker(marker))
@@ -136,17 +141,6 @@ def _mark_ram(found: Sequence[FoundRam], marker: StoreMarker) -> None:
         for top in {path for each in found for path in (Path(each.folder), Path(each.folder).parent)}:
             if is_store_folder(top.name):
                 top.rename(top.with_name(marker.store))  # or who opens the other folder would look there
-
-
-@contextmanager
-def _locked(folders: Sequence[Path]) -> Iterator[None]:
-    locks: list[int] = []
-    try:
-        locks.extend(map(take, folders))
-        yield
-    finally:
-        for lock in locks:
-            let_go(lock)
 
 
 def _where(opened: Sequence[tuple[Tier, StoreMarker | None]]) -> str:

@@ -321,8 +321,8 @@ def _common_place(state: State, group: Sequence[FoundRam]) -> str:
     """A location that both this store and RAM of another have."""
     owner = group[0].owner
     noted = [place.location for place in owner.places] if owner is not None else []
-    paths = {str(tier.path) for tier in state.config.tiers if isinstance(tier, PosixTier)}
-    return next((where for where in noted if where in paths), noted[0] if noted else "")
+    ours = {place.location for place in state.places.values()}
+    return next((where for where in noted if where in ours), noted[0] if noted else "")
 
 
 def _refuse_what_cannot_fit(state: State) -> None:

@@ -19,7 +19,7 @@ from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.errors import Conflict
 from tieredckpt.format.manifest import StoreMarker
 
-__all__ = ["Choice", "SeenTier", "choose", "is_copy", "is_of_ram_alone", "notes"]
+__all__ = ["Choice", "SeenTier", "choose", "is_copy", "is_of_ram_alone", "may_return", "notes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def choose(tiers: Sequence[SeenTier], found: Sequence[FoundRam], config: StoreCo
     if not tiers:
         near = {store: group for store, group in stores.items() if is_of_ram_alone(group, config)}
     elif all(tier.answers for tier in tiers):
-        usable = {store: group for store, group in near.items() if _may_return(group, ours)}
+        usable = {store: group for store, group in near.items() if may_return(group, ours)}
         return _from_ram(usable, ours, {store: group for store, group in near.items() if store not in usable})
     elif config.name is None:
         near |= {store: group for store, group in stores.items() if all(_is_earlier(each, config) for each in group)}
@@ -125,7 +125,7 @@ def _by_store(found: Sequence[FoundRam]) -> dict[str, list[FoundRam]]:
     return stores
 
 
-def _may_return(group: Sequence[FoundRam], ours: Sequence[Place]) -> bool:
+def may_return(group: Sequence[FoundRam], ours: Sequence[Place]) -> bool:
     """Whether empty tiers may be those of a store in RAM: one never had its marker, or is not the file system that had.
 
     Otherwise a person removed what was there, and means to start afresh.
@@ -133,6 +133,7 @@ def _may_return(group: Sequence[FoundRam], ours: Sequence[Place]) -> bool:
     locations = {place.location for place in ours}
     noted = [place for each in group if each.owner is not None for place in each.owner.places]
     mine = [place for place in noted if place.location in locations]
+    mine = [place for place in mine if place.lasting] or mine  # others come back empty with every job
     return any(not place.seen for place in mine) or bool(_elsewhere(group, ours))
 
 

@@ -159,7 +159,12 @@ def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
     for old in [*([left_over] if left_over else []), *(Path(each.folder) for each in found)]:
         is_mine = old.name == f"{RANK_FOLDER}{state.rank}" if old.name in neighbours else state.is_first_of_node
         new = top / old.name if old.name.startswith(RANK_FOLDER) else top
-        if not is_mine or old == new or not old.is_dir() or (old != left_over and _is_taken(new)):
+        if not is_mine or old == new or not old.is_dir():
+            continue
+        if old != left_over and _is_taken(new):
+            _log.warning(
+                "the RAM at %s is of this store, and so is %s, which is used; the other is left alone", old, new
+            )
             continue
         _log.info("the RAM at %s is moved to %s", old, new)
         try:
@@ -220,10 +225,13 @@ async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | N
     place = state.places.get(tier.name) if tier.marker is None else await place_of(tier.config)
     if place is None:
         return None
+    noted = known.get(place.location)
+    if noted is not None and noted.seen and place.inode is None and place.location.startswith("/"):
+        return noted  # what is seen now is not what the tier has: it is not mounted, or does not answer
     if tier.marker is None:
         return known.get(place.location, msgspec.structs.replace(place, inode=None, seen=False))
     outlives = tier.survives if tier.blobs is not None else Survives.named(tier.config.survives or "process")
-    return msgspec.structs.replace(place, seen=outlives >= Survives.NODE)
+    return msgspec.structs.replace(place, seen=outlives >= Survives.NODE, lasting=outlives >= Survives.NODE)
 
 
 async def keep_noted(state: State) -> None:

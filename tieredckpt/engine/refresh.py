@@ -72,7 +72,7 @@ class Refresh:
                     if tries == _TRIES - 1:
                         raise
                 except Corrupt:
-                    if damaged:
+                    if damaged or tries == _TRIES - 1:
                         raise
                     damaged = True
                     for tier in self._state.tiers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ from typer.testing import Result
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE
 from tieredckpt.blobs.ram_found import find_ram
+from tieredckpt.config import to_toml
+from tieredckpt.engine.change_identity import fork
+from tieredckpt.engine.tier import Tier
 from tieredckpt.errors import Conflict
 
 Run = Callable[..., Result]
@@ -87,6 +91,56 @@ def test_what_has_lost_its_folder_is_forgotten_and_nothing_else(told: Told, tmp_
     assert newest(tmp_path / "two") == 1
     assert told("forget", tmp_path / "two")[0]["steps"] == 1
     assert not root.exists()
+
+
+def test_a_folder_that_was_never_reached_is_not_gone(told: Told, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    store = CheckpointStore.open(settings(tmp_path / "file" / "disk")).sync()
+    store.__enter__()
+    store.save(1, {"w": np.ones(3)})
+    store.store.close_blocking(clean=False)
+    assert told("forget", "--gone") == []
+    (found,) = told("ls", "--ram")
+    assert found["places"] == {str(tmp_path / "file" / "disk"): "never seen"}
+
+
+def test_forgetting_what_a_version_before_left_leaves_the_stores_beside_it(
+    told: Told, tmp_path: Path, root: Path
+) -> None:
+    one = killed(tmp_path / "one", 1)
+    for path in list((root / one).iterdir()):
+        path.rename(root / path.name)
+    (root / one).rmdir()
+    (root / "owner.json").unlink()
+    two = killed(tmp_path / "two", 2)
+    told("forget", one)
+    assert [each.store for each in find_ram(root)] == [two]
+    assert newest(tmp_path / "two") == 2
+
+
+def test_an_agent_brings_back_nothing_that_a_person_removed(run: Run, tmp_path: Path) -> None:
+    disk, settings_file = tmp_path / "disk", tmp_path / "ckpt.toml"
+    killed(disk, 1, 2)
+    shutil.rmtree(disk)
+    settings_file.write_text(to_toml(settings(disk).model_copy(update={"promote_in": "agent"})))
+    assert "nothing is left to promote" in run("agent", settings_file, "--once").output
+    assert not disk.exists()
+
+
+def test_a_fork_that_was_cut_off_is_gone_on_with(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    killed(disk, 2, 3)
+
+    async def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tier, "mark", dies)
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(fork(settings(disk)))
+    forked = told("fork", disk)
+    assert newest(disk) == 3
+    assert killed(disk, 5) == forked["store"]
 
 
 def test_ram_that_is_in_use_is_not_forgotten(run: Run, tmp_path: Path, root: Path) -> None:

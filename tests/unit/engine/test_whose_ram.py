@@ -236,6 +236,25 @@ async def test_a_tier_that_is_silent_at_start_leaves_the_ram_that_notes_it(place
     assert await place.newest("a/p") == 3
 
 
+async def test_a_marker_that_is_damaged_does_not_make_a_copy_the_store(place: Place) -> None:
+    await place.killed("p", 1, promote="always")
+    await place.killed("p", 2)
+    shutil.copytree(place.base / "p", place.base / "copy")
+    (place.base / "p" / "tieredckpt.json").write_text("{")
+    with pytest.raises(Conflict, match="is a copy of the store at"):
+        await CheckpointStore.open(place.at("copy"))
+    assert await place.newest("p") == 2
+
+
+async def test_a_snapshot_by_hard_links_is_a_copy(place: Place) -> None:
+    await place.killed("p", 1, promote="always")
+    await place.killed("p", 2)
+    shutil.copytree(place.base / "p", place.base / "snapshot", copy_function=os.link)
+    with pytest.raises(Conflict, match="is a copy of the store at"):
+        await CheckpointStore.open(place.at("snapshot"))
+    assert await place.newest("p") == 2
+
+
 # -- who looks --------------------------------------------------------------------------------------------
 
 
@@ -375,13 +394,17 @@ async def test_a_move_that_was_cut_off_is_gone_on_with(
     place: Place, moved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await place.killed("p", 1)
-    as_the_version_before(place.root, "older")
+    (place.root / "lock").rmdir()
+    old = as_the_version_before(place.root, "taken")
+    for path in list(old.iterdir()):
+        path.rename(place.root / path.name)
+    old.rmdir()
     renamed = Path.rename
     left = moved
 
     def dying(path: Path, target: Path) -> Path:
         nonlocal left
-        if path.parent.name == "older":
+        if path.parent == place.root:
             if not left:
                 raise OSError("no more")
             left -= 1

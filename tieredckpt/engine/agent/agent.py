@@ -28,7 +28,8 @@ from tieredckpt.engine.connect import connect as connect_tier
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.lease import Holder, lives_here
 from tieredckpt.engine.messages import Failure
-from tieredckpt.engine.ram_choice import notes
+from tieredckpt.engine.ram_choice import may_return, notes
+from tieredckpt.engine.ram_opening import judged_within
 from tieredckpt.engine.state import Role
 from tieredckpt.engine.survey import survey
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
@@ -44,6 +45,8 @@ Life = Literal["stays", "with trainer", "once"]
 
 _LOOK_AGAIN = 0.1
 """Seconds between looks for a trainer, or for the folder that it makes."""
+_LOOK_AT_PLACES = 10.0
+"""Seconds for a file system to say whether a store is still there."""
 _CLAIM_TRIES = 5
 """Who only looks whether there is an agent holds its lock for a moment."""
 _HELLO = 10.0
@@ -206,7 +209,9 @@ class Agent:
         if not self._places:
             self._places = list((await places_of(self._config)).values())
         found = [each for each in await in_thread(find_ram, self._root) if each.rank is None and not each.lost]
-        mine = [each for each in found if notes([each], self._places)]
+        near = [await judged_within(_LOOK_AT_PLACES, each) for each in found if notes([each], self._places)]
+        # What a person removed is promoted for a trainer that uses it alone, which knows better.
+        mine = [each for each in near if each.user or each.holding or may_return([each], self._places)]
         if not mine:
             return False
         folder = Path(max(mine, key=lambda each: (bool(each.user), each.used_at)).folder)
