@@ -158,7 +158,7 @@ async def test_no_secret_is_in_a_step_an_event_an_error_or_the_log(
 def test_show_has_no_secret_of_a_step_that_an_earlier_version_saved(
     settings: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(StoreConfig, "policies", property(dump_with_secrets))
+    monkeypatch.setattr(StoreConfig, "recorded_policies", property(dump_with_secrets))
     with CheckpointStore.open(settings).sync() as store:
         store.save(1, {"w": np.ones(5000)}).reached("disk")
     assert CANARY.encode() in bytes_below(tmp_path / "disk")

@@ -127,4 +127,4 @@ def test_one_of_several_has_to_be_chosen(run: Run, config: Path) -> None:
 
 
 def test_too_few_bytes_are_refused(run: Run, config: Path) -> None:
-    assert run("bench", "chfs", config, "--size", "1000").exit_code == 2
+    assert run("bench", "chfs", config, "--size", "1000 B").exit_code == 2
