@@ -27,7 +27,9 @@ _HEADER = re.compile(r"(([\w-]+):\s+).+", re.DOTALL)
 _QUOTED = r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\''
 _MEMBER = re.compile(rf"([\"'])([\w.-]+)\1(\s*[:=]\s*)(?:{_QUOTED}|\[[^\]]*\]|\{{[^}}]*\}})")
 _PARAMETER = re.compile(
-    r"(?<![\w\"'.-])([\w.-]+)(\s*[:=]\s*)(?:(?:Bearer|Basic|Token)\s+)?[^\s\"',;&}\])]+", re.IGNORECASE
+    rf"(?<![\w\"'.-])([\w.-]+)(\s*[:=]\s*)(?:(?:Bearer|Basic|Token|ApiKey|Digest|Negotiate)\s+)?"
+    rf"(?:{_QUOTED}|[^\s\"',;&}}\])]+)",
+    re.IGNORECASE,
 )
 
 _SHORTEST = 4

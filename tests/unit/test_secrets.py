@@ -289,6 +289,9 @@ async def test_an_agent_is_given_secrets_over_its_standard_input_alone(
         ("AWSAccessKeyId=abc&Signature=def", "AWSAccessKeyId=REDACTED&Signature=REDACTED"),
         ("value of size 7 [os_error_code='28']", "value of size 7 [os_error_code='28']"),
         ("gs://bucket/keys/token/x", "gs://bucket/keys/token/x"),
+        ("connect(password='hunter2')", "connect(password=REDACTED)"),
+        ('token="two words" step=1', "token=REDACTED step=1"),
+        ("Authorization: ApiKey abcdefgh", "Authorization: REDACTED"),
     ],
 )
 def test_a_message_is_told_without_its_secrets(text: str, expected: str) -> None:
