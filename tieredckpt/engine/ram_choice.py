@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from tieredckpt.blobs.ram_folder import shared_memory_root
 from tieredckpt.blobs.ram_found import FoundRam
@@ -39,12 +38,8 @@ class Choice:
 
     marker: StoreMarker | None = None
     """None where a new one is to be made up."""
-    source: Literal["tier", "ram", "none"] = "none"
-    """What told the identity."""
     provisional: bool = False
     """No slower tier ever had this identity: one that comes back with another is right."""
-    elsewhere: frozenset[str] = frozenset()
-    """Locations where another file system is than the one that had the store: not mounted, or replaced."""
     left: Mapping[str, Sequence[FoundRam]] = field(default_factory=dict)
     """RAM of other stores, by UUID, that notes a location of this one; it is left alone."""
 
@@ -75,21 +70,15 @@ def choose(tiers: Sequence[SeenTier], found: Sequence[FoundRam], config: StoreCo
                     f"{other.name!r} at {other.place.location} to store {other.marker.store}; point one of them to a "
                     f"folder of its own"
                 )
-        mine = stores.get(first.marker.store, [])
-        return Choice(
-            first.marker,
-            "tier",
-            elsewhere=_elsewhere(mine, ours),
-            left={store: group for store, group in near.items() if store != first.marker.store},
-        )
+        return Choice(first.marker, left={store: group for store, group in near.items() if store != first.marker.store})
     if not tiers:
         near = {store: group for store, group in stores.items() if is_of_ram_alone(group, config)}
     elif all(tier.answers for tier in tiers):
         usable = {store: group for store, group in near.items() if may_return(group, ours)}
-        return _from_ram(usable, ours, {store: group for store, group in near.items() if store not in usable})
+        return _from_ram(usable, {store: group for store, group in near.items() if store not in usable})
     elif config.name is None:
         near |= {store: group for store, group in stores.items() if all(_is_earlier(each, config) for each in group)}
-    return _from_ram(near, ours, {})
+    return _from_ram(near, {})
 
 
 def notes(group: Sequence[FoundRam], ours: Collection[Place]) -> bool:
@@ -104,9 +93,7 @@ def is_copy(found: FoundRam, ours: Collection[Place]) -> str:
     return next(iter(found.holding), "")  # where none still holds it, the store was moved
 
 
-def _from_ram(
-    candidates: Mapping[str, Sequence[FoundRam]], ours: Sequence[Place], left: dict[str, Sequence[FoundRam]]
-) -> Choice:
+def _from_ram(candidates: Mapping[str, Sequence[FoundRam]], left: dict[str, Sequence[FoundRam]]) -> Choice:
     """Continue the store of which RAM has a whole step, and was used last; or begin a new one."""
     if not candidates:
         return Choice(left=left)
@@ -115,7 +102,7 @@ def _from_ram(
     seen = any(place.seen for each in group if each.owner is not None for place in each.owner.places)
     rest = {store: others for store, others in candidates.items() if store != best}
     marker = max(group, key=lambda each: each.used_at).marker
-    return Choice(marker, "ram", not seen, _elsewhere(group, ours), {**left, **rest})
+    return Choice(marker, not seen, {**left, **rest})
 
 
 def _by_store(found: Sequence[FoundRam]) -> dict[str, list[FoundRam]]:
