@@ -70,7 +70,7 @@ async def saved(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
 
 
 def make_alone(root: Path) -> None:
-    """Let RAM be that of a store without other tiers."""
+    """Make RAM that of a store without other tiers."""
     for found in find_ram(root):
         assert found.owner is not None
         write_owner(Path(found.folder), replace(found.owner, places=()))

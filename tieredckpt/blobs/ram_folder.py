@@ -201,7 +201,7 @@ def unfinished_moves(root: Path) -> dict[str, Path]:
 
 
 def keep_earlier_versions_out(root: Path, label: str | None, store: str) -> None:
-    """See that a version before is refused where it would look for the RAM of a store. Blocking; raises `OSError`.
+    """Keep earlier versions out of the place where they would look for a store's RAM. Blocking; raises `OSError`.
 
     Args:
         root: where the store's folder is.

@@ -120,7 +120,7 @@ def forget(which: Which = None, gone: Gone = False, root: Root = None, as_json: 
 
 
 def adopt(store: StorePath, ram: RamStoreOption = None, root: Root = None, as_json: Json = False) -> None:
-    """Let the store in RAM go on in an empty folder: one that was removed, or replaced, or never had it."""
+    """Continue the store that RAM holds in an empty folder: one that was removed, replaced, or never had it."""
     with waiting("looking whose RAM it is"):
         found, where = asyncio.run(adopt_ram(_with_root(load(store), root), ram))
     if as_json:

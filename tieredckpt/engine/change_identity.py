@@ -62,7 +62,7 @@ async def fork(config: StoreConfig) -> tuple[str, str]:
 
 
 async def adopt(config: StoreConfig, store: str | None = None) -> tuple[FoundRam, str]:
-    """Let empty tiers be those of a store of which RAM has steps, so that it goes on there.
+    """Mark empty tiers as those of a store of which RAM has steps, so that it continues there.
 
     Args:
         config: of the store; its slower tiers are marked.

@@ -56,7 +56,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
 
 
 def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:
-    """Have RAM connected as that of this store, whose identity is known then.
+    """Set how RAM is connected: as that of this store, whose identity is known then.
 
     Args:
         state: of the store.

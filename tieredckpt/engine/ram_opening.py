@@ -184,7 +184,7 @@ def _shown(places: Collection[Place]) -> str:
 
 
 async def mark_ram(state: State) -> None:
-    """Let RAM be of the store's identity as it turned out to be. Where that fails, it is found out at the next use."""
+    """Mark RAM with the identity that the store turned out to have. A failure is met again at the next use."""
     ram = state.tiers[0]
     if ram.ram is not None and ram.ram.slab.writable and state.marker is not None:
         before = ram.marker
