@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tieredckpt.blobs.folders import open_regular
-from tieredckpt.errors import Corrupt
+from tieredckpt.blobs.ram_files import read_json, replace_json
 from tieredckpt.format.layout import MARKER
 
 __all__ = ["OWNER_FILES", "Owner", "Place", "is_removed", "look_at", "read_owner", "shares", "write_owner"]
@@ -58,22 +57,12 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_owner(folder: Path) -> Owner | None:
     """The note of a folder; None where there is none that can be used, as in one of an earlier version. Blocking."""
-    try:
-        fd = open_regular(folder / _OWNER, os.O_RDONLY, follow_symlinks=False)
-        with os.fdopen(fd, "rb") as file:
-            return msgspec.json.decode(file.read(_SIZE_MAX + 1), type=Owner)
-    except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    return read_json(folder / _OWNER, Owner, limit=_SIZE_MAX)
 
 
 def write_owner(folder: Path, owner: Owner) -> None:
     """Replace the note of a folder that is ours alone. Blocking; raises `OSError`."""
-    new = folder / _NEW_OWNER
-    new.unlink(missing_ok=True)  # of a process that died here
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(owner))
-    new.replace(folder / _OWNER)
+    replace_json(folder / _OWNER, folder / _NEW_OWNER, owner)
 
 
 def look_at(path: Path) -> Place:

@@ -14,9 +14,8 @@ from typing import Annotated
 import msgspec
 
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.blobs.folders import open_regular
 from tieredckpt.blobs.mapping import give_back
-from tieredckpt.errors import Corrupt
+from tieredckpt.blobs.ram_files import read_json, replace_json
 from tieredckpt.format.layout import parse_pack_key
 
 __all__ = [
@@ -66,13 +65,9 @@ def boot_id() -> str:
 
 def read_note(folder: Path) -> Note | None:
     """The note of a folder; None where there is none that can be used."""
-    try:
-        fd = open_regular(folder / _NOTE, os.O_RDONLY, follow_symlinks=False)
-        with os.fdopen(fd, "rb") as file:
-            note = msgspec.json.decode(file.read(_SIZE_MAX + 1), type=Note)
-    except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return note if note.boot_id == boot_id() and parse_pack_key(note.slab) is not None else None
+    note = read_json(folder / _NOTE, Note, limit=_SIZE_MAX)
+    usable = note is not None and note.boot_id == boot_id() and parse_pack_key(note.slab) is not None
+    return note if usable else None
 
 
 def slab_bytes(folder: Path) -> int:
@@ -95,12 +90,7 @@ def has_slab(folder: Path) -> bool:
 
 def write_note(folder: Path, note: Note) -> None:
     """Replace the note of a folder that is ours alone. Raises `OSError`."""
-    new = folder / _NEW_NOTE
-    new.unlink(missing_ok=True)  # of a process that died here
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(note))
-    new.replace(folder / _NOTE)
+    replace_json(folder / _NOTE, folder / _NEW_NOTE, note)
 
 
 @contextlib.contextmanager

@@ -234,11 +234,6 @@ class Tier:
         """Write the marker of a tier that has none."""
         await self.store.put(layout.MARKER, [encode_marker(marker)])
 
-    async def wipe(self) -> None:
-        """Delete every step: those of another store that used the same RAM folder."""
-        async for info in self.store.list(layout.STEPS):
-            await self.store.delete(info.key)
-
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
         steps = (self.held, self.parts, self.damaged, self.doubtful, self.index_bytes, self.indexes, self._packs_of)
