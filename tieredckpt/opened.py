@@ -112,12 +112,12 @@ class Opened:
             closing.result()
 
     def begin_closing(self, *, clean: bool) -> None:
-        """Have it closed, from any thread, and without waiting for that."""
+        """Begin to close it, from any thread, without waiting for the end."""
         with contextlib.suppress(RuntimeError):  # it is closed
             self.thread.loop.call_soon_threadsafe(lambda: self._begin(clean=clean))
 
     def hurry(self) -> None:
-        """Have a close that has begun give up what is still to be promoted; from any thread."""
+        """Make a close that has begun give up what is still to be promoted; from any thread."""
         with contextlib.suppress(RuntimeError):  # it is closed
             self.thread.loop.call_soon_threadsafe(self._hurry)
 

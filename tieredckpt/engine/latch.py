@@ -25,7 +25,7 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Let everybody go on who waits. Never blocks."""
+        """Wake everybody who waits. Never blocks."""
         self._open = True
         while True:
             try:

@@ -84,7 +84,7 @@ class Refresh:
             await whole(self._close_unused())
 
     async def close(self) -> None:
-        """Let go of what no tier uses any more."""
+        """Close the blob stores that no tier uses any more."""
         for blobs, _ in self._aside:
             await blobs.close()
         self._aside.clear()
@@ -99,7 +99,7 @@ class Refresh:
     # -- looking ------------------------------------------------------------------------------------------
 
     async def refresh(self, *, packs: bool = False) -> None:
-        """Know what the tiers hold at some moment after this was called. A tier that fails is reported."""
+        """Find out what the tiers hold, at some moment after this call. A tier that fails is reported."""
         asked = time.monotonic()
         async with self._guards_refresh:
             if self._begun > asked and not packs:
@@ -200,7 +200,7 @@ class Refresh:
             self._state.report(tier, error)
 
     async def _set_aside(self, tier: Tier) -> None:
-        """Know nothing of a tier; its store is closed when the calls are over that may read it."""
+        """Forget what a tier holds; its blob store is closed once the calls that may read it have ended."""
         if tier.blobs is not None:
             self._aside.append((tier.blobs, set(self._in_flight)))
         tier.blobs = None
