@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -145,12 +146,13 @@ async def crash(store: CheckpointStore) -> None:
 
 
 def files_under(path: Path) -> dict[str, int]:
-    """Relative name and size of every file below a folder, leases apart."""
-    return {
-        file.relative_to(path).as_posix(): file.stat().st_size
-        for file in path.rglob("*")
-        if file.is_file() and "leases" not in file.parts
-    }
+    """Relative name and size of every file below a folder, leases apart; a store may be deleting some meanwhile."""
+    sizes = {}
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file() and "leases" not in file.parts:
+                sizes[file.relative_to(path).as_posix()] = file.stat().st_size
+    return sizes
 
 
 def pack_bytes(path: Path) -> int:

@@ -239,9 +239,12 @@ async def test_a_forked_process_of_a_preemptible_training_ends_by_sigterm_as_any
 from tieredckpt.preempt import preemption
 with CheckpointStore.open(settings).sync() as store, preemption(store) as notice:
     store.save(1, state(1))
+    ready, begun = os.pipe()
     if not (number := os.fork()):
-        signal.pause()
-        os._exit(0)
+        os.write(begun, b"1")  # a signal that arrives during the fork itself is lost by CPython
+        while True:
+            time.sleep(0.05)
+    os.read(ready, 1)
     os.kill(number, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == -signal.SIGTERM
     assert not notice.raised

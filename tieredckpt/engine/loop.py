@@ -51,7 +51,7 @@ class Work(Generic[T]):
         """Begin, on the engine's loop, unless that was done before."""
         if self._task is not None or self._refused:
             return
-        if self._thread.closing and not self.closes:
+        if self._thread.over or (self._thread.closing and not self.closes):
             self.refuse()
             return
         self._task = self._thread.loop.create_task(self._coroutine)
@@ -102,8 +102,9 @@ class EngineThread:
         self.ended = Latch()
         self.closing = False
         """Whether calls that come now come too late."""
+        self.over = False
+        """Whether nothing begins any more, not even what closes the store."""
         self._works: set[Work[Any]] = set()
-        self._over = False
         self._ending: asyncio.Task[None] | None = None
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -120,7 +121,7 @@ class EngineThread:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
-        self._over = True
+        self.over = True
         for work in tuple(self._works):  # whoever adds one from now on sees that it is over
             work.refuse()
         self.ended.open()
@@ -151,7 +152,7 @@ class EngineThread:
         self._works.add(work)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(work.start)
-        if self._over:
+        if self.over:
             work.refuse()
 
     def forget(self, work: Work[Any]) -> bool:
@@ -179,9 +180,11 @@ class EngineThread:
             self._ending = self.loop.create_task(self._end())
 
     async def _end(self) -> None:
-        closers = [work.task for work in tuple(self._works) if work.closes and work.task is not None]
-        if closers:
-            await asyncio.wait(closers)
+        while closers := [work for work in tuple(self._works) if work.closes]:
+            for work in closers:
+                work.start()  # one that was submitted a moment ago
+            await asyncio.wait([work.task for work in closers if work.task is not None])
+        self.over = True
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tieredckpt.blobs.settle import in_thread
-from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.loop import EngineLoop, Work
 from tieredckpt.errors import Closed, NotFound
 
 
@@ -105,3 +105,29 @@ async def test_stopping_ends_what_is_under_way_and_refuses_what_comes(engine: En
     with pytest.raises(Closed):
         engine.call_blocking(where())
     assert "engine of a test" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+async def test_whoever_closes_in_the_moment_of_the_end_is_heard_or_refused(engine: EngineLoop, late: int) -> None:
+    """None of the calls is left pending, whichever turn of the loop it is submitted in."""
+    works: list[Work[None]] = []
+
+    async def close() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def submit(turns: int) -> None:
+        if turns:
+            engine.thread.loop.call_soon(submit, turns - 1)
+        else:
+            works.append(engine.submit(close(), closes=True))
+
+    def end() -> None:
+        engine.thread.end()
+        submit(late)
+
+    engine.soon(end)
+    await engine.joined()
+    for work in works:
+        assert work.task is None or work.task.done()
+        assert work.ended.wait(0.0)
