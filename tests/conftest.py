@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from scenes import new_shared_folder
+from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
+from support.scenes import new_shared_folder
 
-from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE
-from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers, tried_again_soon
+from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 
 # Deadlines and speed checks measure the machine that happens to run the tests.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])

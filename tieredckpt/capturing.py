@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tieredckpt.blobs.settle import outlast
-from tieredckpt.engine.branches import Origin
+from tieredckpt.concurrency import outlast
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.writer import Saved
+from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.state.branch import Origin
 from tieredckpt.errors import Invalid
 from tieredckpt.events import Events, SaveFailed
 from tieredckpt.tree.flatten import Flat, flatten

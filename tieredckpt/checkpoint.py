@@ -9,7 +9,7 @@ from typing import Any
 
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.writer import Saved
+from tieredckpt.engine.saving.save import Saved
 from tieredckpt.errors import NotFound
 
 __all__ = ["Checkpoint", "Restored"]

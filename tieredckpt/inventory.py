@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tieredckpt.engine.indexes import unique_extents
-from tieredckpt.engine.packs import stored_size
-from tieredckpt.engine.source import StepSource
-from tieredckpt.engine.state import State, numbers
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk

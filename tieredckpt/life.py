@@ -8,10 +8,10 @@ from typing import Literal
 from tieredckpt import opened
 from tieredckpt.capturing import Captures
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.coordinators.auto import coordinator_of
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.ranks import Coordinator
+from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.transport.auto import coordinator_of
 from tieredckpt.errors import Closed, Invalid
 from tieredckpt.events import Events
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tieredckpt.blobs.settle import in_thread, outlast
 from tieredckpt.capturing import Captures
+from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop, EngineThread
-from tieredckpt.engine.ranks import Coordinator
+from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.errors import Closed, Conflict
 
 __all__ = [

@@ -30,7 +30,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tieredckpt.blobs.base import Survives
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.format.manifest import StepId
 from tieredckpt.store import CheckpointStore

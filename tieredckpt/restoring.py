@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Restored
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.lookup import Wanted
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.pieces import Form
-from tieredckpt.engine.reader import Read
-from tieredckpt.engine.state import numbers
-from tieredckpt.engine.targets import check_memory, empty_targets
+from tieredckpt.engine.restoring.lookup import Wanted
+from tieredckpt.engine.restoring.pieces import Form
+from tieredckpt.engine.restoring.reader import Read
+from tieredckpt.engine.restoring.targets import check_memory, empty_targets
+from tieredckpt.engine.state.state import numbers
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name

@@ -9,19 +9,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
-from tieredckpt.blobs.settle import in_thread
 from tieredckpt.checkpoint import Checkpoint, Restored
+from tieredckpt.concurrency import in_thread
 from tieredckpt.config import StoreConfig, load
-from tieredckpt.engine.collector import Collected
-from tieredckpt.engine.ranks import Coordinator
-from tieredckpt.engine.specs import array_spec
-from tieredckpt.engine.verifier import Verified
-from tieredckpt.engine.writer import Saved
+from tieredckpt.engine.keeping.collector import Collected
+from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.restoring.tensorstore_spec import array_spec
+from tieredckpt.engine.saving.save import Saved
 from tieredckpt.errors import Invalid
 from tieredckpt.events import Event
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
 from tieredckpt.life import StoreLife
-from tieredckpt.policyviews import Observed
+from tieredckpt.policy.views import Observed
 from tieredckpt.restoring import restore
 from tieredckpt.tree.flatten import flatten
 

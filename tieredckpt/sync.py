@@ -16,13 +16,13 @@ from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.errors import Closed
 from tieredckpt.events import Event
 from tieredckpt.inventory import StepDetails, StepInfo, TierInfo
-from tieredckpt.policyviews import Observed
+from tieredckpt.policy.views import Observed
 
 if TYPE_CHECKING:
     from tieredckpt.config import StoreConfig
-    from tieredckpt.engine.collector import Collected
-    from tieredckpt.engine.verifier import Verified
-    from tieredckpt.engine.writer import Saved
+    from tieredckpt.engine.keeping.collector import Collected
+    from tieredckpt.engine.repairing.verify import Verified
+    from tieredckpt.engine.saving.save import Saved
     from tieredckpt.store import CheckpointStore
 
 __all__ = ["SyncCheckpoint", "SyncRestored", "SyncStore"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agents import end_agent
-from scenes import folder, ram
+from support.agents import end_agent
+from support.scenes import folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig

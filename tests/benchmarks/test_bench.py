@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from scenes import SOON
+from support.scenes import SOON
 from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, turn, workloads
@@ -26,7 +26,7 @@ from tieredckpt.bench.isolate import Failed, places, run_isolated
 from tieredckpt.bench.peers import base, ours, torch_save
 from tieredckpt.bench.report import AIMS, load_report
 from tieredckpt.bench.turn import Part, Spec, Turn
-from tieredckpt.blobs.ram_folder import shared_memory_root
+from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import bench as cli
 from tieredckpt.cli.app import app
 from tieredckpt.errors import Invalid, NotFound

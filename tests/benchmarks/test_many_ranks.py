@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from records import first_record
-from scenes import config, folder
+from support.records import first_record
+from support.scenes import config, folder
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.engine.parts import extents_of, holders, merge_parts, share_out
-from tieredckpt.engine.wholes import placed, without_places
+from tieredckpt.blobs.posix.store import PosixStore
+from tieredckpt.engine.ranks.commit.merged import placed, without_places
+from tieredckpt.engine.ranks.commit.parts import extents_of, holders, merge_parts, share_out
 from tieredckpt.format import layout, pack
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c

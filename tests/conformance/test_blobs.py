@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 from blockbuster import BlockBuster, blockbuster_ctx
-from scenes import new_shared_folder
+from support.scenes import new_shared_folder
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.kvstore import KvStoreBlobs
-from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying
 from tieredckpt.testing.backdoor import BackDoor, FolderBackDoor
 from tieredckpt.testing.blobs import BlobStoreTests

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from bare_chfs import BareChfs
 from blockbuster import BlockBuster, blockbuster_ctx
-from lookalike import LookalikeBackDoor, library, missing
+from support.bare_chfs import BareChfs
+from support.lookalike import LookalikeBackDoor, library, missing
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.chfs.store import ChfsStore

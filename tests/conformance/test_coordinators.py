@@ -1,4 +1,4 @@
-"""Every coordinator that can run in one process keeps the contract of `tieredckpt.engine.ranks`."""
+"""Every coordinator that can run in one process keeps the contract of `tieredckpt.engine.ranks.communicator`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+from reliability.ranks import World
 
 from tieredckpt.blobs.kvstore import KvStoreBlobs
-from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.engine.coordinators.mailbox import Mailbox
-from tieredckpt.engine.coordinators.shared import SharedStore
-from tieredckpt.engine.ranks import Coordinator, Solo
-from tieredckpt.testing.coordinators import CoordinatorTests
-from tieredckpt.testing.ranks import World
+from tieredckpt.blobs.posix.store import PosixStore
+from tieredckpt.engine.ranks.communicator import Coordinator, Solo
+from tieredckpt.engine.transport.mailbox import Mailbox
+from tieredckpt.engine.transport.shared import SharedStore
+from tieredckpt.testing.communicators import CoordinatorTests
 
 Processes = Callable[[], list[Coordinator]]
 
@@ -81,7 +81,7 @@ class TestTorchStore(CoordinatorTests):
     def processes(self, connections: list[Any], request: pytest.FixtureRequest) -> Processes:
         from torch.distributed import PrefixStore
 
-        from tieredckpt.engine.coordinators.torch import StoreCarrier
+        from tieredckpt.engine.transport.torch import StoreCarrier
 
         name = request.node.name
         return lambda: [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from reliability.memory import MemoryBlobs, Objects
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.testing.backdoor import BackDoor
 from tieredckpt.testing.blobs import BlobStoreTests
-from tieredckpt.testing.memory import MemoryBlobs, Objects
 
 
 class ObjectsBackDoor:

@@ -10,7 +10,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.ram import RamStore
+from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.testing.backdoor import BackDoor, FolderBackDoor
 from tieredckpt.testing.blobs import BlobStoreTests
 

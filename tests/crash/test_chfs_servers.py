@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
-from chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
-from lookalike import missing
-from scenes import Heard, assert_same, config, crash, folder, ram, tree
+from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
+from support.lookalike import missing
+from support.scenes import Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import tier
+from tieredckpt.engine.tier import tier
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
-from scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
+from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
+from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine import collector, manifests
-from tieredckpt.engine.packs import stored_size
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.keeping import collector
+from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound
 from tieredckpt.events import ChunkRepaired, StepRestored
 from tieredckpt.format.manifest import StepId
@@ -550,7 +551,7 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
 
     async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
         index = await read_index(tier, step)
-        await manifests.retract(tier, step)
+        await commit_file.retract(tier, step)
         return index
 
     async with opened(place, "disk", "far") as store:

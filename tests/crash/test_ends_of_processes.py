@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scenes import SOON, config, folder, ram
+from support.scenes import SOON, config, folder, ram
 
 from tieredckpt import CheckpointStore, StoreConfig
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import eventually
-from scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
+from reliability.sweep import ERRORS, fail_each_call
+from reliability.system import failing_calls
+from reliability.tiers import FaultyTiers
+from support.agents import eventually
+from support.scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
-from tieredckpt.testing.sweep import ERRORS, fail_each_call
-from tieredckpt.testing.system import failing_calls
-from tieredckpt.testing.tiers import FaultyTiers
 
 
 def two_tiers(shared_memory: Path, disk: Path, **settings: Any) -> StoreConfig:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reliability import figures
+from reliability.commands import app
+from reliability.decoders import DECODERS
+from reliability.figures import Budget
+from reliability.replay import Lost
 from typer.testing import CliRunner
-
-from tieredckpt.testing import figures
-from tieredckpt.testing.commands import app
-from tieredckpt.testing.decoders import DECODERS
-from tieredckpt.testing.figures import Budget
-from tieredckpt.testing.replay import Lost
 
 LEAST = Budget(every=10_000, every_of_ranks=10_000, kills=2, agent_kills=1, seconds=2.0, pace=0.0, times=1, inputs=3)
 """One of everything."""

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from reliability import kills
+from reliability.doomed import AGENT_POINTS, POINTS
+from reliability.kills import Killed, Story, kill_trainers
 
 from tieredckpt.engine.agent.process import LOCK
-from tieredckpt.testing import kills
-from tieredckpt.testing.doomed import AGENT_POINTS, POINTS
-from tieredckpt.testing.kills import Killed, Story, kill_trainers
 
 
 def assert_nothing_lost(found: Killed, kills: int) -> None:

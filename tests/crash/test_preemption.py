@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import SOON, assert_same, config, folder, ram, tree
+from support.scenes import SOON, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig, SyncStore
-from tieredckpt.engine import copier, engine
-from tieredckpt.engine.by_hand import ByHand
+from tieredckpt.engine import engine
+from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.promoting import copy_step
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
@@ -123,7 +124,7 @@ def test_the_newest_step_is_promoted_behind_a_training_that_does_not_look(settin
 def test_an_older_step_that_is_on_its_way_gives_way(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_packs, writing = copier.write_packs, threading.Event()
+    write_packs, writing = copy_step.write_packs, threading.Event()
 
     async def stall_at_first(*arguments: Any) -> int:
         if not writing.is_set():
@@ -131,7 +132,7 @@ def test_an_older_step_that_is_on_its_way_gives_way(
             await asyncio.Event().wait()
         return await write_packs(*arguments)
 
-    monkeypatch.setattr(copier, "write_packs", stall_at_first)
+    monkeypatch.setattr(copy_step, "write_packs", stall_at_first)
     with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})).sync() as store:
         store.save(1, tree(1))
         assert writing.wait(SOON)

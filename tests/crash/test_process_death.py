@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trainer as trainer_module
-from insight import bytes_of_listed_steps, slab_of, tier_of
-from scenes import Heard, assert_same, crash, folder, ram, ram_in
-from trainer import CHUNK, POINTS, state
+from support import trainer as trainer_module
+from support.insight import bytes_of_listed_steps, slab_of, tier_of
+from support.scenes import Heard, assert_same, crash, folder, ram, ram_in
+from support.trainer import CHUNK, POINTS, state
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict

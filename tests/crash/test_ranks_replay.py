@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from reliability.journal import files_after
+from reliability.life import KINDS
+from reliability.ranks_life import RanksLife, live_together
+from reliability.ranks_replay import COMEBACKS, Death, replay_ranks
+from reliability.replay import Lost
 
-from tieredckpt.blobs.folders import Folders
-from tieredckpt.engine import commits
-from tieredckpt.testing.journal import files_after
-from tieredckpt.testing.life import KINDS
-from tieredckpt.testing.ranks_life import RanksLife, live_together
-from tieredckpt.testing.ranks_replay import COMEBACKS, Death, replay_ranks
-from tieredckpt.testing.replay import Lost
+from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.engine.ranks.commit import commit
 
 EVERY = 90
 """Of the crashes that differ, one in so many is survived in the default run."""
@@ -80,7 +80,7 @@ async def test_ranks_that_refer_to_torn_packs_are_found_out(
     async def believe(*_: object) -> None:
         pass
 
-    monkeypatch.setattr(commits, "refer_to_intact", believe)
+    monkeypatch.setattr(commit, "refer_to_intact", believe)
     life = await live_together("chfs", shared_memory / "life")
     with pytest.raises(Exception, match=r"is lost|is damaged"):
         await replay_denser_and_denser(life, "all processes", shared_memory / "life")

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from reliability.journal import Failure, files_after
+from reliability.life import KINDS, SLOW, Life, live
+from reliability.replay import Lost, replay
 
-from tieredckpt.blobs.folders import Folders
-from tieredckpt.engine import cataloguing, manifests
-from tieredckpt.engine.tier import Tier
+from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.engine.opening import catalog_write
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
-from tieredckpt.testing.journal import Failure, files_after
-from tieredckpt.testing.life import KINDS, SLOW, Life, live
-from tieredckpt.testing.replay import Lost, replay
 
 EVERY = {"posix": 10, "chfs": 24, "object": 10}
 """Of the crashes that differ, one in so many is survived in the default run."""
@@ -55,7 +56,7 @@ async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
 async def test_a_crash_at_any_change_around_a_catalog_costs_nothing_that_was_promised(
     kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cataloguing, "_ENOUGH", 1)
+    monkeypatch.setattr(catalog_write, "_ENOUGH", 1)
     life = await lived(kind, shared_memory)
     assert any(path.startswith(layout.CATALOGS) for path in life.left[SLOW])
     found = await replay(life, "node", shared_memory / "life", every=2 * EVERY[kind])
@@ -99,7 +100,7 @@ async def test_names_that_are_not_synced_are_found_out(shared_memory: Path, monk
 async def test_packs_that_go_before_their_manifest_are_found_out(
     kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retract = manifests.retract
+    retract = commit_file.retract
 
     async def packs_first(tier: Tier, step: StepId) -> None:
         own = await tier.packs_of(step)
@@ -110,7 +111,7 @@ async def test_packs_that_go_before_their_manifest_are_found_out(
         await asyncio.sleep(0)
         await retract(tier, step)
 
-    monkeypatch.setattr(manifests, "retract", packs_first)
+    monkeypatch.setattr(commit_file, "retract", packs_first)
     life = await lived(kind, shared_memory)
     with pytest.raises(Lost, match="is listed"):
         await replay(life, "node", shared_memory / "life")

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from insight import flip, flip_chunk, slab_of, tier_of
 from msgspec.structs import replace
-from scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram, ram_in
+from support.insight import flip, flip_chunk, slab_of, tier_of
+from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram, ram_in
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.ram_found import find_ram
-from tieredckpt.blobs.ram_owner import write_owner
+from tieredckpt.blobs.ram.find import find_ram
+from tieredckpt.blobs.ram.owner import write_owner
 from tieredckpt.cli.app import app
 from tieredckpt.config import to_toml
-from tieredckpt.engine.scan import Scan
-from tieredckpt.engine.verifier import Verified
+from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout

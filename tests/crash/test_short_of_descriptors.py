@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scenes import SOON, config, folder, ram
+from support.scenes import SOON, config, folder, ram
 
 from tieredckpt.config import StoreConfig
 

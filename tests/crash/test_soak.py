@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reliability.gauges import ALLOWED, trends
+from reliability.soak import Soaked, soak
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine import manifests
-from tieredckpt.engine.heal import Unmended
-from tieredckpt.engine.source import Damage
-from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.verifier import Verified
-from tieredckpt.testing.gauges import ALLOWED, trends
-from tieredckpt.testing.soak import Soaked, soak
+from tieredckpt.engine.repairing.repair import Unmended
+from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.restoring.source import Damage
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
 
 SECONDS = 45.0
 EVERY = 0.02
@@ -88,7 +88,7 @@ async def test_damage_that_is_not_mended_is_found_out(
     async def give_up(_: object, __: object, ___: object, damage: Iterable[Damage]) -> list[Unmended]:
         return [Unmended((each.key,), each.error) for each in damage]
 
-    monkeypatch.setattr("tieredckpt.engine.verifier.heal", give_up)
+    monkeypatch.setattr("tieredckpt.engine.repairing.verify.heal", give_up)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)
     assert found.lost
 
@@ -96,14 +96,14 @@ async def test_damage_that_is_not_mended_is_found_out(
 async def test_steps_that_leave_unheard_are_found_out(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retract = manifests.retract
+    retract = commit_file.retract
 
     async def and_another(tier: Tier, step: Any) -> None:
         await retract(tier, step)
         for other in sorted(tier.held)[:-1]:
             tier.drop(other)
 
-    monkeypatch.setattr(manifests, "retract", and_another)
+    monkeypatch.setattr(commit_file, "retract", and_another)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)
     assert any("was heard to hold" in line for line in found.lost)
 

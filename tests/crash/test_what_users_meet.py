@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import trainer as trainer_module
-from insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
-from scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, tree
-from trainer import state
+from reliability.tiers import FaultyTiers
+from support import trainer as trainer_module
+from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
+from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, tree
+from support.trainer import state
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs import transfer
+from tieredckpt.blobs.posix import transfer
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import reader
+from tieredckpt.engine.restoring import reader
+from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import SaveFailed, TierFailed, TierRecovered
-from tieredckpt.testing.tiers import FaultyTiers
-from tieredckpt.tree.snapshot import Snapshot
 
 
 @pytest.fixture

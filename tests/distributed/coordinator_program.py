@@ -15,9 +15,9 @@ from typing import Any
 from distributed.launch import Rank, rank_of_this_process
 
 from tieredckpt import RanksUnavailable, StoreConfig
-from tieredckpt.engine.coordinators.auto import coordinator_of
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.ranks import Coordinator, barrier, broadcast, exchange, gather
+from tieredckpt.engine.ranks.communicator import Coordinator, barrier, broadcast, exchange, gather
+from tieredckpt.engine.transport.auto import coordinator_of
 
 DEADLINE = 60.0
 WAITING: list[asyncio.Task[None]] = []

@@ -10,7 +10,7 @@ import numpy as np
 from distributed.launch import SOON, Rank, rank_of_this_process
 
 from tieredckpt import CheckpointStore, Shard, SyncStore
-from tieredckpt.engine import manifests
+from tieredckpt.engine.tier import commit_file
 from tieredckpt.events import CommitFailed, StepAgreed
 
 ROWS, COLUMNS = 24 * 1024, 16
@@ -90,7 +90,7 @@ def die(me: Rank, store: SyncStore) -> None:
             me.mark("saving")
             await asyncio.Event().wait()
 
-        manifests.commit = hang
+        commit_file.commit = hang
     store.save(2, state(me, 2))
     me.mark("saved")
     assert heard.wait(SOON)

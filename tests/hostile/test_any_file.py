@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
+from reliability.forging import tampered_bytes
+from support.scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import cataloguing
+from tieredckpt.engine.opening import catalog_write
 from tieredckpt.errors import TieredCkptError
-from tieredckpt.testing.forging import tampered_bytes
 
 TIERS = ("ram", "disk", "far")
 STEPS = (1, 2, 3)
@@ -45,7 +45,7 @@ def over(place: Path) -> StoreConfig:
 @pytest.fixture(autouse=True, scope="module")
 def _few_steps_are_enough_for_a_catalog() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cataloguing, "_ENOUGH", 1)
+        patch.setattr(catalog_write, "_ENOUGH", 1)
         yield
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from insight import bytes_of_listed_steps, slab_of, tier_of
-from scenes import CHUNK, assert_same, config, ram
+from reliability.forging import entries_of, resealed
+from support.insight import bytes_of_listed_steps, slab_of, tier_of
+from support.scenes import CHUNK, assert_same, config, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt, TieredCkptError
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.testing.forging import entries_of, resealed
 
 MIB = 1 << 20
 

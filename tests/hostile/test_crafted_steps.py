@@ -12,9 +12,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from reliability.forging import (
+    BTREE,
+    PACK,
+    as_json,
+    entries_of,
+    forged_record,
+    resealed,
+    sample_arrays,
+    sample_step,
+    tree_of,
+)
 
-from tieredckpt.engine import lease
-from tieredckpt.engine.history import history_of
+from tieredckpt.engine.state.failures import history_of
+from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout, manifest, ocdbt, ocdbt_read, pack
 from tieredckpt.format.grid import Grid
@@ -31,17 +42,6 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.ocdbt_codec import NODE_MAGIC, column, frame, varint
 from tieredckpt.format.structure import ArrayNode, DictNode, decode_structure
 from tieredckpt.format.zarr import array_metadata, dtype_from_name, parse_array_metadata
-from tieredckpt.testing.forging import (
-    BTREE,
-    PACK,
-    as_json,
-    entries_of,
-    forged_record,
-    resealed,
-    sample_arrays,
-    sample_step,
-    tree_of,
-)
 
 MIB = 1 << 20
 

@@ -16,17 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from scenes import CHUNK, assert_same, config, folder, ram
-
-from tieredckpt import CheckpointStore
-from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
-from tieredckpt.format import layout, ocdbt, pack
-from tieredckpt.format.digest import digest
-from tieredckpt.format.grid import Grid
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_step
-from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.structure import ArrayNode, DictNode
-from tieredckpt.testing.forging import (
+from reliability.forging import (
     BTREE,
     SERIAL,
     STEP,
@@ -39,6 +29,16 @@ from tieredckpt.testing.forging import (
     tampered_steps,
     tree_of,
 )
+from support.scenes import CHUNK, assert_same, config, folder, ram
+
+from tieredckpt import CheckpointStore
+from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
+from tieredckpt.format import layout, ocdbt, pack
+from tieredckpt.format.digest import digest
+from tieredckpt.format.grid import Grid
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_step
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.structure import ArrayNode, DictNode
 
 MIB = 1 << 20
 GIB = 1 << 30

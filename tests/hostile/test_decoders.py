@@ -1,6 +1,6 @@
 """No bytes make a decoder do anything but decode them or refuse them: no other error, no hang, no great memory.
 
-``pytest -m slow tests/hostile`` fuzzes for minutes, as ``python -m tieredckpt.testing fuzz`` does, which tells how
+``pytest -m slow tests/hostile`` fuzzes for minutes, as ``python -m reliability fuzz`` does, which tells how
 many inputs that were.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reliability.decoders import DECODERS, Decoder, fuzz
+from reliability.forging import tampered_bytes
 
 from tieredckpt.errors import Corrupt
-from tieredckpt.testing.decoders import DECODERS, Decoder, fuzz
-from tieredckpt.testing.forging import tampered_bytes
 
 each_decoder = pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
 

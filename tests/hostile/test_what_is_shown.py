@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reliability.forging import BTREE, ESCAPES, as_json, forged_record, marker_json, sample_arrays, tree_of
 from typer.testing import CliRunner, Result
 
 from tieredckpt import CheckpointStore
 from tieredckpt.cli.app import app
 from tieredckpt.cli.console import jsonable
 from tieredckpt.config import load, to_toml
-from tieredckpt.engine import lease
+from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Invalid
 from tieredckpt.format import layout
 from tieredckpt.format.keys import child_key
 from tieredckpt.format.manifest import encode_step
 from tieredckpt.format.structure import ArrayNode, DictNode, IntNode, Node, StrNode
-from tieredckpt.testing.forging import BTREE, ESCAPES, as_json, forged_record, marker_json, sample_arrays, tree_of
 
 FORBIDDEN = set(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x200B])) - {"\n"}
 

@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
-from cuts import boxes_between, cuts, meshes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from records import first_record
+from support.cuts import boxes_between, cuts, meshes
+from support.records import first_record
 
-from tieredckpt.engine.specs import spec_of
+from tieredckpt.engine.restoring.tensorstore_spec import spec_of
 from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c

@@ -15,9 +15,9 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from insight import flip_chunk
-from scenes import CHUNK, config, crash, folder, ram
-from trees import arrays, large_arrays
+from support.insight import flip_chunk
+from support.scenes import CHUNK, config, crash, folder, ram
+from support.trees import arrays, large_arrays
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests import lookalike
+from support import lookalike
 
 pytestmark = pytest.mark.skipif(bool(lookalike.missing()), reason="tieredckpt was installed without its CHFS client")
 

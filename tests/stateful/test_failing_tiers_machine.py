@@ -18,18 +18,19 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from insight import tier_of
-from scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
+from reliability.life import slow_stores
+from reliability.memory import MemoryBlobs, Objects
+from reliability.tiers import FaultyTiers, faulty_tiers
+from support.insight import tier_of
+from support.scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
-from tieredckpt.engine import promoter, tier
-from tieredckpt.engine.source import SilentSource
+from tieredckpt.engine.promoting import promoter
+from tieredckpt.engine.restoring.source import SilentSource
+from tieredckpt.engine.tier import tier
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
-from tieredckpt.testing.life import slow_stores
-from tieredckpt.testing.memory import MemoryBlobs, Objects
-from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers
 
 T = TypeVar("T")
 Tree = dict[str, Any]

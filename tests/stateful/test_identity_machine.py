@@ -19,14 +19,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scenes import CHUNK, config, crash, folder, new_shared_folder, ram
+from reliability.ranks import World
+from support.scenes import CHUNK, config, crash, folder, new_shared_folder, ram
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.ram_found import find_ram
+from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.cli.app import app
 from tieredckpt.errors import Conflict, NotFound
-from tieredckpt.testing.ranks import World
 
 NAMES = st.sampled_from(["one", "two", "three", "mounted/run"])
 DISKS = 2

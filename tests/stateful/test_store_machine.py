@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from insight import flip_chunk
-from scenes import CHUNK, assert_same, config, crash, folder, new_shared_folder, ram
+from support.insight import flip_chunk
+from support.scenes import CHUNK, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt

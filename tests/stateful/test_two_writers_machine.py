@@ -30,16 +30,16 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
-from trees import fingerprint
+from reliability.tiers import FaultyTiers, faulty_tiers
+from support.scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
+from support.trees import fingerprint
 
 from tieredckpt import CheckpointStore
 from tieredckpt.checkpoint import Restored
-from tieredckpt.engine import lease
-from tieredckpt.engine.lease import Holder, Lease
+from tieredckpt.engine.tier import lease
+from tieredckpt.engine.tier.lease import Holder, Lease
 from tieredckpt.errors import Conflict
 from tieredckpt.events import Event, StepEvicted, StepPromoted
-from tieredckpt.testing.tiers import FaultyTiers, faulty_tiers
 
 T = TypeVar("T")
 Tree = dict[str, Any]

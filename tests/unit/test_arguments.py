@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scenes import config, folder, ram
+from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, SyncStore
 from tieredckpt.errors import Invalid

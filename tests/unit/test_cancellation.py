@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from insight import arrays_in, bytes_of_listed_steps, flip_chunk, slab_of
-from scenes import CHUNK, SOON, assert_same, config, crash, folder, ram, tree
+from reliability.tiers import FaultyTiers
+from support.insight import arrays_in, bytes_of_listed_steps, flip_chunk, slab_of
+from support.scenes import CHUNK, SOON, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import copier, packs, reader
 from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.promoting import copy_step, pack_writer
+from tieredckpt.engine.restoring import reader
+from tieredckpt.engine.saving import snapshot
 from tieredckpt.errors import Closed, NotFound
 from tieredckpt.format.digest import CopyDigester
 from tieredckpt.opened import Opened
-from tieredckpt.testing.tiers import FaultyTiers
-from tieredckpt.tree import snapshot
 
 AWAITS = (*range(1, 18), *range(18, 300, 9))
 """Where calls are stopped: one by one, then in strides; no call here has so many."""
@@ -108,8 +109,8 @@ class Touched:
             (snapshot, "copy_and_digest"),
             (reader, "deliver"),
             (CopyDigester, "copy"),
-            (copier, "seal"),
-            (packs, "seal"),
+            (copy_step, "seal"),
+            (pack_writer, "seal"),
         ):
             patch.setattr(owner, name, self._counted(getattr(owner, name)))
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lookalike import missing
+from support.lookalike import missing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 180

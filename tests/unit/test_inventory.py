@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scenes import config, folder, ram
+from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, Closed, NotFound, StoreConfig
-from tieredckpt.engine.state import numbers
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.state.state import numbers
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
 
 

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from scenes import SOON, Heard, assert_same, config, folder, ram, tree
+from reliability.ranks import World
+from reliability.tiers import FaultyTiers
+from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, callbacks, policy
+from tieredckpt import CheckpointStore, callbacks
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import loop
 from tieredckpt.engine.engine import Engine
 from tieredckpt.errors import Closed, Conflict
 from tieredckpt.events import Event, StepPromoted, StepSaved
-from tieredckpt.policy import Eviction, Observed, Promotion, Retention, Schedule, StepView, StoreView, TierView
-from tieredckpt.testing.ranks import World
-from tieredckpt.testing.tiers import FaultyTiers
+from tieredckpt.policy import base
+from tieredckpt.policy.base import Eviction, Observed, Promotion, Retention, Schedule, StepView, StoreView, TierView
 
 NOT_ERRORS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
 """What code raises that wants to end somebody; asyncio and threads treat each in a way of its own."""
@@ -362,9 +363,9 @@ class LeavingSchedule(Schedule):
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(policy, "_offered", dict(policy._offered))
+    monkeypatch.setattr(base, "_offered", dict(base._offered))
     for kind in (LeavingPromotion, LeavingRetention, LeavingEviction, LeavingSchedule, Interrupted, Slow):
-        policy.register(kind)
+        base.register(kind)
     return
 
 

@@ -13,7 +13,7 @@ import pytest
 from tieredckpt import CheckpointStore
 from tieredckpt.config import load
 from tieredckpt.errors import Invalid
-from tieredckpt.policy import offer
+from tieredckpt.policy.base import offer
 
 MODULE = """
 import pathlib

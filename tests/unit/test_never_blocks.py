@@ -15,14 +15,17 @@ import blockbuster
 import numpy as np
 import pytest
 from blockbuster import blockbuster as detector
-from scenes import SOON, Heard, assert_same, config, folder, ram, tree
+from reliability.tiers import FaultyTiers
+from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, checkpoint, store
-from tieredckpt.engine import copier, loop, manifests, packs, reader, source, tier
+from tieredckpt.engine import loop
 from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.promoting import copy_step, pack_writer
+from tieredckpt.engine.restoring import reader, source
+from tieredckpt.engine.saving import snapshot
+from tieredckpt.engine.tier import commit_file, tier
 from tieredckpt.events import StepPromoted, TierFailed
-from tieredckpt.testing.tiers import FaultyTiers
-from tieredckpt.tree import snapshot
 
 SYSTEM_CALLS = (
     "fdatasync",
@@ -38,9 +41,9 @@ SYSTEM_CALLS = (
 """Of `os`, beside those that blockbuster knows."""
 
 HEAVY = (
-    (copier, "seal"),
-    (manifests, "encode_step"),
-    (packs, "seal"),
+    (copy_step, "seal"),
+    (commit_file, "encode_step"),
+    (pack_writer, "seal"),
     (reader, "deliver"),
     (snapshot, "copy_and_digest"),
     (source, "digest_array"),
@@ -71,10 +74,10 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for stream in ("io.TextIOWrapper.write", "io.BufferedWriter.write"):
             guard.functions[stream].can_block_in("logging/__init__.py", "emit")  # as its user set it up
         # Names in shared memory, which is no device: looked up and removed as fast as anything else is.
-        guard.functions["os.stat"].can_block_in("tieredckpt/blobs/ram.py", "share")
+        guard.functions["os.stat"].can_block_in("tieredckpt/blobs/ram/store.py", "share")
         for function in more:
             # A name is opened in shared memory, which is no device.
-            function.can_block_in("tieredckpt/blobs/ram.py", "share").activate()
+            function.can_block_in("tieredckpt/blobs/ram/store.py", "share").activate()
         try:
             assert all(function.activated for function in (guard.functions["time.sleep"], *more))
             yield found

@@ -13,7 +13,7 @@ from tieredckpt_policies import eviction, promotion, retention, schedule
 from tieredckpt_policies.retention import Band
 
 from tieredckpt.errors import Invalid
-from tieredckpt.policy import Observed, Promotion, Schedule, StepView, StoreView, TierView
+from tieredckpt.policy.base import Observed, Promotion, Schedule, StepView, StoreView, TierView
 from tieredckpt.testing.policies import observations, store_views
 
 NOW = 1_800_000_000.0

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agents import agent_of, end_agent
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import Heard, folder, ram
+from support.agents import agent_of, end_agent
+from support.scenes import Heard, folder, ram
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore

@@ -16,9 +16,9 @@ from tieredckpt_policies import eviction, promotion, retention, schedule
 from tieredckpt_policies.retention import Band
 
 from tieredckpt.config import load, to_toml
+from tieredckpt.config.checks import doubtful
 from tieredckpt.errors import Invalid
-from tieredckpt.feasible import doubtful
-from tieredckpt.policy import GROUP, Observed, Policy, StepView, StoreView, TierView, register
+from tieredckpt.policy.base import GROUP, Observed, Policy, StepView, StoreView, TierView, register
 from tieredckpt.testing.policies import PolicyTests, store_views
 
 for _policy in tieredckpt_policies.POLICIES:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from insight import flip_chunk
-from scenes import CHUNK, assert_same, config, folder, ram
+from support.insight import flip_chunk
+from support.scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore, Closed, Corrupt
 from tieredckpt.config import StoreConfig

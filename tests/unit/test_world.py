@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
+from reliability.ranks import InProcess, World
 
 from tieredckpt import Closed, Invalid, RanksUnavailable
-from tieredckpt.engine.ranks import exchange
-from tieredckpt.testing.ranks import InProcess, World
+from tieredckpt.engine.ranks.communicator import exchange
 
 ENOUGH = 20.0
 SHORT = 0.1

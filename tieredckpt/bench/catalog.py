@@ -22,7 +22,7 @@ import numpy as np
 from tieredckpt.bench.isolate import asked
 from tieredckpt.bench.workloads import change
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
-from tieredckpt.engine.packs import stored_size
+from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import (
     CHECKSUM_SIZE,
@@ -34,7 +34,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
-from tieredckpt.policy import Retention, parse
+from tieredckpt.policy.base import Retention, parse
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 

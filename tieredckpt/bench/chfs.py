@@ -25,11 +25,11 @@ from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.bare import BareLoop
 from tieredckpt.blobs.chfs.erase import erase
 from tieredckpt.blobs.chfs.store import ChfsStore
-from tieredckpt.blobs.posix import PosixStore
-from tieredckpt.blobs.settle import in_thread
-from tieredckpt.blobs.slab import Slab
+from tieredckpt.blobs.posix.store import PosixStore
+from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.concurrency import in_thread
 from tieredckpt.config import ChfsTier, PosixTier, RamTier, StoreConfig
-from tieredckpt.engine.connect import open_slower
+from tieredckpt.engine.opening.connect import open_slower
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.store import CheckpointStore
 

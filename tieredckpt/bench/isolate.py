@@ -17,7 +17,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from tieredckpt.blobs.ram_folder import shared_memory_root
+from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.errors import TieredCkptError
 
 __all__ = ["Failed", "Places", "asked", "places", "run_isolated"]

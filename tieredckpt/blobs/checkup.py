@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, GetDigested, Stretch
-from tieredckpt.blobs.settle import note
+from tieredckpt.concurrency import note
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
 from tieredckpt.format.digest import digest
 from tieredckpt.units import format_size

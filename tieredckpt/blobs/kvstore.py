@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
-from tieredckpt.blobs.settle import settle
+from tieredckpt.concurrency import settle
 from tieredckpt.errors import (
     Closed,
     Conflict,

@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.room import check_room
+from tieredckpt.blobs.space import check_room
 
 __all__ = ["HUGE_PAGE", "Addresses", "give_back", "map_shared", "populate", "private_memory", "reserve"]
 

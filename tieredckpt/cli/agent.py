@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from tieredckpt.agent.run import run_agent
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.config import load
-from tieredckpt.engine.agent.running import run_agent
 from tieredckpt.events import (
     ChunkRepaired,
     Event,

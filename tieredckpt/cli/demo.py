@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from tieredckpt.blobs.ram_folder import shared_memory_root
+from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli.console import errors, output, print_table, waiting
 from tieredckpt.cli.ls import print_steps, print_tiers
 from tieredckpt.cli.opening import reading

@@ -17,14 +17,14 @@ from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.checkup import Check, Facts, check_up, within
 from tieredckpt.blobs.chfs.choice import choose_path
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.blobs.ram_folder import shared_memory_root
+from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import amounts
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.ram import folders, found_ram
 from tieredckpt.config import ChfsTier, RamTier, TierConfig, load
-from tieredckpt.engine.connect import open_slower
+from tieredckpt.engine.opening.connect import open_slower
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format import crc
 from tieredckpt.units import format_size

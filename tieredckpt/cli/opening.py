@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from tieredckpt.blobs.ram_folder import ram_root
-from tieredckpt.blobs.ram_found import FoundRam
-from tieredckpt.blobs.settle import left_behind_after
+from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.blobs.ram.folder import ram_root
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import waiting
+from tieredckpt.concurrency import left_behind_after
 from tieredckpt.config import PosixTier, RamTier, StoreConfig, TierConfig, load
-from tieredckpt.engine.ram_opening import ram_of
+from tieredckpt.engine.opening.ram import ram_of
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.layout import MARKER
 from tieredckpt.inventory import StepInfo

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from tieredckpt.blobs.ram_folder import locked, ram_root, remove
-from tieredckpt.blobs.ram_found import FoundRam, find_ram
+from tieredckpt.blobs.ram.find import FoundRam, find_ram
+from tieredckpt.blobs.ram.folder import locked, ram_root, remove
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting, when
 from tieredckpt.cli.opening import Json, StorePath
 from tieredckpt.config import RamTier, StoreConfig, load
 from tieredckpt.engine.agent.process import lives
-from tieredckpt.engine.change_identity import adopt as adopt_ram
-from tieredckpt.engine.change_identity import fork as fork_store
-from tieredckpt.engine.ram_opening import judged_within
+from tieredckpt.engine.opening.change_identity import adopt as adopt_ram
+from tieredckpt.engine.opening.change_identity import fork as fork_store
+from tieredckpt.engine.opening.ram import judged_within
 from tieredckpt.errors import Conflict, NotFound
 from tieredckpt.format.manifest import StepId
 from tieredckpt.units import format_size

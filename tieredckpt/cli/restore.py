@@ -15,8 +15,8 @@ from tieredckpt.cli.console import bar, errors, output, print_json, print_table,
 from tieredckpt.cli.extract import extract
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
+from tieredckpt.config.tiers import refuse_url
 from tieredckpt.inventory import StepDetails
-from tieredckpt.tierconfig import refuse_url
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]

@@ -11,7 +11,7 @@ from tieredckpt.cli import amounts
 from tieredckpt.cli.console import bar, output, print_json, print_table
 from tieredckpt.cli.opening import Json, Step, StorePath, reading, writing
 from tieredckpt.cli.show import Serial
-from tieredckpt.engine.verifier import Verified
+from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Invalid
 from tieredckpt.sync import SyncStore
 from tieredckpt.units import format_size

@@ -1,4 +1,7 @@
-"""What happens behind the training: saves, promotions, restores, repairs, evictions, on a loop of their own.
+"""The engine: saves, promotions, restores, repairs and evictions, on an event loop of their own.
 
-Start at `engine` (the parts and their life), `state` (what they share) and `tier` (one rung of the ladder).
+`engine` composes the parts and owns their life, `loop` is the way in from other loops and threads, `admin` does what
+a person asks for by hand. The rooms, from the lowest to the highest, each of which imports downwards only: `tier`,
+`state`, `opening`, `keeping`, `restoring`, `promoting`, `repairing`, `saving`, `ranks`, `transport`, `agent`.
+docs/explanation/architecture.md draws the map.
 """

@@ -17,36 +17,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tieredckpt.blobs.ram_found import FoundRam
-from tieredckpt.blobs.settle import in_thread, whole
+from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig, TierConfig
-from tieredckpt.engine.agent.by_agent import ByAgent
-from tieredckpt.engine.agent.link import Link
+from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.agent.client import Link
+from tieredckpt.engine.agent.client_admin import ByAgent
+from tieredckpt.engine.agent.client_spill import AgentsTiers
 from tieredckpt.engine.agent.messages import GiveWay
-from tieredckpt.engine.agent.streaming import AgentsTiers
-from tieredckpt.engine.ask import save_is_due
-from tieredckpt.engine.branches import Origin
-from tieredckpt.engine.by_hand import ByHand
-from tieredckpt.engine.collector import Collector
-from tieredckpt.engine.connect import connect, connect_ram, identify, make_tiers
-from tieredckpt.engine.copier import copy_step
-from tieredckpt.engine.lookup import Wanted, look_up
-from tieredckpt.engine.mending import Mending
-from tieredckpt.engine.onlooking import look_on
-from tieredckpt.engine.promoter import Promote, Promoter
-from tieredckpt.engine.ram_opening import keep_noted
-from tieredckpt.engine.ranked import Ranked
-from tieredckpt.engine.ranks import Coordinator
-from tieredckpt.engine.reading import Reading
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.policies import save_is_due
+from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.opening.connect import connect, connect_ram, identify, make_tiers
+from tieredckpt.engine.opening.ram import keep_noted
+from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
+from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.promoting.promoter import Promote, Promoter
+from tieredckpt.engine.promoting.waiting import reached, settled
+from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.ranked import Ranked
+from tieredckpt.engine.ranks.restore.read_only_ram import look_on
 from tieredckpt.engine.refresh import Refresh
-from tieredckpt.engine.safety import why_not
+from tieredckpt.engine.repairing.background import Mending
+from tieredckpt.engine.restoring.fill import Reading
+from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.saving.save import Saved, Writer
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.state import Role, State
-from tieredckpt.engine.team import Team
-from tieredckpt.engine.tier import Tier
-from tieredckpt.engine.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
-from tieredckpt.engine.waiting import reached, settled
-from tieredckpt.engine.writer import Saved, Writer
+from tieredckpt.engine.state.branch import Origin
+from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord

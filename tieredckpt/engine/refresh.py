@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.ram import RamStore
-from tieredckpt.blobs.ramnote import read_note
-from tieredckpt.blobs.settle import in_thread, whole
-from tieredckpt.engine.connect import connect, identify, reopen
-from tieredckpt.engine.forks import drop_left_behind
-from tieredckpt.engine.moved import Moved
-from tieredckpt.engine.onlooking import look_on, seen_in_ram
-from tieredckpt.engine.state import State
-from tieredckpt.engine.survey import survey_again
-from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.blobs.ram.slab_meta import read_note
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.concurrency import in_thread, whole
+from tieredckpt.engine.opening.connect import connect, identify, reopen
+from tieredckpt.engine.opening.scan import survey_again
+from tieredckpt.engine.opening.stale_ram import drop_left_behind
+from tieredckpt.engine.ranks.restore.read_only_ram import look_on, seen_in_ram
+from tieredckpt.engine.restoring.moved import Moved
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 

@@ -13,9 +13,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.lending import borrow
-from tieredckpt.blobs.slab import Slab, aligned
-from tieredckpt.engine.pulse import Pulse
+from tieredckpt.blobs.ram.lending import borrow
+from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.engine.notify import Pulse
 from tieredckpt.errors import Corrupt
 from tieredckpt.units import format_size
 

@@ -10,7 +10,7 @@ The array: the store's UUID; of each pack the identity (16 bytes), the file's si
 (4), as three binary columns; the records of those chunks as the packs' footers have them (32 bytes each), pack after
 pack, binary; and the steps, each an array of the fields of `CatalogStep`. Integers in columns are little-endian.
 
-Whether any of it is still so, the file does not know: see `tieredckpt.engine.catalog`.
+Whether any of it is still so, the file does not know: see `tieredckpt.engine.tier.catalog_cache`.
 """
 
 from __future__ import annotations

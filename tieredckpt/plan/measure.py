@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.checkup import CHECKUP, warm_memory
 from tieredckpt.config import TierConfig
-from tieredckpt.engine.connect import open_slower
+from tieredckpt.engine.opening.connect import open_slower
 from tieredckpt.units import format_size
 
 __all__ = ["measure_copy", "measure_tier"]

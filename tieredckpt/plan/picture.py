@@ -12,7 +12,7 @@ from tieredckpt.plan.figures import Figures
 from tieredckpt.plan.forecast import forecast
 from tieredckpt.plan.scenario import Scenario
 from tieredckpt.plan.simulate import simulate
-from tieredckpt.policy import Schedule, parse
+from tieredckpt.policy.base import Schedule, parse
 from tieredckpt.units import format_duration
 
 __all__ = ["POINTS", "Point", "at_interval", "check_picture", "draw", "sweep"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.manifest import StepId
 from tieredckpt.plan.scenario import Rung, Scenario

@@ -12,19 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tieredckpt.engine.ask import is_due, leaving, leaving_for, waits_for_promotion
-from tieredckpt.engine.branches import Branch
-from tieredckpt.engine.safety import why_not
+from tieredckpt.engine.keeping.policies import is_due, leaving, leaving_for, waits_for_promotion
+from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.state import State, blend
-from tieredckpt.engine.tier import Held, Tier
+from tieredckpt.engine.state.branch import Branch
+from tieredckpt.engine.state.state import State, blend
+from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
 from tieredckpt.plan.scenario import KINDS, Kind, Scenario
 from tieredckpt.plan.tiers import WorldTier
-from tieredckpt.policy import Observed, StepView, StoreView, TierView
-from tieredckpt.policyviews import StepViews
+from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
+from tieredckpt.policy.views import StepViews
 
 __all__ = ["Action", "What", "World"]
 

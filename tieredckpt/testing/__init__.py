@@ -1,12 +1,7 @@
-"""What the tests of this library, and those of anybody who extends it, are made of.
+"""Suites that hold your own parts to their contracts, and stores that fail by script.
 
-`blobs` holds a blob store to its contract, `policies` a policy and `coordinators` a coordinator of ranks to theirs.
-`faulty` is a blob store that fails by script, `memory` one in memory, `backdoor` reaches past one; `system` makes
-calls of the operating system fail; `ranks` is a training of several ranks in one process. `journal` notes what is
-done to the media and tells what crashes leave of them, `replay` and `ranks_replay` hold a store to its promises after
-each, `kills` after the death of real trainers, `soak` under random faults, `sweep` as each call of the system fails;
-`decoders` has hostile input for all that is read. ``python -m tieredckpt.testing`` runs them. Needs the packages of
-the extra ``test``.
+`blobs` tests a blob store, `policies` a policy, `communicators` a communicator of ranks. `faulty` is a blob store that
+fails by script around one that works; `backdoor` reaches past a store. Needs the packages of the extra ``test``.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import pytest
 pytest.register_assert_rewrite(
     "tieredckpt.testing.backdoor",
     "tieredckpt.testing.blobs",
-    "tieredckpt.testing.coordinators",
+    "tieredckpt.testing.communicators",
     "tieredckpt.testing.policies",
 )
 

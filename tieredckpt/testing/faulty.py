@@ -35,8 +35,8 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 from tieredckpt.blobs.base import BlobStore, Stretch, span
-from tieredckpt.blobs.settle import outlast
 from tieredckpt.blobs.wrap.forward import Forward, Operation
+from tieredckpt.concurrency import outlast
 from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import copy_start_and_digest
 

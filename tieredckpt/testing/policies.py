@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from tieredckpt.config import load
 from tieredckpt.errors import Invalid
-from tieredckpt.policy import (
+from tieredckpt.policy.base import (
     QUESTIONS,
     Eviction,
     Observed,

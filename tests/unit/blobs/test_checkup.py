@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tieredckpt.blobs.checkup import Check, check_up
-from tieredckpt.blobs.posix import PosixStore
+from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.errors import NoSpace, TierUnavailable
 from tieredckpt.testing.backdoor import listed
 from tieredckpt.testing.faulty import Faulty

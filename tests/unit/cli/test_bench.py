@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lookalike import library, missing
+from support.lookalike import library, missing
 from typer.testing import Result
 
 from tieredckpt.bench import chfs as bench

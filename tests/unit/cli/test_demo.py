@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import Result
 
-from tieredckpt.blobs.ram_folder import shared_memory_root
+from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import demo
 from tieredckpt.cli.demo_training import digest, initial_state, train_step
 

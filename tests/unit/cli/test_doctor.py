@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lookalike import missing
+from support.lookalike import missing
 from typer.testing import Result
 
 from tieredckpt import SyncStore

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scenes import ram_in
+from support.scenes import ram_in
 from typer.testing import Result
 
 from tieredckpt import CheckpointStore, StoreConfig
-from tieredckpt.blobs.ram_folder import SHARED_MEMORY_VARIABLE
-from tieredckpt.blobs.ram_found import find_ram
+from tieredckpt.blobs.ram.find import find_ram
+from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 from tieredckpt.config import to_toml
-from tieredckpt.engine.change_identity import fork
-from tieredckpt.engine.tier import Tier
+from tieredckpt.engine.opening.change_identity import fork
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict
 
 Run = Callable[..., Result]

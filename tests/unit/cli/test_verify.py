@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reliability.tiers import FaultyTiers
 from typer.testing import Result
 
 from tieredckpt import CheckpointStore, TierUnavailable
-from tieredckpt.testing.tiers import FaultyTiers
 
 Run = Callable[..., Result]
 Told = Callable[..., Any]

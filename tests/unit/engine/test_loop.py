@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tieredckpt.blobs.settle import in_thread
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.loop import EngineLoop, Work
 from tieredckpt.errors import Closed, NotFound
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from insight import slab_of
-from scenes import CHUNK, assert_same, config, crash, files_under, folder, ram, tree
-from trees import SCALARS, arrays, fingerprint, large_arrays, trees
+from support.insight import slab_of
+from support.scenes import CHUNK, assert_same, config, crash, files_under, folder, ram, tree
+from support.trees import SCALARS, arrays, fingerprint, large_arrays, trees
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig

@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from cuts import cuts
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.cuts import cuts
 
 from tieredckpt.format.boxes import Box, Boxes, tile
 

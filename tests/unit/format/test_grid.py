@@ -8,9 +8,9 @@ from math import prod
 
 import numpy as np
 import pytest
-from cuts import cuts, meshes
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cuts import cuts, meshes
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box, tile

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import first_record
+from support.records import first_record
 
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.boxes import Box

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from cuts import boxes_between, cuts
 from hypothesis import given
 from hypothesis import strategies as st
-from records import first_record
+from support.cuts import boxes_between, cuts
+from support.records import first_record
 
 from tieredckpt.errors import Conflict
 from tieredckpt.format import layout

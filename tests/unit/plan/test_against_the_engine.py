@@ -8,16 +8,17 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from scenes import Heard, crash, folder, ram
+from support.scenes import Heard, crash, folder, ram
 
-from tieredckpt import CheckpointStore, policy
+from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.events import SaveSkipped, StepEvicted, StepPromoted, StepRestored, StepSaved
 from tieredckpt.plan.cluster import Failure
 from tieredckpt.plan.scenario import Scenario, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import Action
-from tieredckpt.policy import Promotion, Retention, StepView, StoreView, TierView
+from tieredckpt.policy import base
+from tieredckpt.policy.base import Promotion, Retention, StepView, StoreView, TierView
 
 NBYTES = 256 << 10
 EVERY_3 = {"kind": "every_n_steps", "n": 3}
@@ -51,9 +52,9 @@ class Careless(Retention):
 @pytest.fixture(autouse=True)
 def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """These policies can be configured in the tests of this file alone."""
-    monkeypatch.setattr(policy, "_offered", dict(policy._offered))
-    policy.register(ByFours)
-    policy.register(Careless)
+    monkeypatch.setattr(base, "_offered", dict(base._offered))
+    base.register(ByFours)
+    base.register(Careless)
 
 
 def tree(seed: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tieredckpt.plan.picture import Point, draw
 from tieredckpt.plan.scenario import Kind, Scenario, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import Action
-from tieredckpt.policyviews import StepView, StepViews
+from tieredckpt.policy.views import StepView, StepViews
 
 GB = 10**9
 

@@ -13,7 +13,7 @@ import numpy as np
 import optree
 import pytest
 from hypothesis import given, settings
-from trees import NAMES, TREES, fingerprint
+from support.trees import NAMES, TREES, fingerprint
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.format.keys import LEAF_KEY, child_key

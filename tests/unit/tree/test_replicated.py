@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trees import indexed
+from support.trees import indexed
 
 from tieredckpt.errors import Conflict
 from tieredckpt.format.boxes import Box, tile

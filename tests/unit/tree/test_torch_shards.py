@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trees import indexed
+from support.trees import indexed
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import tile

@@ -10,7 +10,7 @@ from tieredckpt.bench.peers.base import Peer, Setting, absent
 from tieredckpt.bench.peers.jax_arrays import jax_arrays
 from tieredckpt.bench.workloads import State
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
-from tieredckpt.policy import Retention, parse
+from tieredckpt.policy.base import Retention, parse
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncCheckpoint, SyncRestored
 

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.lending import borrow
-from tieredckpt.blobs.slab import Slab, aligned
+from tieredckpt.blobs.ram.lending import borrow
+from tieredckpt.blobs.ram.slab import Slab, aligned
 
 __all__ = ["Arena"]
 

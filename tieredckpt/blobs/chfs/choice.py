@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.config.tiers import LOOKALIKE, ChfsTier
 from tieredckpt.errors import Invalid
-from tieredckpt.tierconfig import LOOKALIKE, ChfsTier
 
 __all__ = ["choose_path", "driver_spec", "open_chfs"]
 

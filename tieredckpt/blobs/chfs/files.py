@@ -16,7 +16,7 @@ from itertools import count
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.settle import note, whole
+from tieredckpt.concurrency import note, whole
 from tieredckpt.errors import TieredCkptError
 
 __all__ = ["Files"]

@@ -18,8 +18,8 @@ import msgspec
 from tieredckpt.blobs.base import Buffer
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.process import Process
-from tieredckpt.blobs.settle import note, outlast
-from tieredckpt.blobs.shared import Region, locate
+from tieredckpt.blobs.ram.regions import Region, locate
+from tieredckpt.concurrency import note, outlast
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["Link"]

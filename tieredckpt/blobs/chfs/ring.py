@@ -12,7 +12,7 @@ import re
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.settle import together
+from tieredckpt.concurrency import together
 from tieredckpt.errors import NotFound, TierUnavailable
 
 __all__ = ["check", "write"]

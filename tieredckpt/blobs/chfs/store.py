@@ -16,7 +16,7 @@ from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.names import data_for, data_of
 from tieredckpt.blobs.chfs.sweep import clean
 from tieredckpt.blobs.chfs.transfer import Transfer
-from tieredckpt.blobs.settle import note, outlast, together, whole
+from tieredckpt.concurrency import note, outlast, together, whole
 from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError
 
 __all__ = ["ChfsStore"]

@@ -15,7 +15,7 @@ from tieredckpt.blobs.chfs.arena import Arena
 from tieredckpt.blobs.chfs.files import Files
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.pieces import chunk_size_for, cut, piece_size, ranges
-from tieredckpt.blobs.settle import in_thread, together, whole
+from tieredckpt.concurrency import in_thread, together, whole
 
 __all__ = ["Transfer"]
 

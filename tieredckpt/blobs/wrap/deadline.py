@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.settle import note, outlast
 from tieredckpt.blobs.wrap.forward import Forward, Operation
+from tieredckpt.concurrency import note, outlast
 from tieredckpt.errors import TierUnavailable
 
 __all__ = ["Deadline"]

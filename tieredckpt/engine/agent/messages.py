@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tieredckpt.engine.lease import Holder
-from tieredckpt.engine.messages import Failure, HeldStep
+from tieredckpt.engine.ranks.messages import Failure, HeldStep
+from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = [
@@ -202,7 +202,7 @@ class Hello(_Frame, frozen=True):
     version: str
     """Of the library: both sides run one."""
     settings: str
-    """Of what agents go by, as `tieredckpt.engine.agent.told.settings_of` has it."""
+    """Of what agents go by, as `tieredckpt.engine.agent.deltas.settings_of` has it."""
     store: str
     """Identity of the store."""
     made_up: bool

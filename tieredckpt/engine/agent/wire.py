@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from tieredckpt.blobs.settle import in_thread
-from tieredckpt.engine.lease import Holder, holder_of, lives_here
-from tieredckpt.engine.messages import decode, encode
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.ranks.messages import decode, encode
+from tieredckpt.engine.tier.lease import Holder, holder_of, lives_here
 from tieredckpt.errors import Conflict, Corrupt
 
 __all__ = ["SOCKET", "Parted", "Silent", "Wire", "accept", "connect", "listen"]

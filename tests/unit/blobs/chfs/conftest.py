@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from lookalike import LookalikeBackDoor, library, missing
-from scenes import SOON
+from support.lookalike import LookalikeBackDoor, library, missing
+from support.scenes import SOON
 
 from tieredckpt.blobs.chfs.store import ChfsStore
 

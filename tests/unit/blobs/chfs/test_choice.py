@@ -15,9 +15,9 @@ from tieredckpt.blobs.chfs import choice
 from tieredckpt.blobs.chfs.choice import choose_path, driver_spec
 from tieredckpt.blobs.kvstore import KvStoreBlobs
 from tieredckpt.config import load, to_toml
-from tieredckpt.engine.connect import open_slower
+from tieredckpt.config.tiers import ChfsTier
+from tieredckpt.engine.opening.connect import open_slower
 from tieredckpt.errors import Invalid
-from tieredckpt.tierconfig import ChfsTier
 
 
 @pytest.fixture(params=[True, False])

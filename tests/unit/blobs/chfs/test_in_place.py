@@ -12,7 +12,7 @@ import pytest
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.chfs.pieces import chunk_size_for, cut, piece_size, ranges
 from tieredckpt.blobs.chfs.store import ChfsStore
-from tieredckpt.blobs.slab import Slab
+from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.testing.backdoor import pattern
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from scenes import SOON
+from support.scenes import SOON
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link

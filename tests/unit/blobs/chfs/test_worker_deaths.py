@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from scenes import SOON
+from support.scenes import SOON
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
@@ -202,7 +202,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("switch", ["delay.stat = 0", "hang.stat = *"], ids=["idle", "hanging"])
 def test_a_worker_ends_with_its_trainer(chfs: Any, switch: str) -> None:
-    from lookalike import library
+    from support.lookalike import library
 
     command = [sys.executable, "-c", TRAINER, f"directory:{chfs.directory}", str(library())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:

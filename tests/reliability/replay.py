@@ -1,0 +1,300 @@
+"""Crashes a recorded life after every one of its changes, and holds what is left to what was promised.
+
+``python -m reliability replay`` prints how many crashes there were and what they cost.
+
+For each crash the media are rebuilt as it left them, and a store is opened over them. It must
+
+- list only steps that restore bit for bit, on each tier that lists them;
+- list, on every tier that outlived the crash, each step that was acknowledged there;
+- restore the newest of them, accept a new save, promote it, and collect everything that no step needs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from reliability.journal import Acknowledged, Crash, Damaged, Entry, Failure, Medium, Removed, crashes_after
+from reliability.life import SLOW, Life, config_of, slow_store, slow_stores
+from reliability.memory import Objects
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.events import Event, StepEvicted
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
+from tieredckpt.inventory import StepInfo
+from tieredckpt.store import CheckpointStore
+
+__all__ = ["Lost", "Owed", "Recorded", "Replayed", "distinct_crashes", "rebuild", "replay", "same", "survive"]
+
+_DAY = 86400.0
+
+
+class Lost(AssertionError):
+    """A crash cost what was promised."""
+
+
+@dataclass
+class Replayed:
+    """What a replay came to."""
+
+    crashes: int = 0
+    """How many were told apart by what was pending, torn and lost."""
+    states: int = 0
+    """How many of them left something that no other had left, and were survived."""
+    steps: int = 0
+    """How many steps were compared bit for bit, over all of them."""
+
+
+Copy = tuple[str, int]
+"""A tier, and the serial of a step there."""
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What a store owes after a crash."""
+
+    acknowledged: frozenset[Copy]
+    damaged: frozenset[Copy]
+    """Of which nothing is owed but the truth."""
+
+
+@dataclass
+class _Ledger:
+    """What is owed, entry by entry."""
+
+    acknowledged: set[Copy] = field(default_factory=set)
+    damaged: set[Copy] = field(default_factory=set)
+
+    def post(self, entry: Entry) -> None:
+        match entry:
+            case Acknowledged(tier=tier, serial=serial):
+                self.acknowledged.add((tier, serial))
+                self.damaged.discard((tier, serial))
+            case Damaged(tier=tier, serial=serial):
+                self.acknowledged.discard((tier, serial))
+                self.damaged.add((tier, serial))
+            case Removed(tier=tier, path=path):
+                folder, _, name = path.rpartition("/")
+                if name == layout.MANIFEST and (step := layout.parse_step_folder(f"{folder}/")) is not None:
+                    self.acknowledged.discard((tier, step[1]))  # it was evicted
+
+    def owed(self, crash: Crash) -> Owed:
+        return Owed(
+            frozenset((tier, serial) for tier, serial in self.acknowledged if tier in crash.files),
+            frozenset(self.damaged),
+        )
+
+
+class Recorded(Protocol):
+    """A life that was recorded."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]: ...
+
+    @property
+    def media(self) -> Mapping[str, Medium]: ...
+
+
+def distinct_crashes(life: Recorded, failure: Failure, counted: Replayed | None = None) -> Iterator[tuple[Crash, Owed]]:
+    """Every crash of a life that leaves something new to see or owes something new, with what it owes."""
+    ledger = _Ledger()
+    seen: set[int] = set()
+    for at in range(len(life.entries) + 1):
+        if at:
+            ledger.post(life.entries[at - 1])
+        for crash in crashes_after(life.entries[:at], life.media, failure):
+            if counted is not None:
+                counted.crashes += 1
+            owed = ledger.owed(crash)
+            key = hash((_visible(crash.files), owed))
+            if key not in seen:
+                seen.add(key)
+                yield crash, owed
+
+
+def _visible(files: Mapping[str, Mapping[str, bytes]]) -> frozenset[tuple[str, str, bytes]]:
+    """What a store can see: neither the temporary names that no key may have, nor whose lease it was."""
+    return frozenset(
+        (tier, path, data)
+        for tier, held in files.items()
+        for path, data in held.items()
+        if "~" not in path and not path.startswith(layout.LEASES)
+    )
+
+
+async def replay(life: Life, failure: Failure, place: Path, *, every: int = 1) -> Replayed:
+    """Survive every crash of a life, or of those that differ one in ``every``; raises `Lost`.
+
+    ``place`` is the folder in memory where it was lived, in which the media are rebuilt: RAM notes where they are.
+    """
+    shutil.rmtree(place, ignore_errors=True)
+    found = Replayed()
+    for number, (crash, owed) in enumerate(distinct_crashes(life, failure, found)):
+        if number % every:
+            continue
+        try:
+            found.steps += await survive(life, crash, owed, place)
+        except Exception as error:
+            error.add_note(f"{life.kind}, {failure} dies after entry {crash.at} of {len(life.entries)}: {crash.what}")
+            raise
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        found.states += 1
+    return found
+
+
+async def survive(life: Life, crash: Crash, owed: Owed, place: Path) -> int:
+    """Open a store over what a crash left, below ``place``, and hold it to the promises; how many steps it listed."""
+    objects = rebuild(crash, place, in_memory=life.kind != "posix")
+    with slow_stores(lambda: slow_store(life.kind, objects)):
+        opening = CheckpointStore.open(config_of(life.kind, place))
+        # What the life had no time to evict is evicted now, at any moment of what follows.
+        evicted: set[Copy] = set()
+
+        def hear(event: Event) -> None:
+            if isinstance(event, StepEvicted):
+                evicted.add((event.tier, event.serial))
+
+        opening.subscribe(hear)
+        async with opening as store:
+            listed = {info.serial: info for info in await store.steps()}
+            _check_listed(listed, owed, evicted)
+            for info in listed.values():
+                await _check_restores(store, info, life, owed, evicted)
+            newest = await _check_newest(store, listed, life, owed)
+            await _check_goes_on(store, newest, owed)
+            return len(listed)
+
+
+def rebuild(crash: Crash, place: Path, *, in_memory: bool) -> Objects:
+    """Write the files of every tier below ``place``, or return those of the slower one where it is ``in_memory``.
+
+    All are of a day ago, so that nothing is spared for being new.
+    """
+    then = 0.0
+    for tier, files in crash.files.items():
+        if tier == SLOW and in_memory:
+            continue
+        for path, data in files.items():
+            file = place / tier / path
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file.write_bytes(data)
+            then = then or file.stat().st_mtime - _DAY
+            os.utime(file, (then, then))
+    return Objects.of(crash.files.get(SLOW, {}) if in_memory else {}, modified=1.0)
+
+
+def _check_listed(listed: Mapping[int, StepInfo], owed: Owed, evicted: AbstractSet[Copy]) -> None:
+    for tier, serial in sorted(owed.acknowledged - evicted):
+        if serial not in listed or tier not in listed[serial].tiers:
+            held = listed[serial].tiers if serial in listed else "nowhere"
+            raise Lost(f"serial {serial} was acknowledged on tier {tier!r}, and is held {held}")
+
+
+async def _check_restores(
+    store: CheckpointStore, info: StepInfo, life: Life, owed: Owed, evicted: AbstractSet[Copy]
+) -> None:
+    step = StepId(info.serial, info.step)
+    copies = {(tier, info.serial) for tier in info.tiers}
+    try:
+        for found in await store.verify(info.step, serial=info.serial):
+            copy = (found.tier, info.serial)
+            if found.problem and found.tier in info.tiers and copy not in owed.damaged:
+                with suppress(TieredCkptError):
+                    await store.flush()  # an eviction that is under way is told when it has ended
+                if copy not in evicted:
+                    raise Lost(f"{step} is listed on {found.tier!r}, and {found.problem}")
+        if info.abandoned:
+            return  # its number may be another step's by now
+        restored = await store.restore(info.step, resume=False)
+    except NotFound as error:
+        with suppress(TieredCkptError):
+            await store.flush()  # as above
+        if not copies & evicted:
+            raise Lost(f"{step} is listed and not found") from error
+        again = [now for now in await store.steps() if now.serial == info.serial]
+        if again:  # on another tier
+            await _check_restores(store, again[0], life, owed, evicted)
+        elif not copies <= evicted:
+            raise Lost(f"{step} was listed and is gone") from error
+        return
+    except Corrupt as error:
+        if not copies <= owed.damaged | evicted:
+            raise Lost(f"{step} is listed and does not restore") from error
+        return
+    assert restored is not None
+    if restored.serial != info.serial or not same(restored.tree, life.trees[info.serial]):
+        raise Lost(f"{step} is not what was saved")
+
+
+async def _check_newest(store: CheckpointStore, listed: Mapping[int, StepInfo], life: Life, owed: Owed) -> int:
+    """The number of the newest step, which a restore takes; 0 where there is none."""
+    owed_newest = max((serial for _, serial in owed.acknowledged), default=0)
+    try:
+        restored = await store.restore()
+    except Corrupt:
+        if not listed:
+            return 0  # a commit that is torn is not taken for a store without any
+        newest = listed[max(listed)]
+        if any((tier, newest.serial) not in owed.damaged for tier in newest.tiers):
+            raise
+        return newest.step
+    if restored is None:
+        if listed:
+            raise Lost("a store that lists steps restores nothing")
+        return 0
+    if restored.serial < owed_newest or restored.serial < max(listed):
+        raise Lost(f"serial {restored.serial} was restored, and {owed_newest} was acknowledged")
+    if not same(restored.tree, life.trees[restored.serial]):
+        raise Lost(f"serial {restored.serial} is not what was saved")
+    return restored.step
+
+
+async def _check_goes_on(store: CheckpointStore, newest: int, owed: Owed) -> None:
+    step, tree = newest + 1, {"w": np.arange(9000, dtype=np.uint16), "n": newest}
+    await (await store.save(step, tree)).reached(SLOW)
+    with suppress(*([Corrupt] if owed.damaged else [])):  # of what is damaged everywhere
+        await store.flush()
+        await store.collect()
+    restored = await store.restore(step)
+    if restored is None or not same(restored.tree, tree):
+        raise Lost("what was saved after the crash is not what is restored")
+    for found in await store.verify(step):
+        if found.problem:
+            raise Lost(f"what was saved after the crash is damaged on {found.tier!r}: {found.problem}")
+    if not owed.damaged:
+        await store.engine_loop.call(_check_litter(store))
+
+
+async def _check_litter(store: CheckpointStore) -> None:
+    """Nothing is left on the slower tier that no step needs."""
+    tier = store.engine.state.tier(SLOW)
+    needed = {layout.MARKER}
+    for step, held in tier.held.items():
+        needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await tier.packs_of(step)}
+    torn = tuple(layout.step_folder(step.step, step.serial) for step in tier.damaged)
+    perhaps = tier.damaged.any_packs(float("inf"))
+    left = {
+        info.key
+        async for info in tier.store.list("")
+        if not info.key.startswith((layout.LEASES, layout.CATALOGS, *torn))
+    }
+    if not needed <= left or not left <= needed | perhaps:
+        too_much = sorted(left - needed - perhaps)
+        raise Lost(f"after a collection there is {too_much} too much, {sorted(needed - left)} missing")
+
+
+def same(found: Any, expected: Mapping[str, Any]) -> bool:
+    """Whether two flat trees have the same keys, and bit for bit the same values."""
+    return found.keys() == expected.keys() and all(
+        np.array_equal(found[key], value) and np.asarray(found[key]).dtype == np.asarray(value).dtype
+        for key, value in expected.items()
+    )

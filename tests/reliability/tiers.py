@@ -1,0 +1,118 @@
+"""Puts a script of faults under the slower tiers of every store that is opened meanwhile.
+
+::
+
+    with faulty_tiers() as faults:
+        faults.refuse("disk")                      # cannot be opened ...
+        async with CheckpointStore.open(config) as store:
+            faults.allow("disk")                   # ... until now
+            faults["disk"].fail("put", error)      # a `tieredckpt.testing.faulty.Faulty`
+            faults.kill("disk")                    # dead, however often it is opened again ...
+            faults.revive("disk")                  # ... until now
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.config import TierConfig
+from tieredckpt.engine.opening import connect
+from tieredckpt.engine.promoting import promoter
+from tieredckpt.engine.tier import tier as tiers
+from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.testing.faulty import Faulty, Kind
+
+__all__ = ["FaultyTiers", "faulty_tiers", "tried_again_soon"]
+
+
+class FaultyTiers:
+    """The faulty blob stores under the tiers, by the tier's name; the latest where one was opened again.
+
+    They lie below the wrappers that retry, limit and time, as a device does. What is opened again has a script of its
+    own: a store may open a tier that fails anew, and the old script is none of its.
+
+    Args:
+        remembered: as for each `tieredckpt.testing.faulty.Faulty`.
+    """
+
+    def __init__(self, *, remembered: int | None = None) -> None:
+        self._remembered = remembered
+        self._stores: dict[str, Faulty] = {}
+        self._struck: Counter[tuple[Kind, str]] = Counter()
+        """By stores that were opened again since."""
+        self._refused: dict[str, TieredCkptError] = {}
+
+    def __getitem__(self, tier: str) -> Faulty:
+        return self._stores[tier]
+
+    def refuse(self, tier: str, error: TieredCkptError | None = None) -> None:
+        """Let every attempt to open the tier raise ``error``, a `TierUnavailable` by default, until `allow`."""
+        self._refused[tier] = error or TierUnavailable(f"the tier {tier} cannot be opened, by script")
+
+    def allow(self, tier: str) -> None:
+        """Let the tier be opened again."""
+        self._refused.pop(tier, None)
+
+    def kill(self, tier: str, error: TieredCkptError | None = None) -> None:
+        """Let every call of the tier raise ``error``, and every attempt to open it again too, until `revive`."""
+        error = error or TierUnavailable(f"the tier {tier} is dead by script")
+        self.refuse(tier, error)
+        self[tier].kill(error)
+
+    def revive(self, tier: str) -> None:
+        """End what `kill` began."""
+        self[tier].revive()
+        self.allow(tier)
+
+    def wrap(self, tier: str, store: BlobStore) -> Faulty:
+        """``store`` with a script, found by the tier's name from now on."""
+        if tier in self._stores:
+            self._struck += self._stores[tier].struck
+        self._stores[tier] = Faulty(store, remembered=self._remembered)
+        return self._stores[tier]
+
+    @property
+    def struck(self) -> Counter[tuple[Kind, str]]:
+        """How many calls met a fault so far, on all tiers, by its kind and their verb."""
+        return sum((store.struck for store in self._stores.values()), Counter(self._struck))
+
+    def check(self, tier: str) -> None:
+        """Raise what `refuse` said."""
+        if tier in self._refused:
+            raise self._refused[tier]
+
+
+@contextmanager
+def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
+    """Wrap the blob store of every slower tier that is opened in the block; their calls are ``remembered``."""
+    faults = FaultyTiers(remembered=remembered)
+    open_slower = connect.open_slower
+
+    async def open_faulty(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
+        faults.check(tier.name)
+        store = await open_slower(tier, read_only=read_only)
+        try:
+            faults.check(tier.name)
+        except BaseException:  # it died meanwhile
+            await store.close()
+            raise
+        return faults.wrap(tier.name, store)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connect, "open_slower", open_faulty)
+        yield faults
+
+
+@contextmanager
+def tried_again_soon() -> Iterator[None]:
+    """Let tiers that failed in the block be tried again in hundredths of a second instead of half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "_FIRST_RETRY", 0.02)
+        patch.setattr(tiers, "_LAST_RETRY", 0.2)
+        patch.setattr(promoter, "_SOURCE_RETRY", 0.05)
+        yield

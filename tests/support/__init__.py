@@ -1,0 +1,1 @@
+"""What tests share among themselves: stores in temporary folders, trainers to kill, look-alikes of servers."""

@@ -1,0 +1,109 @@
+"""What tests see of a store past its public face: its slab, where a chunk lies, and bytes to damage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex
+from tieredckpt.format.ocdbt import Extent
+
+
+def tier_of(store: CheckpointStore, name: str) -> Tier:
+    """A tier of an open store."""
+    return store._engine.state.tier(name)
+
+
+def slab_of(store: CheckpointStore) -> Slab:
+    """The slab of an open store."""
+    ram = store._engine.state.tiers[0].ram
+    assert ram is not None
+    return ram.slab
+
+
+def let_wait(stores: Iterable[CheckpointStore], seconds: float) -> None:
+    """From now on, the ranks of these stores wait so long for each other.
+
+    Where one is to be missed and where none is, other times are right: what goes well may take long on a busy machine.
+    """
+    for store in stores:
+        assert store.engine.ranked is not None
+        store.engine.ranked.team.deadline = seconds
+
+
+async def index_of(store: CheckpointStore, tier: str, step: int) -> dict[str, ArrayIndex]:
+    """The arrays of a step as a tier has them."""
+
+    async def load() -> dict[str, ArrayIndex]:
+        state = store._engine.state
+        return (await state.tier(tier).load_index(state.find(step))).arrays
+
+    return await store.engine_loop.call(load())
+
+
+async def bytes_of_listed_steps(store: CheckpointStore) -> int:
+    """What the steps in RAM take of the slab, each chunk once."""
+
+    async def add_up() -> int:
+        ram = store._engine.state.tiers[0]
+        used: dict[bytes, int] = {}
+        for step in ram.held:
+            for digest, extent in unique_extents((await ram.load_index(step)).arrays).items():
+                used[digest] = aligned(extent.length + CHECKSUM_SIZE)
+        return sum(used.values())
+
+    return await store.engine_loop.call(add_up())
+
+
+async def extents(store: CheckpointStore, tier: str, step: int, key: str) -> list[tuple[Path, Extent]]:
+    """The file and the extent of each chunk of an array."""
+    found = (await index_of(store, tier, step))[key]
+    root = Path(tier_of(store, tier).store.location.removeprefix("file://"))
+    wheres = [chunk.where for chunk in found.chunks]
+    return [(root / where.path, where) for where in wheres if isinstance(where, Extent)]
+
+
+async def flip_chunk(store: CheckpointStore, tier: str, step: int, key: str, ordinal: int = 0) -> None:
+    """Invert a bit in the middle of a chunk."""
+    path, extent = (await extents(store, tier, step, key))[ordinal]
+    flip(path, extent.offset + extent.length // 2)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Invert the lowest bit of a byte of a file; from the end for a negative offset."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        offset %= os.fstat(fd).st_size
+        os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 1]), offset)
+    finally:
+        os.close(fd)
+
+
+def arrays_in(tree: Any) -> Iterator[Any]:
+    """Every leaf with memory of its own."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from arrays_in(value)
+    elif hasattr(tree, "flags"):
+        yield tree
+
+
+def opened_below(folder: Path) -> list[str]:
+    """The files below a folder that this process has open, each as often as it has."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in found if path.startswith(f"{folder}/")]
+
+
+def mapped_below(folder: Path) -> list[str]:
+    """The files below a folder that are mapped into this process, a line for each mapping."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/" in line]

@@ -1,0 +1,160 @@
+"""What many tests of whole stores share: configurations, trees, and what a store was heard to say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE, is_store_folder
+from tieredckpt.config import StoreConfig
+from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
+
+E = TypeVar("E", bound=Event)
+
+CHUNK = 16 << 10
+SOON = 60.0
+"""Seconds after which what should have happened by itself counts as never happening."""
+
+
+def new_shared_folder() -> Path:
+    """A new folder in the shared memory of this test run; its maker removes it."""
+    return Path(tempfile.mkdtemp(dir=Path(os.environ[SHARED_MEMORY_VARIABLE]).parent))
+
+
+def ram_in(root: Path) -> Path:
+    """The RAM folder of the one store whose RAM is in a root; the root itself where there is none."""
+    found = [path for path in root.glob("*") if is_store_folder(path.name)] if not is_store_folder(root.name) else []
+    assert len(found) < 2, f"there is RAM of several stores: {found}"
+    return found[0] if found else root
+
+
+def ram(shared_memory: Path, **settings: Any) -> dict[str, Any]:
+    """A RAM tier in a folder of the test."""
+    return {"kind": "ram", "path": shared_memory / "of-test" / "ram", "capacity": "16 MiB"} | settings
+
+
+def folder(path: Path, **settings: Any) -> dict[str, Any]:
+    """A directory as a tier that fails at once when it fails."""
+    return {"kind": "posix", "path": path, "retries": 0, "fsync": False, "direct": False} | settings
+
+
+def config(tiers: dict[str, Any], **settings: Any) -> StoreConfig:
+    """A store over ``tiers`` with chunks small enough for small arrays to have several."""
+    return StoreConfig(tiers=tiers, **({"chunk_size": CHUNK} | settings))
+
+
+def tree(seed: int = 0, arrays: int = 4, nbytes: int = 3 * CHUNK) -> dict[str, Any]:
+    """Random arrays of about ``nbytes`` each under ``params``, and a few leaves of other kinds."""
+    rng = np.random.default_rng(seed)
+    rows = nbytes // 256
+    return {
+        "params": {f"w{i}": rng.standard_normal((rows, 64)).astype(np.float32) for i in range(arrays)},
+        "half": rng.standard_normal(40).astype(ml_dtypes.bfloat16),
+        "count": np.array(seed, dtype=np.int64),
+        "epoch": seed,
+        "name": f"run {seed}",
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Both trees have the same keys and the same values, bit for bit."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.tobytes() == expected.tobytes()
+    else:
+        assert found == expected
+
+
+class Heard:
+    """The events of a store, in their order, and waiting for one."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.events: list[Event] = []
+        self._loop = asyncio.get_running_loop()
+        self._next = asyncio.Event()
+        store.subscribe(self._hear)
+
+    def _hear(self, event: Event) -> None:
+        self.events.append(event)
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Those of one kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def first(self, kind: type[E], where: Callable[[E], bool] = lambda _: True) -> E:
+        """The first event of the kind that there is, or the next to come; fails after `SOON` seconds."""
+        async with asyncio.timeout(SOON):
+            while True:
+                coming = self._next
+                for event in self.of(kind):
+                    if where(event):
+                        return event
+                await coming.wait()
+
+
+class Keeper:
+    """Watches a store of RAM and tiers that survive the same: no step may leave one before a newer one is as safe."""
+
+    def __init__(self, store: CheckpointStore, tiers: Sequence[str]) -> None:
+        self._tiers = tiers
+        self.held: dict[str, set[int]] = {}
+        self.broken: list[str] = []
+        store.subscribe(self._hear)
+
+    def _hear(self, event: object) -> None:
+        match event:
+            case StepSaved(serial=serial, tier=tier) if tier is not None:
+                self.held.setdefault(tier, set()).add(serial)
+            case StepPromoted(serial=serial, tier=tier):
+                self.held.setdefault(tier, set()).add(serial)
+            case StepEvicted(serial=serial, tier=tier):
+                self.held[tier].discard(serial)
+                as_safe = [self.held.get(name, set()) for name in self._tiers[tier != "ram" :]]
+                if not any(max(serials, default=0) >= serial for serials in as_safe):
+                    self.broken.append(f"serial {serial} left {tier} before a newer one was as safe: {self.held}")
+
+
+async def crash(store: CheckpointStore) -> None:
+    """End a store as the death of its process would: nothing more is saved, promoted or tidied up.
+
+    Its locks are given up, since this process lives on.
+    """
+    await store.__aexit__(RuntimeError, RuntimeError("the process died"), None)
+
+
+def files_under(path: Path) -> dict[str, int]:
+    """Relative name and size of every file below a folder, leases apart; a store may be deleting some meanwhile."""
+    sizes = {}
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file() and "leases" not in file.parts:
+                sizes[file.relative_to(path).as_posix()] = file.stat().st_size
+    return sizes
+
+
+def pack_bytes(path: Path) -> int:
+    """Bytes of all packs of a tier."""
+    return sum(size for name, size in files_under(path).items() if name.startswith("packs/"))

@@ -1,0 +1,621 @@
+"""The posix store: what it leaves behind, how it syncs, and what it says when the file system fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+from tieredckpt.blobs.base import BlobStore, Stretch, Survives
+from tieredckpt.blobs.posix import transfer
+from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.blobs.posix.store import PosixStore
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
+
+SMALL, LARGE = 10_000, 3 << 20
+
+sizes = pytest.mark.parametrize("nbytes", [SMALL, LARGE], ids=["small", "large"])
+
+
+@pytest.fixture(autouse=True)
+def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
+    with blockbuster_ctx("tieredckpt") as guard:
+        yield guard
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+async def store(root: Path) -> AsyncIterator[PosixStore]:
+    store = await asyncio.to_thread(PosixStore, root)
+    yield store
+    await store.close()
+
+
+def files(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()}
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+class Calls:
+    """Wraps a function of `os`: notes its first arguments, and fails or waits where told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.seen: list[Any] = []
+        self.error: int | None = None
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+        self._real = getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(args[0])
+        self.entered.set()
+        assert self.go_on.wait(30)
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return self._real(*args, **kwargs)
+
+
+class TestPermissions:
+    async def test_what_it_makes_is_the_owners_alone(self, root: Path, store: PosixStore) -> None:
+        await store.put("a/b/small", [b"x"])
+        await store.put("a/b/large", [bytes(LARGE)])
+        await store.put("a/b/new", [b"x"], create_only=True)
+        for path in (root, root / "a", root / "a/b"):
+            assert mode(path) == 0o700
+        for name in ("small", "large", "new"):
+            assert mode(root / "a/b" / name) == 0o600
+
+    async def test_other_permissions_are_the_users_choice(self, tmp_path: Path) -> None:
+        mask = os.umask(0o007)
+        try:
+            store = await asyncio.to_thread(PosixStore, tmp_path / "r", folder_mode=0o770, file_mode=0o640)
+            await store.put("a/b", [b"x"])
+            await store.close()
+        finally:
+            os.umask(mask)
+        assert [mode(tmp_path / path) for path in ("r", "r/a", "r/a/b")] == [0o770, 0o770, 0o640]
+
+    async def test_a_root_that_was_there_stays_as_it_is(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o750)
+        store = await asyncio.to_thread(PosixStore, tmp_path)
+        await store.close()
+        assert mode(tmp_path) == 0o750
+        assert files(tmp_path) == set()
+
+
+class TestDirectIO:
+    def descriptors(self, monkeypatch: pytest.MonkeyPatch, name: str) -> list[bool]:
+        real, direct = getattr(os, name), []
+
+        def noting(fd: int, *args: Any) -> Any:
+            direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & transfer.O_DIRECT))
+            return real(fd, *args)
+
+        monkeypatch.setattr(os, name, noting)
+        return direct
+
+    @pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
+    async def test_large_transfers_use_it(self, store: PosixStore, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not store.traits.direct_io:
+            pytest.skip("the file system refuses direct I/O")
+        written = self.descriptors(monkeypatch, "pwritev")
+        read = self.descriptors(monkeypatch, "preadv")
+        data = aligned(pattern(LARGE + 100), shift=shift)
+        await store.put("key", [data])
+        into = aligned(bytes(len(data)), shift=shift)
+        await store.get_into("key", 0, into)
+        assert into == data
+        assert set(written) == set(read) == {True}
+
+    async def test_aligned_memory_goes_without_a_copy(self, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not store.traits.direct_io:
+            pytest.skip("the file system refuses direct I/O")
+        copied: list[int] = []
+        real = transfer.np.copyto
+        monkeypatch.setattr(transfer.np, "copyto", lambda to, data: (copied.append(len(data)), real(to, data)))
+        data = aligned(pattern(LARGE + 100))
+        await store.put("key", [data])
+        await store.get_into("key", 0, aligned(bytes(len(data))))
+        assert copied == [100, 100]
+
+    async def test_it_is_off_when_the_user_says_so(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = await asyncio.to_thread(PosixStore, root, direct=False)
+        assert not store.traits.direct_io
+        written, read = self.descriptors(monkeypatch, "pwritev"), self.descriptors(monkeypatch, "preadv")
+        await store.put("key", [aligned(bytes(LARGE))])
+        await store.get_into("key", 0, aligned(bytes(LARGE)))
+        await store.close()
+        assert set(written) == set(read) == {False}
+
+    async def test_a_file_system_that_refuses_it_is_used_buffered(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.open
+
+        def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & transfer.O_DIRECT:
+                raise OSError(errno.EINVAL, "refused")
+            return real(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refuse)
+        store = await asyncio.to_thread(PosixStore, root)
+        assert not store.traits.direct_io
+        with pytest.raises(Invalid, match="direct"):
+            await asyncio.to_thread(PosixStore, root, direct=True)
+        store._direct = True  # as found out on a root that could not be written to
+        (root / "key").write_bytes(pattern(LARGE))
+        into = aligned(bytes(LARGE))
+        await store.get_into("key", 0, into)
+        await store.close()
+        assert into == pattern(LARGE)
+
+
+class TestDurability:
+    def synced(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        real, synced = os.fsync, []
+
+        def noting(fd: int) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", noting)
+        return synced
+
+    @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+    @sizes
+    async def test_a_put_syncs_the_file_then_its_name_then_new_folders(
+        self, root: Path, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        synced = self.synced(monkeypatch)
+        await store.put("a/b/key", [bytes(nbytes)])
+        assert synced[0].startswith(f"{root}/a/b/.")
+        assert synced[1] == f"{root}/a/b"
+        assert set(synced[2:]) == {str(root), f"{root}/a"}
+        synced.clear()
+        await store.put("a/b/other", [bytes(nbytes)])
+        assert synced[1:] == [f"{root}/a/b"]
+        synced.clear()
+        await store.delete("a/b/other")
+        assert synced == [f"{root}/a/b"]
+
+    @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+    async def test_a_folder_that_was_pruned_is_synced_anew(
+        self, root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("a/b/key", [b"x"])
+        synced = self.synced(monkeypatch)
+        await store.delete("a/b/key")
+        assert synced == [str(root)]
+        assert list(root.iterdir()) == []
+        synced.clear()
+        await store.put("a/b/key", [b"x"])
+        assert set(synced[2:]) == {str(root), f"{root}/a"}
+        await store.delete("a/b/key")
+        synced.clear()
+        (root / "a/b").mkdir(parents=True)  # by another process, which may not have synced it
+        await store.put("a/b/key", [b"x"])
+        assert set(synced[2:]) == {str(root), f"{root}/a"}
+
+    async def test_a_store_that_need_not_be_durable_syncs_nothing(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = Calls(monkeypatch, "fsync")
+        store = await asyncio.to_thread(PosixStore, root, fsync=False, survives=Survives.PROCESS)
+        await store.put("a/small", [b"x"])
+        await store.put("a/large", [bytes(LARGE)])
+        await store.delete("a/small")
+        await store.close()
+        assert calls.seen == []
+        assert (store.traits.durable, store.traits.survives) == (False, Survives.PROCESS)
+
+    @sizes
+    async def test_a_name_that_was_not_synced_is_an_error(
+        self, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(self: Folders, folder: Path) -> None:
+            raise OSError(errno.ENOSPC, "no room for the journal")
+
+        monkeypatch.setattr(Folders, "_sync_names", fail)
+        with pytest.raises(TierUnavailable, match="not synced"):
+            await store.put("key", [bytes(nbytes)])
+
+
+FAILURES = [
+    ("open", errno.EACCES, TierUnavailable),
+    ("fsync", errno.EIO, TierUnavailable),
+    ("fsync", errno.ENOSPC, NoSpace),
+    ("fsync", errno.EDQUOT, NoSpace),
+    ("replace", errno.EIO, TierUnavailable),
+    ("replace", errno.ENOENT, TierUnavailable),
+    ("mkdir", errno.EROFS, TierUnavailable),
+]
+
+
+class TestFailures:
+    @sizes
+    @pytest.mark.parametrize(("call", "number", "error"), FAILURES)
+    async def test_a_failed_put_leaves_nothing(
+        self,
+        root: Path,
+        store: PosixStore,
+        nbytes: int,
+        call: str,
+        number: int,
+        error: type[TieredCkptError],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        await store.put("there", [b"old"])
+        with monkeypatch.context() as patch:
+            Calls(patch, call).error = number
+            with pytest.raises(error) as raised:
+                await store.put("a/key", [bytes(nbytes)])
+            assert type(raised.value) is error
+            assert str(root) in str(raised.value)
+            assert isinstance(raised.value.__cause__, OSError)
+        assert files(root) == {"there"}
+        await store.put("a/key", [b"works again"])
+        assert await store.get("a/key", limit=100) == b"works again"
+
+    @pytest.mark.parametrize("call", ["pwritev", "ftruncate", "close"])
+    async def test_a_device_that_fills_up_leaves_nothing(
+        self, root: Path, store: PosixStore, call: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = Calls(monkeypatch, call)
+        calls.error = errno.ENOSPC
+        with pytest.raises(NoSpace, match="key"):
+            await store.put("key", [bytes(LARGE)])
+        assert calls.seen
+        assert files(root) == set()
+
+    async def test_a_file_where_a_folder_belongs_is_no_missing_object(self, store: PosixStore) -> None:
+        await store.put("a", [b"x"])
+        for nbytes in (SMALL, LARGE):
+            with pytest.raises(TierUnavailable):
+                await store.put("a/b", [bytes(nbytes)])
+        with pytest.raises(NotFound):
+            await store.get("a/b", limit=10)
+        assert await listed(store) == {"a": 1}
+
+    async def test_a_folder_where_an_object_belongs_stays(self, root: Path, store: PosixStore) -> None:
+        await store.put("a/b", [b"x"])
+        for nbytes in (SMALL, LARGE):
+            with pytest.raises(TierUnavailable):
+                await store.put("a", [bytes(nbytes)])
+        await store.delete("a")
+        assert files(root) == {"a/b"}
+
+    @pytest.mark.parametrize("call", ["scandir", "stat"])
+    async def test_a_listing_that_fails_is_an_error(
+        self, store: PosixStore, call: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("a/b", [b"x"])
+        Calls(monkeypatch, call).error = errno.EIO
+        with pytest.raises(TierUnavailable):
+            await listed(store)
+
+    async def test_a_root_that_cannot_be_made_is_unavailable(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        for path in (tmp_path / "file", tmp_path / "file/root"):
+            with pytest.raises(TierUnavailable, match="file"):
+                await asyncio.to_thread(PosixStore, path)
+
+    async def test_a_name_that_is_too_long_is_invalid(self, store: PosixStore) -> None:
+        for nbytes in (SMALL, LARGE):
+            with pytest.raises(Invalid):
+                await store.put("a" * 300, [bytes(nbytes)])
+
+
+class TestVanishedRoot:
+    """A file system that is unmounted leaves no folder, or another one."""
+
+    @pytest.fixture(params=["gone", "another", "file"])
+    async def vanished(self, request: pytest.FixtureRequest, root: Path, store: PosixStore) -> PosixStore:
+        await store.put("a", [b"x"])
+        root.rename(root.with_name("elsewhere"))
+        if request.param == "another":
+            root.mkdir()
+        if request.param == "file":
+            root.write_bytes(b"")
+        return store
+
+    async def test_nothing_is_missing_and_nothing_is_made(self, root: Path, vanished: PosixStore) -> None:
+        before = root.exists()
+        calls: list[Callable[[], Awaitable[object]]] = [
+            *verbs(vanished, "a"),
+            *verbs(vanished, "b/c"),
+            lambda: listed(vanished),
+            lambda: listed(vanished, "a/"),
+            lambda: vanished.sweep(0),
+        ]
+        for call in calls:
+            with pytest.raises(TierUnavailable, match="mounted"):
+                await call()
+        assert root.exists() == before
+        assert not root.is_dir() or list(root.iterdir()) == []
+
+    async def test_it_works_again_when_the_root_is_back(self, root: Path, store: PosixStore) -> None:
+        await store.put("a", [b"x"])
+        root.rename(root.with_name("elsewhere"))
+        with pytest.raises(TierUnavailable):
+            await store.get("b", limit=1)
+        root.with_name("elsewhere").rename(root)
+        assert await store.get("a", limit=1) == b"x"
+        with pytest.raises(NotFound):
+            await store.get("b", limit=1)
+
+
+class TestForeignFiles:
+    async def test_symbolic_links_are_refused(self, root: Path, tmp_path: Path, store: PosixStore) -> None:
+        (tmp_path / "secret").write_bytes(b"secret")
+        (root / "key").symlink_to(tmp_path / "secret")
+        for call in (
+            store.get("key", limit=100),
+            store.get_into("key", 0, memoryview(bytearray(6))),
+            store.stat("key"),
+        ):
+            with pytest.raises(Corrupt, match="symbolic link"):
+                await call
+        assert await listed(store) == {}
+        await store.put("key", [b"mine"])
+        assert (tmp_path / "secret").read_bytes() == b"secret"
+        assert await store.get("key", limit=100) == b"mine"
+
+    async def test_symbolic_links_are_followed_when_asked_for(self, root: Path, tmp_path: Path) -> None:
+        store = await asyncio.to_thread(PosixStore, root, follow_symlinks=True)
+        (tmp_path / "slab").write_bytes(b"packed")
+        (root / "key").symlink_to(tmp_path / "slab")
+        assert await store.get("key", limit=100) == b"packed"
+        assert (await store.stat("key")).size == 6
+        assert await listed(store) == {"key": 6}
+        await store.delete("key")
+        assert (tmp_path / "slab").exists()
+        await store.close()
+
+    async def test_a_pipe_is_refused_and_hangs_nobody(self, root: Path, store: PosixStore) -> None:
+        os.mkfifo(root / "key")
+        for call in (
+            store.get("key", limit=100),
+            store.get_into("key", 0, memoryview(bytearray(6))),
+            store.stat("key"),
+        ):
+            with pytest.raises(Corrupt, match="regular"):
+                await call
+        assert await listed(store) == {}
+
+    async def test_names_that_are_no_keys_are_not_listed(self, root: Path, store: PosixStore) -> None:
+        for name in ("a b", "ä", f".{'0' * 32}.tmp~"):
+            (root / name).write_bytes(b"x")
+        (root / "no key").mkdir()
+        (root / "no key/key").write_bytes(b"x")
+        await store.put("key", [b"x"])
+        assert await listed(store) == {"key": 1}
+
+
+class TestCancellation:
+    async def hang(self, store: BlobStore, calls: Calls, call: Awaitable[None]) -> asyncio.Task[None]:
+        calls.go_on.clear()
+        task = asyncio.ensure_future(call)
+        await asyncio.to_thread(calls.entered.wait, 30)
+        return task
+
+    async def settled(self, task: asyncio.Task[None]) -> bool:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return task.done()
+
+    @pytest.mark.parametrize(("nbytes", "name"), [(SMALL, "fsync"), (LARGE, "fsync"), (LARGE, "pwritev")])
+    async def test_a_put_ends_when_its_thread_has_let_go(
+        self, root: Path, store: PosixStore, nbytes: int, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = Calls(monkeypatch, name)
+        task = await self.hang(store, calls, store.put("key", [aligned(bytes(nbytes))]))
+        for _ in range(3):
+            task.cancel()
+            assert not await self.settled(task)
+        calls.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert files(root) == set()
+        await store.put("key", [b"x"])
+        assert files(root) == {"key"}
+
+    @pytest.mark.parametrize("digested", [False, True])
+    async def test_a_read_ends_when_its_thread_has_let_go(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch, digested: bool
+    ) -> None:
+        await store.put("key", [bytes(LARGE)])
+        calls, into = Calls(monkeypatch, "preadv"), aligned(bytes(LARGE))
+        read = store.get_digested("key", [Stretch(0, LARGE, into)]) if digested else store.get_into("key", 0, into)
+        task = await self.hang(store, calls, read)
+        task.cancel()
+        assert not await self.settled(task)
+        calls.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_a_verb_that_waits_for_a_thread_ends_at_once(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = await asyncio.to_thread(PosixStore, root, threads=1)
+        await store.put("key", [bytes(LARGE)])
+        calls = Calls(monkeypatch, "preadv")
+        hanging = await self.hang(store, calls, store.get_into("key", 0, aligned(bytes(LARGE))))
+        waiting = asyncio.ensure_future(store.get_into("key", 0, aligned(bytes(LARGE))))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert await self.settled(waiting)
+        calls.go_on.set()
+        await hanging
+        await store.close()
+
+    async def test_reads_of_chunks_hold_up_nothing_else(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("key", [bytes(LARGE)])
+        calls = Calls(monkeypatch, "preadv")
+        calls.go_on.clear()
+        stretch = Stretch(0, LARGE, memoryview(bytearray()))
+        reads = [asyncio.ensure_future(store.get_digested("key", [stretch])) for _ in range(40)]
+        await asyncio.to_thread(calls.entered.wait, 30)
+        await store.put("small", [b"x"])
+        assert await store.get("small", limit=1) == b"x"
+        assert not any(read.done() for read in reads)
+        calls.go_on.set()
+        await asyncio.gather(*reads)
+
+    async def test_a_store_that_hangs_holds_up_no_other(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hung, other = [await asyncio.to_thread(PosixStore, tmp_path / name) for name in ("hung", "other")]
+        await hung.put("key", [bytes(LARGE)])
+        calls = Calls(monkeypatch, "preadv")
+        calls.go_on.clear()
+        reads = [asyncio.ensure_future(hung.get_into("key", 0, aligned(bytes(LARGE)))) for _ in range(40)]
+        await asyncio.to_thread(calls.entered.wait, 30)
+        await other.put("key", [b"x"])
+        assert await other.get("key", limit=1) == b"x"
+        assert await listed(other) == {"key": 1}
+        assert not any(read.done() for read in reads)
+        await hung.close()  # does not wait either
+        calls.go_on.set()
+        await asyncio.gather(*reads)
+        await other.close()
+
+    def test_the_end_of_the_loop_leaves_no_temporary_file(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = Calls(monkeypatch, "fsync")
+        stores = []
+
+        async def abandon() -> None:
+            store = await asyncio.to_thread(PosixStore, root)
+            stores.append(store)
+            calls.go_on.clear()
+            calls.entered.clear()
+            putting = asyncio.ensure_future(store.put("key", [bytes(LARGE)]))
+            await asyncio.to_thread(calls.entered.wait, 30)
+            assert not putting.done()
+            threading.Timer(0.05, calls.go_on.set).start()
+
+        asyncio.run(abandon())
+        stores[0]._pool.shutdown(wait=True)
+        assert files(root) == set()
+
+
+class TestCreateOnly:
+    async def test_without_hard_links_it_is_checked_before(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        Calls(monkeypatch, "link").error = errno.EPERM
+        store = await asyncio.to_thread(PosixStore, root)
+        assert not store.traits.create_only
+        for nbytes in (SMALL, LARGE):
+            await store.put(f"key{nbytes}", [bytes(nbytes)], create_only=True)
+            with pytest.raises(Conflict):
+                await store.put(f"key{nbytes}", [bytes(nbytes)], create_only=True)
+        await store.close()
+        assert files(root) == {f"key{SMALL}", f"key{LARGE}"}
+
+    @sizes
+    async def test_a_link_whose_answer_was_lost_is_ours(
+        self, root: Path, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.link
+
+        def lose_the_answer(source: Any, target: Any) -> None:
+            real(source, target)
+            real(source, target)  # what a resent request comes to
+
+        monkeypatch.setattr(os, "link", lose_the_answer)
+        await store.put("key", [bytes(nbytes)], create_only=True)
+        assert files(root) == {"key"}
+
+    @sizes
+    async def test_the_loser_of_a_race_leaves_nothing(
+        self, root: Path, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.link
+
+        def lose(source: Any, target: Any) -> None:
+            Path(target).write_bytes(b"winner")
+            real(source, target)
+
+        monkeypatch.setattr(os, "link", lose)
+        with pytest.raises(Conflict, match="exists already"):
+            await store.put("key", [bytes(nbytes)], create_only=True)
+        assert files(root) == {"key"}
+        assert (root / "key").read_bytes() == b"winner"
+
+    async def test_nothing_is_written_for_a_key_that_is_there(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("key", [b"x"])
+        calls = Calls(monkeypatch, "pwritev")
+        with pytest.raises(Conflict):
+            await store.put("key", [bytes(LARGE)], create_only=True)
+        assert calls.seen == []
+
+
+class TestFoldersComeAndGo:
+    async def test_deletes_remove_the_folders_that_they_empty(self, root: Path, store: PosixStore) -> None:
+        await store.put("steps/1/parts/0", [b"x"])
+        await store.put("steps/2/parts/0", [b"x"])
+        await store.delete("steps/1/parts/0")
+        assert not (root / "steps/1").exists()
+        assert (root / "steps/2/parts/0").exists()
+        await store.delete("steps/2/parts/0")
+        assert list(root.iterdir()) == []
+
+    async def test_puts_and_deletes_side_by_side_lose_nothing(self, root: Path, store: PosixStore) -> None:
+        async def use(number: int) -> None:
+            for turn in range(20):
+                key = f"shared/folder/{number}"
+                await store.put(key, [bytes([turn])])
+                assert await store.get(key, limit=1) == bytes([turn])
+                await store.delete(key)
+
+        await asyncio.gather(*map(use, range(4)))
+        assert list(root.iterdir()) == []
+
+
+class TestSweep:
+    async def test_it_removes_old_temporary_files_and_nothing_else(self, root: Path, store: PosixStore) -> None:
+        names = {f".{number:032x}.tmp~" for number in (1, 2)}
+        old, young = sorted(names)
+        kept = {"key", ".hidden.tmp", "folder/key", f"folder/{young}"}
+        (root / "folder").mkdir()
+        for name in (*kept, f"folder/{old}", old):
+            (root / name).write_bytes(b"x")
+            if young not in name:
+                os.utime(root / name, (time.time() - 1000,) * 2)
+        assert await store.sweep(2000) == 0
+        assert await store.sweep(900) == 2
+        assert files(root) == kept
+        assert await store.sweep(0) == 1
+
+    async def test_a_put_under_way_is_not_swept(
+        self, root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = Calls(monkeypatch, "fsync")
+        calls.go_on.clear()
+        putting = asyncio.ensure_future(store.put("key", [bytes(LARGE)]))
+        await asyncio.to_thread(calls.entered.wait, 30)
+        assert await store.sweep(600) == 0
+        calls.go_on.set()
+        await putting
+        assert files(root) == {"key"}

@@ -1,0 +1,312 @@
+"""The slab hands out each byte once, takes it back, and never holds more memory than it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tieredckpt.blobs import mapping
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.errors import Corrupt, NoSpace
+
+MIB = 1 << 20
+PAGES = 64
+SIZES = st.one_of(
+    st.integers(1, 3 * ALIGNMENT), st.sampled_from([ALIGNMENT, ALIGNMENT + 1, 20 * ALIGNMENT, PAGES * ALIGNMENT])
+)
+
+
+def memfd(nbytes: int) -> int:
+    fd = os.memfd_create("slab-under-test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab(memfd(PAGES * ALIGNMENT), PAGES * ALIGNMENT)
+    yield slab
+    slab.close()
+
+
+@contextlib.contextmanager
+def slab_of(capacity: int) -> Iterator[Slab]:
+    slab = Slab(memfd(capacity), capacity)
+    yield slab
+    slab.close()
+
+
+class SlabMachine(RuleBasedStateMachine):
+    """Against a set of pages that are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slab = Slab(memfd(PAGES * ALIGNMENT), PAGES * ALIGNMENT)
+        self.extents: dict[int, int] = {}
+        self.reserved = 0
+
+    def teardown(self) -> None:
+        self.slab.close()
+
+    def taken(self) -> set[int]:
+        return {page for offset, nbytes in self.extents.items() for page in pages(offset, nbytes)}
+
+    def longest_run(self) -> int:
+        """Pages of the longest extent that could be handed out, memory that is not reserved yet included."""
+        edges = [-1, *sorted(self.taken()), PAGES]
+        return max(after - before - 1 for before, after in pairwise(edges))
+
+    @rule(nbytes=SIZES)
+    def allocate(self, nbytes: int) -> None:
+        fits = aligned(nbytes) // ALIGNMENT <= self.longest_run()
+        offset = self.slab.allocate(nbytes)
+        assert (offset is not None) == fits
+        if offset is not None:
+            assert not self.taken() & set(pages(offset, nbytes))
+            self.extents[offset] = nbytes
+
+    @precondition(lambda self: self.extents)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.extents)))
+        self.slab.release(offset, self.extents.pop(offset))
+
+    @rule(page=st.integers(0, PAGES + 2), nbytes=SIZES, shift=st.sampled_from([0, 0, 0, 1, ALIGNMENT // 2]))
+    def claim(self, page: int, nbytes: int, shift: int) -> None:
+        wanted = set(pages(page * ALIGNMENT, nbytes))
+        free = set(range(self.slab.reserved // ALIGNMENT)) - self.taken()
+        claimed = self.slab.claim(page * ALIGNMENT + shift, nbytes)
+        assert claimed == (shift == 0 and wanted <= free)
+        if claimed:
+            self.extents[page * ALIGNMENT] = nbytes
+
+    @rule(nbytes=st.integers(0, 2 * PAGES * ALIGNMENT))
+    def reserve(self, nbytes: int) -> None:
+        before = self.slab.reserved
+        self.slab.reserve(nbytes)
+        assert self.slab.reserved == max(before, min(aligned(nbytes), PAGES * ALIGNMENT))
+
+    @invariant()
+    def what_is_used_is_what_was_handed_out(self) -> None:
+        used = len(self.taken()) * ALIGNMENT
+        assert self.slab.used == used
+        assert self.slab.room == PAGES * ALIGNMENT - used
+
+    @invariant()
+    def extents_begin_at_pages_within_memory_that_is_reserved(self) -> None:
+        assert self.slab.reserved <= self.slab.capacity
+        assert os.fstat(self.slab.fileno()).st_blocks * 512 == self.slab.reserved
+        for offset, nbytes in self.extents.items():
+            assert offset % ALIGNMENT == 0
+            assert offset + aligned(nbytes) <= self.slab.reserved
+
+    @invariant()
+    def memory_never_shrinks_and_grows_for_need_alone(self) -> None:
+        assert self.slab.reserved >= self.reserved
+        self.reserved = self.slab.reserved
+
+
+def pages(offset: int, nbytes: int) -> range:
+    return range(offset // ALIGNMENT, (offset + aligned(nbytes)) // ALIGNMENT)
+
+
+TestSlab = SlabMachine.TestCase
+TestSlab.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_what_was_handed_out_in_pieces_is_one_piece_when_it_is_back(slab: Slab) -> None:
+    offsets = [slab.allocate(ALIGNMENT) for _ in range(PAGES)]
+    assert slab.allocate(1) is None
+    random.Random(7).shuffle(offsets)
+    for offset in offsets:
+        assert offset is not None
+        slab.release(offset, ALIGNMENT)
+    assert slab.allocate(PAGES * ALIGNMENT) == 0
+
+
+def test_an_extent_that_is_not_out_cannot_come_back(slab: Slab) -> None:
+    first, second = slab.allocate(ALIGNMENT), slab.allocate(2 * ALIGNMENT)
+    assert first is not None
+    assert second is not None
+    slab.release(first, ALIGNMENT)
+    for offset, nbytes in ((first, ALIGNMENT), (first, 2 * ALIGNMENT)):
+        with pytest.raises(AssertionError):
+            slab.release(offset, nbytes)
+    slab.release(second, 2 * ALIGNMENT)
+    with pytest.raises(AssertionError):
+        slab.release(second, ALIGNMENT)
+
+
+def test_bytes_of_an_extent_are_those_of_the_file(slab: Slab) -> None:
+    offset = slab.allocate(100)
+    assert offset is not None
+    slab.array[offset : offset + 100] = 7
+    assert os.pread(slab.fileno(), 100, offset) == b"\7" * 100
+
+
+def test_a_slab_that_is_refused_memory_stays_at_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = Slab(memfd(PAGES * ALIGNMENT), PAGES * ALIGNMENT)
+    slab.reserve(8 * ALIGNMENT)
+
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mapping, "reserve", refuse)
+    with pytest.raises(NoSpace, match="no room for a slab of 64 KiB; it has 32 KiB already"):
+        slab.reserve(16 * ALIGNMENT)
+    assert slab.capacity == PAGES * ALIGNMENT, "who asks for less may still get it"
+    assert slab.allocate(6 * ALIGNMENT) == 0
+    assert slab.allocate(3 * ALIGNMENT) is None
+    assert slab.capacity == slab.reserved == 8 * ALIGNMENT
+    assert slab.room == 2 * ALIGNMENT
+    assert slab.allocate(2 * ALIGNMENT) == 6 * ALIGNMENT
+    slab.close()
+
+
+def test_a_slab_grows_by_whole_huge_pages_as_far_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    with slab_of(9 * MIB) as slab:
+        assert slab.allocate(3 * MIB) == 0
+        assert slab.reserved == 4 * MIB
+        slab.reserve(5 * MIB)
+        assert slab.reserved == 6 * MIB
+        reserve = mapping.reserve
+
+        def refuse_much(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
+            if nbytes > MIB:
+                raise OSError(28, "No space left on device")
+            reserve(fd, mapped, offset, nbytes)
+
+        monkeypatch.setattr(mapping, "reserve", refuse_much)
+        assert slab.allocate(4 * MIB) == 3 * MIB
+        assert (slab.reserved, slab.capacity) == (7 * MIB, 9 * MIB)
+        monkeypatch.undo()
+        assert slab.allocate(2 * MIB) == 7 * MIB
+        assert slab.reserved == 9 * MIB
+
+
+def test_a_slab_is_not_closed_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor could be that of another file meanwhile."""
+    slab, asked, go_on = Slab(memfd(4 * MIB), 4 * MIB), threading.Event(), threading.Event()
+    reserve, open_then = mapping.reserve, []
+
+    def wait(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
+        asked.set()
+        assert go_on.wait(60)
+        open_then.append(os.readlink(f"/proc/self/fd/{fd}"))
+        reserve(fd, mapped, offset, nbytes)
+
+    monkeypatch.setattr(mapping, "reserve", wait)
+    with ThreadPoolExecutor() as pool:
+        growing = pool.submit(slab.allocate, MIB)
+        assert asked.wait(60)
+        closing = pool.submit(slab.close)
+        while not slab._closed:
+            time.sleep(0.001)
+        go_on.set()
+        assert growing.result(60) == 0
+        closing.result(60)
+    assert ["slab-under-test" in name for name in open_then] == [True]
+    with pytest.raises(NoSpace):
+        slab.reserve(2 * MIB)
+    assert slab.allocate(2 * MIB) is None
+
+
+def test_memory_is_reserved_by_writing_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    with slab_of(3 << 20) as slab:
+        slab.reserve((2 << 20) + ALIGNMENT)
+        assert os.fstat(slab.fileno()).st_blocks * 512 == 3 << 20
+
+
+def test_threads_share_a_slab_without_sharing_extents(slab: Slab) -> None:
+    mine: list[list[int]] = [[], [], [], []]
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(300):
+            if mine[number] and rng.random() < 0.5:
+                offset = mine[number].pop(rng.randrange(len(mine[number])))
+                assert (slab.array[offset : offset + ALIGNMENT] == number).all()
+                slab.release(offset, ALIGNMENT)
+            elif (taken := slab.allocate(ALIGNMENT)) is not None:
+                slab.array[taken : taken + ALIGNMENT] = number
+                mine[number].append(taken)
+
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    out = [offset for offsets in mine for offset in offsets]
+    assert len(set(out)) == len(out)
+    assert slab.used == len(out) * ALIGNMENT
+
+
+def test_prefault_maps_all_that_is_reserved_and_ends_with_the_slab() -> None:
+    with slab_of(8 << 20) as slab:
+        slab.reserve(4 << 20)
+        slab.prefault()
+        slab.reserve(8 << 20)
+        slab.prefault()
+        assert slab.array[(8 << 20) - 1] == 0
+    slab.prefault()  # closed: nothing to do, and nothing touched
+
+
+def test_views_outlive_the_slab() -> None:
+    with slab_of(ALIGNMENT) as slab:
+        offset = slab.allocate(ALIGNMENT)
+        assert offset == 0
+        view = slab.array[:10]
+        view[:] = 5
+    assert (view == 5).all()
+    slab.close()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-ALIGNMENT, 1), (0, 1 << 40), (1 << 40, 1), (0, -1)])
+def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbytes: int) -> None:
+    with pytest.raises(Corrupt, match="outside the slab"):
+        slab.bytes_at(offset, nbytes)
+
+
+def test_a_closed_slab_keeps_its_memory_and_no_descriptor_beyond_its_last_view() -> None:
+    def mapped_and_open() -> tuple[int, int]:
+        opened = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the listing's own
+                opened += "slab-of-views" in os.readlink(f"/proc/self/fd/{fd}")
+        return Path("/proc/self/maps").read_text().count("slab-of-views"), opened
+
+    fd = os.memfd_create("slab-of-views", os.MFD_CLOEXEC)
+    os.ftruncate(fd, ALIGNMENT)
+    slab = Slab(fd, ALIGNMENT)
+    view = slab.array[:10]
+    assert mapped_and_open() == (1, 1)
+    slab.close()
+    assert view.sum() == 0
+    assert mapped_and_open() == (1, 0)
+    del view
+    assert mapped_and_open() == (0, 0)

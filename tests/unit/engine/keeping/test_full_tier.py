@@ -1,0 +1,189 @@
+"""The newest step wins on a tier that its own retained steps fill: those leave for it, oldest first, and it is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reliability.tiers import FaultyTiers
+from support.agents import end_agent
+from support.cohort import cohort
+from support.insight import tier_of
+from support.scenes import CHUNK, Heard, Keeper, assert_same, config, folder, ram
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import NoSpace
+from tieredckpt.events import RetentionCut, StepEvicted, TierFailed, TierRecovered
+
+STEP = 2 * CHUNK
+
+
+def state(seed: int, nbytes: int = STEP) -> dict[str, Any]:
+    return {"w": np.random.default_rng(seed).integers(0, 255, nbytes, np.uint8)}
+
+
+class Place:
+    """A store over RAM and a folder with room for three or four steps, by its capacity or its device."""
+
+    def __init__(self, shared_memory: Path, limit: str, disk: Path, mode: str) -> None:
+        self.ram = shared_memory / "of-test" / "ram"
+        self.disk, self.mode = disk, mode
+        self._settings = {"capacity": 4 * (STEP + (8 << 10))} if limit == "capacity" else {}
+        self._ram = ram(shared_memory)
+
+    def settings(self, *, retain: Any = "all", **more: Any) -> StoreConfig:
+        disk = folder(self.disk, retain=retain, **self._settings)
+        return config({"ram": self._ram | more, "disk": disk}, promote_in=self.mode)
+
+    @asynccontextmanager
+    async def opened(self, **settings: Any) -> AsyncIterator[CheckpointStore]:
+        async with CheckpointStore.open(self.settings(**settings)) as store:
+            yield store
+
+    def on_disk(self, infos: Any) -> list[int]:
+        return [info.step for info in infos if "disk" in info.tiers]
+
+
+@pytest.fixture(params=["capacity-trainer", "capacity-agent", "device-trainer", "device-agent"])
+def place(request: pytest.FixtureRequest, shared_memory: Path, tiny_file_system: Path) -> Iterator[Place]:
+    limit, mode = request.param.split("-")
+    place = Place(shared_memory, limit, tiny_file_system / "disk", mode)
+    yield place
+    end_agent(place.ram)
+
+
+async def test_the_newest_step_drives_out_the_oldest_that_are_retained(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with place.opened() as store:
+        heard, keeper = Heard(store), Keeper(store, ("ram", "disk"))
+        for step in range(1, 11):
+            await (await store.save(step, state(step))).reached("disk")
+        await store.flush()
+        held = place.on_disk(await store.steps())
+        assert 2 <= len(held) < 6
+        assert held == list(range(11 - len(held), 11)), "the newest, without a gap"
+        cut = [event.step for event in heard.of(RetentionCut)]
+        assert cut == list(range(1, 11 - len(held)))
+        assert cut == [event.step for event in heard.of(StepEvicted) if event.tier == "disk"]
+        assert not heard.of(TierFailed)
+        assert not keeper.broken
+        (disk,) = [info for info in await store.tier_infos() if info.name == "disk"]
+        assert disk.healthy
+        assert "no room for all the steps that its policy retains" in disk.note
+        for step in held:
+            restored = await store.restore(step, resume=False)
+            assert restored is not None
+            assert_same(restored.tree, state(step))
+            assert not any(found.problem for found in await store.verify(step))
+    if place.mode == "trainer":
+        told = [record for record in caplog.records if "no room for all the steps" in record.getMessage()]
+        assert [record.levelno for record in told] == [logging.WARNING], "once"
+
+
+async def test_what_found_no_room_beside_newer_steps_keeps_nothing_from_working(place: Place) -> None:
+    async with place.opened(retain={"kind": "last_n", "n": 9}) as store:
+        for step in range(1, 10):
+            await (await store.save(step, state(step))).reached("disk")
+        await store.evict(9, "ram")
+        held = place.on_disk(await store.steps())
+    async with place.opened(retain={"kind": "last_n", "n": 9}) as store:
+        heard = Heard(store)
+        await store.flush()  # RAM may have older steps, which nobody knows to have been there
+        await (await store.save(10, state(10))).reached("disk")
+        await store.flush()
+        assert place.on_disk(await store.steps())[-1] == 10
+        assert min(place.on_disk(await store.steps())) >= min(held)
+        assert not heard.of(TierFailed)
+
+
+async def test_a_step_that_would_not_fit_after_all_evictions_drives_none_out(place: Place, faults: FaultyTiers) -> None:
+    async with place.opened() as store:
+        for step in (1, 2, 3):
+            await (await store.save(step, state(step))).reached("disk")
+        with pytest.raises(NoSpace):
+            await (await store.save(4, state(4, nbytes=6 * STEP))).reached("disk")
+        assert place.on_disk(await store.steps()) == [1, 2, 3]
+
+
+async def test_a_step_that_ram_cannot_hold_drives_out_older_ones_as_well(shared_memory: Path, tmp_path: Path) -> None:
+    tiers = {"ram": ram(shared_memory, capacity=CHUNK), "disk": folder(tmp_path / "disk", capacity=4 * STEP + CHUNK)}
+    tiers["disk"]["retain"] = "all"
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in range(1, 8):
+            assert not (await store.save(step, state(step))).skipped
+        held = [info.step for info in await store.steps()]
+        assert len(held) >= 2
+        assert held == list(range(8 - len(held), 8))
+
+
+async def test_a_save_past_ram_drives_out_older_ones_of_a_full_device(
+    shared_memory: Path, tiny_file_system: Path
+) -> None:
+    tiers = {"ram": ram(shared_memory, capacity=CHUNK), "disk": folder(tiny_file_system / "disk", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        heard = Heard(store)
+        for step in range(1, 11):
+            assert not (await store.save(step, state(step))).skipped
+        held = [info.step for info in await store.steps()]
+        assert len(held) >= 2
+        assert held == list(range(11 - len(held), 11))
+        assert not heard.of(TierFailed)
+
+
+async def test_a_device_without_room_for_a_lease_gives_up_an_older_step(
+    shared_memory: Path, tiny_file_system: Path, faults: FaultyTiers
+) -> None:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tiny_file_system / "disk", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        heard = Heard(store)
+        for step in (1, 2, 3):
+            await (await store.save(step, state(step))).reached("disk")
+        fill_up(tiny_file_system)
+
+        async def renew() -> None:
+            tier = tier_of(store, "disk")
+            assert tier.lease is not None
+            with pytest.raises(NoSpace) as failed:
+                await tier.lease.renew()
+            store._engine.state.report(tier, failed.value)
+
+        await store.engine_loop.call(renew())
+        checkpoint = await store.save(4, state(4))
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+        assert heard.of(RetentionCut)[0].step == 1
+        (tiny_file_system / "filler").unlink()
+
+
+def fill_up(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.parametrize("limit", ["capacity", "device"])
+async def test_several_ranks_bring_their_newest_step_to_a_full_tier(
+    shared_memory: Path, tmp_path: Path, small_tmpfs: Path, limit: str
+) -> None:
+    disk = tmp_path / "disk" if limit == "capacity" else small_tmpfs / "disk"
+    settings: dict[str, Any] = {"retain": "all"}
+    step_bytes = 800 << 10
+    if limit == "capacity":
+        settings["capacity"] = 4 * step_bytes
+    else:
+        (small_tmpfs / "ballast").write_bytes(bytes((64 << 20) - 4 * step_bytes))
+    async with cohort(2, shared_memory, disk, disk_settings=settings) as ranks:
+        for step in range(1, 9):
+            await ranks.reached(await ranks.save(step), "disk")
+        infos = await ranks[0].steps()
+        held = [info.step for info in infos if "disk" in info.tiers]
+        assert len(held) >= 2
+        assert held == list(range(9 - len(held), 9))
+        await ranks.all(lambda store, rank: store.flush())

@@ -1,0 +1,320 @@
+"""Promise 6: the last good copy is never deleted, whatever a policy says and whatever else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reliability.tiers import FaultyTiers
+from support.scenes import Keeper, assert_same, config, crash, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import Survives, Traits
+from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.opening.connect import make_tiers
+from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.tier.tier import Held
+from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
+from tieredckpt.events import Events
+from tieredckpt.format.manifest import StepId
+from tieredckpt.policy import base
+from tieredckpt.policy.base import Eviction, Promotion, Retention, StepView, StoreView, TierView
+
+
+def behaves(retains: Callable[[Any, TierView, StoreView], Any]) -> Callable[[Any, TierView, StoreView], Any]:
+    """A retention that shows its nature only once the store runs: what fails on the sample is refused before that."""
+
+    def on_the_sample(self: Any, tier: TierView, store: StoreView) -> Any:
+        if not store.now:
+            return frozenset(step.serial for step in store.on(tier.name))
+        return retains(self, tier, store)
+
+    return on_the_sample
+
+
+class RetainNothing(Retention):
+    kind: Literal["test_nothing"] = "test_nothing"
+
+    @behaves
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset()
+
+
+class RetainNonsense(Retention):
+    """Not a set, not of serials, and a different answer every time."""
+
+    kind: Literal["test_nonsense"] = "test_nonsense"
+
+    @behaves
+    def retains(self, tier: TierView, store: StoreView) -> Any:
+        answers = [
+            None,
+            7,
+            [object()],
+            frozenset({-1, 10**9}),
+            {"x": 1},
+            frozenset(),
+            "all",
+            (step.serial for step in ()),
+        ]
+        return answers[int(store.now * 1e6) % len(answers)]
+
+
+class RetainRaises(Retention):
+    kind: Literal["test_raises"] = "test_raises"
+
+    @behaves
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        raise ZeroDivisionError("a policy with a bug")
+
+
+class NewestFirst(Eviction):
+    kind: Literal["test_newest_first"] = "test_newest_first"
+
+    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
+        return [step.serial for step in reversed(candidates)]
+
+
+class OrderNonsense(Eviction):
+    kind: Literal["test_order_nonsense"] = "test_order_nonsense"
+
+    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> Any:
+        serials = [step.serial for step in store.steps]
+        answers: list[Any] = [None, 3, [[]], serials[::-1] * 3, [-5, 10**9, *serials], [{}], "newest"]
+        return answers[int(store.now * 1e6) % len(answers)]
+
+
+class OrderRaises(Eviction):
+    kind: Literal["test_order_raises"] = "test_order_raises"
+
+    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
+        raise RuntimeError("a policy with a bug")
+
+
+class PromoteNonsense(Promotion):
+    kind: Literal["test_promote_nonsense"] = "test_promote_nonsense"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> Any:
+        if step.serial % 3 == 0:
+            raise KeyError("a policy with a bug")
+        return [step] if step.serial % 3 == 1 else None
+
+
+TIERS = ("ram", "disk", "far")
+RETENTIONS = ["test_nothing", "test_nonsense", "test_raises"]
+EVICTIONS = ["test_newest_first", "test_order_nonsense", "test_order_raises"]
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These policies can be configured in the tests of this file alone."""
+    monkeypatch.setattr(base, "_offered", dict(base._offered))
+    for hostile in (
+        RetainNothing,
+        RetainNonsense,
+        RetainRaises,
+        NewestFirst,
+        OrderNonsense,
+        OrderRaises,
+        PromoteNonsense,
+    ):
+        base.register(hostile)
+
+
+@pytest.mark.parametrize(("retain", "evict"), list(itertools.product(RETENTIONS, EVICTIONS)))
+async def test_whatever_policies_answer_the_newest_step_of_every_tier_stays(
+    shared_memory: Path, tmp_path: Path, retain: str, evict: str
+) -> None:
+    hostile = {"retain": retain, "evict": evict}
+    settings = config(
+        {
+            "ram": ram(shared_memory, capacity="1 MiB", **hostile),
+            "disk": folder(tmp_path / "disk", promote="test_promote_nonsense", **hostile),
+            "far": folder(tmp_path / "far", capacity="1 MiB", **hostile),
+        }
+    )
+    async with CheckpointStore.open(settings) as store:
+        keeper = Keeper(store, TIERS)
+        for step in range(12):
+            await store.save(step, tree(step))
+            if step % 4 == 3:
+                with suppress(NoSpace):  # of a tier whose policies keep everything
+                    await store.flush()
+        await store.collect()
+        assert keeper.broken == []
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 11
+        assert_same(restored.tree, tree(11))
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 11
+        assert_same(restored.tree, tree(11))
+
+
+async def test_by_hand_as_well_the_last_good_copy_stays(shared_memory: Path, tmp_path: Path) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, promote="never")})
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        with pytest.raises(Conflict, match=r"step 1 .* on tier 'ram' is the last good copy"):
+            await store.evict(1, "ram")
+        await store.promote(1, "disk")
+        await store.save(2, tree(2))
+        with pytest.raises(Conflict, match="on tier 'disk' is the last good copy"):
+            await store.evict(1, "disk")  # a newer one in RAM survives less
+        await store.evict(1, "ram")
+        await store.promote(2, "disk")
+        await store.evict(1, "disk")
+        assert [info.step for info in await store.steps()] == [2]
+
+
+async def test_of_two_copies_evicted_at_once_one_stays(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("far")
+        held = faults["near"].hold("delete")
+        near = asyncio.create_task(store.evict(1, "near"))
+        await held.reached()
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(1, "far")
+        held.release()
+        await near
+        assert await store.where(1) == ("far",)
+
+
+async def test_a_copy_on_a_tier_that_does_not_answer_counts_for_nothing(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        faults.kill("disk")
+        with pytest.raises(TierUnavailable):
+            await (await store.save(2, tree(2))).reached("disk")
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(2, "ram")
+        await store.evict(1, "ram")  # a newer one is as safe
+
+
+async def test_a_rollback_does_not_let_the_durable_step_go_before_its_successor(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """The abandoned step is the only durable one until something of the live line is durable."""
+    keep_one = {"retain": {"kind": "last_n", "n": 1}}
+    settings = config(
+        {"ram": ram(shared_memory), "disk": folder(tmp_path, promote={"kind": "every_n_steps", "n": 200}, **keep_one)}
+    )
+    store = await CheckpointStore.open(settings)
+    await store.save(100, tree(100))
+    await (await store.save(200, tree(200))).reached("disk")
+    await store.restore(100)
+    with pytest.raises(Conflict, match="last good copy"):
+        await store.evict(200, "disk")
+    await store.save(101, tree(101))
+    await store.flush()
+    assert await store.where(200) == ("ram", "disk")
+    await store.promote(101, "disk")
+    await store.flush()
+    assert [info.step for info in await store.steps() if "disk" in info.tiers] == [101]
+    await crash(store)
+
+
+async def test_an_eviction_that_failed_half_way_is_no_copy_to_rely_on(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("far")
+        faults["near"].fail("delete", TierUnavailable("the answer was lost"), after=True)
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "near")
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(1, "far")
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+
+
+# -- the rule itself, over all small stores ---------------------------------------------------------------
+
+
+class _Store:
+    """A blob store of which only the traits are asked for."""
+
+    def __init__(self, survives: Survives) -> None:
+        self.traits = Traits(survives, True, True, True, True, False, 1)
+
+
+def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
+    nearest = {"ram": {"kind": "ram"}} if with_ram else {}
+    settings = config(nearest | {name: folder(Path(f"/nowhere/{name}")) for name in "abc"[: draw(st.integers(1, 3))]})
+    tiers = make_tiers(settings, read_only=False)
+    # Nothing here runs: no thread, no memory, no loop.
+    state = State(config=settings, tiers=tiers, events=Events(), pool=None, scratch=None, read_only=False)
+    for tier in tiers:
+        survives = [Survives.NOTHING, Survives.PROCESS] if tier.config.kind == "ram" else [*Survives]
+        tier.blobs = _Store(draw(st.sampled_from(survives)))
+        tier.error = draw(st.sampled_from([None, None, TierUnavailable("silent")]))
+        for serial in draw(st.sets(st.integers(1, 5))):
+            tier.held[StepId(serial, serial)] = Held(None, "")
+    cut = draw(st.integers(0, 5))
+    state.line = ((1, cut), (5, 5)) if draw(st.booleans()) else ((1, cut),) if cut else ()
+    return state
+
+
+def _best(state: State, survives: Survives) -> StepId | None:
+    """What a restore takes after a failure that only tiers of ``survives`` outlive."""
+    left = [
+        step
+        for tier in state.tiers
+        if tier.answers and tier.survives >= survives
+        for step in tier.held
+        if state.on_line(step.serial)
+    ]
+    return max(left, default=None)
+
+
+@given(st.data())
+def test_nothing_that_may_go_makes_any_failure_cost_more(data: st.DataObject) -> None:
+    """Whatever is let go one after the other, in any order: after every kind of failure the same step is restored."""
+    state = _state(data.draw)
+    before = {survives: _best(state, survives) for survives in Survives}
+    holding = [(step, tier) for tier in state.tiers for step in tier.held if tier.answers]
+    for step, tier in data.draw(st.permutations(holding)):
+        if not why_not(state, step, tier):
+            del tier.held[step]
+        assert {survives: _best(state, survives) for survives in Survives} == before
+
+
+# -- two processes, each of which decides on tiers of its own ----------------------------------------------
+
+
+@given(st.data())
+def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.DataObject) -> None:
+    """Each lets steps go by what it knew at first: after every kind of failure the same step is restored."""
+    state = _state(data.draw, with_ram=True)
+    before = {survives: _best(state, survives) for survives in Survives}
+    known = {tier.name: dict(tier.held) for tier in state.tiers}
+    left: dict[str, dict[StepId, Held]] = {}
+    for state.role in (Role.TRAINER, Role.AGENT):
+        mine = [tier for tier in state.tiers if state.manages(tier)]
+        holding = [(step, tier) for tier in mine for step in tier.held if tier.answers]
+        for step, tier in data.draw(st.permutations(holding)):
+            if not why_not(state, step, tier):
+                del tier.held[step]
+        left |= {tier.name: dict(tier.held) for tier in mine}
+        for tier in mine:
+            tier.held.update(known[tier.name])
+    for tier in state.tiers:
+        tier.held = left[tier.name]
+    assert {survives: _best(state, survives) for survives in Survives} == before

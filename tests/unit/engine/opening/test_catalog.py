@@ -1,0 +1,466 @@
+"""A catalog saves reading what it has where the listing agrees; without it a store knows what it holds as well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from reliability.life import slow_stores
+from reliability.memory import MemoryBlobs, Objects
+from reliability.tiers import FaultyTiers
+from support.insight import flip, flip_chunk, tier_of
+from support.scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.wrap import Metered
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine.opening import catalog_write
+from tieredckpt.engine.opening.upkeep import catalogue
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.catalog import decode_catalog, encode_catalog
+from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.testing.faulty import Faulty
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _everything_is_enough() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog_write, "_ENOUGH", 1)
+        yield
+
+
+def state(step: int) -> dict[str, Any]:
+    """An array that is new with every step, and one that comes back every third."""
+    new, old = (np.random.default_rng(seed).bytes(2 * CHUNK) for seed in (step, 1000 + step % 3))
+    return {"new": np.frombuffer(new, np.uint8), "old": np.frombuffer(old, np.uint8), "step": step}
+
+
+class Place:
+    """A store of RAM, which ends with the store, and a directory."""
+
+    def __init__(self, shared_memory: Path, disk: Path) -> None:
+        self._ram, self.disk = ram(shared_memory, on_close="release"), disk
+
+    def config(self, **settings: Any) -> StoreConfig:
+        return config({"ram": self._ram, "disk": folder(self.disk, retain="all")}, **settings)
+
+    def opened(self, *, read_only: bool = False, **settings: Any) -> CheckpointStore:
+        return CheckpointStore.open(self.config(**settings), read_only=read_only)
+
+    async def trained(self, *steps: int) -> None:
+        """Save and close."""
+        async with self.opened() as store:
+            for step in steps:
+                await (await store.save(step, state(step), metrics={"loss": step})).reached("disk")
+
+    @property
+    def catalogs(self) -> list[Path]:
+        return sorted(self.disk.glob("catalogs/*"))
+
+    def manifest(self, step: int) -> Path:
+        return self.disk / layout.manifest_key(step, step)
+
+
+@pytest.fixture
+def place(shared_memory: Path, tmp_path: Path) -> Place:
+    return Place(shared_memory, tmp_path / "disk")
+
+
+def reads(store: CheckpointStore) -> tuple[int, int]:
+    """How often whole files of the directory were read since it was opened, and parts of files."""
+    blobs = tier_of(store, "disk").blobs
+    assert isinstance(blobs, Metered)
+    verbs = blobs.usage().verbs
+    return verbs["get"].operations, verbs["get_into"].operations
+
+
+def known(tier: Tier) -> dict[str, Any]:
+    """All that a store knows of a tier, however it came to know it."""
+    extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.chunks.items()}
+    for digest, places in tier.spares.items():
+        extents.setdefault(digest, set()).update(places)
+    steps = {
+        step: (each.btree_key, each.record.saved_at, each.record.nbytes, each.record.metrics, each.record.line)
+        for step, each in tier.held.items()
+    }
+    return {
+        "steps": steps,
+        "damaged": set(tier.damaged),
+        "packs": dict(tier.packs),
+        "index": dict(tier.index_bytes),
+        "extents": extents,
+    }
+
+
+async def assert_all_there(store: CheckpointStore, *steps: int) -> None:
+    assert [info.step for info in await store.steps()] == list(steps)
+    for step in steps:
+        restored = await store.restore(step, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, state(step))
+
+
+async def test_a_long_history_is_opened_with_as_few_reads_as_a_short_one(place: Place) -> None:
+    await place.trained(1, 2)
+    async with place.opened() as store:
+        few = reads(store)
+    await place.trained(*range(3, 12))
+    async with place.opened() as store:
+        assert reads(store) == (few[0] + len(place.catalogs) - 1, 0)
+        await assert_all_there(store, *range(1, 12))
+        with pytest.raises(Conflict, match="saved before"):
+            await store.save(11, state(11))
+        await (await store.save(12, state(12))).reached("disk")
+        await assert_all_there(store, *range(1, 13))
+
+
+async def test_what_came_after_a_catalog_is_read_and_what_went_is_forgotten(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    catalogs = {path: path.read_bytes() for path in place.catalogs}
+    async with place.opened() as store:
+        await (await store.save(4, state(4))).reached("disk")
+        await store.evict(2, "disk")
+    shutil.rmtree(place.disk / "catalogs")
+    for path, data in catalogs.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    async with place.opened() as store:
+        await assert_all_there(store, 1, 3, 4)
+        with pytest.raises(NotFound):
+            await store.restore(2)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a bit": lambda path: flip(path, -100),
+    "its end": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "all of it": lambda path: path.write_bytes(b""),
+    "its kind": lambda path: path.write_bytes(b"{}"),
+    "the file": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_a_damaged_catalog_costs_time_alone_and_is_written_anew(
+    place: Place, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await place.trained(1, 2, 3)
+    (before,) = place.catalogs
+    DAMAGE[what](before)
+    left = before.exists()
+    async with place.opened() as store:
+        assert ("a catalog is not used" in caplog.text) == left
+        await assert_all_there(store, 1, 2, 3)
+    (after,) = place.catalogs
+    assert after != before
+    caplog.clear()
+    async with place.opened() as store:
+        assert "a catalog" not in caplog.text
+        await assert_all_there(store, 1, 2, 3)
+
+
+async def test_a_catalog_that_the_device_cannot_read_costs_time_alone_and_is_written_anew(
+    place: Place, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.trained(1, 2, 3)
+    (before,) = place.catalogs
+    wrap = faults.wrap
+
+    def with_a_bad_sector(name: str, store: BlobStore) -> Faulty:
+        faulty = wrap(name, store)
+        faulty.fail("get", TierUnavailable("Input/output error"), key=f"catalogs/{before.name}", times=None)
+        return faulty
+
+    monkeypatch.setattr(faults, "wrap", with_a_bad_sector)
+    async with place.opened() as store:
+        await assert_all_there(store, 1, 2, 3)
+    (after,) = place.catalogs
+    assert after != before
+
+
+async def test_the_catalog_of_another_store_is_not_believed(place: Place) -> None:
+    await place.trained(1, 2)
+    (catalog,) = place.catalogs
+    other = replace(decode_catalog(catalog.read_bytes(), ""), store="00000000-0000-4000-8000-000000000000")
+    catalog.write_bytes(encode_catalog(other))
+    async with place.opened(read_only=True) as store:
+        assert reads(store)[1] > 0
+        await assert_all_there(store, 1, 2)
+
+
+async def test_the_newest_step_is_read_whatever_a_catalog_says_of_it(place: Place) -> None:
+    for newest in (1, 2, 3):
+        await place.trained(newest)
+        async with place.opened() as store:
+            held = tier_of(store, "disk").held
+            assert {step.serial for step, each in held.items() if each.whole} == {newest}
+            assert held[StepId(newest, newest)].record.provenance["process"] == str(os.getpid())
+
+
+async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -> None:
+    async with place.opened() as store:
+        for step in (1, 2, 3):
+            await (await store.save(step, state(step))).reached("disk")
+        await store.engine_loop.call(catalogue(tier_of(store, "disk")))
+        await flip_chunk(store, "disk", 1, "new")
+        assert [each.repaired for each in await store.verify(1, "disk", repair=True)] == [True]
+    async with place.opened() as store:
+        assert reads(store)[1] == 0
+        assert not tier_of(store, "disk").held[StepId(1, 1)].whole
+        restored = await store.restore(1, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, state(1))
+
+
+async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> None:
+    await place.trained(1, 2)
+    async with place.opened(read_only=True) as store:
+        (key,) = await store.engine_loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
+    again = place.disk / layout.pack_key("ab" * 16)
+    again.parent.mkdir()
+    shutil.copy(place.disk / key, again)
+    async with place.opened() as store:
+        before = known(tier_of(store, "disk"))
+    async with place.opened(read_only=True) as store:
+        assert reads(store)[1] == 0
+        assert known(tier_of(store, "disk")) == before
+        assert len(tier_of(store, "disk").spares) == 4
+
+
+async def test_a_commit_that_changed_since_is_read_and_not_believed(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    flip(place.manifest(1), -1)
+    async with place.opened() as store:
+        (damaged,) = next(tier for tier in await store.tier_infos() if tier.name == "disk").damaged
+        assert damaged.step == 1
+        await assert_all_there(store, 2, 3)
+
+
+async def test_a_pack_of_another_size_is_read_and_not_believed(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    await place.trained(1, 2, 3)
+    async with place.opened() as store:
+        (key,) = await store.engine_loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
+        chunks = len(tier_of(store, "disk").chunks)
+    os.truncate(place.disk / key, 4096)
+    async with place.opened() as store:
+        assert f"pack {key} has no readable footer" in caplog.text
+        assert len(tier_of(store, "disk").chunks) < chunks
+    caplog.clear()
+    async with place.opened():
+        assert f"pack {key} has no readable footer" in caplog.text  # as long as it is there
+
+
+def rot(path: Path) -> None:
+    """Change a byte as a disk does, which tells nobody."""
+    before = path.stat()
+    flip(path, -1)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+async def test_a_commit_that_rotted_unseen_is_found_out_when_it_is_read(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    rot(place.manifest(2))
+    async with place.opened() as store:
+        with pytest.raises(Corrupt, match="step 2"):
+            await store.restore(2)
+        await assert_all_there(store, 1, 3)
+
+
+async def test_a_commit_that_rotted_unseen_holds_up_no_collection(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    rot(place.manifest(2))
+    async with place.opened() as store:
+        await store.collect()
+        assert [info.step for info in await store.steps()] == [1, 3]
+        await store.evict(1, "disk")
+        await store.collect()
+        await assert_all_there(store, 3)
+
+
+async def test_a_scrub_reads_the_commits_that_a_catalog_has(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    rot(place.manifest(2))
+    async with place.opened() as store:
+        assert [each.id.step for each in await store.scrub() if each.problem and each.id] == [2]
+
+
+async def test_a_restore_takes_the_step_before_where_the_newest_ones_rotted_unseen(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    rot(place.manifest(3))
+    rot(place.manifest(2))
+    async with place.opened() as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 1
+
+
+async def test_a_reader_takes_what_a_catalog_has_and_writes_none(place: Place) -> None:
+    await place.trained(1, 2)
+    catalogs = {path: path.read_bytes() for path in place.catalogs}
+    async with place.opened(read_only=True) as store:
+        assert reads(store)[1] == 0
+        await assert_all_there(store, 1, 2)
+    assert {path: path.read_bytes() for path in place.catalogs} == catalogs
+    shutil.rmtree(place.disk / "catalogs")
+    async with place.opened(read_only=True) as store:
+        await assert_all_there(store, 1, 2)
+    assert place.catalogs == []
+
+
+async def test_there_are_few_catalogs_and_none_of_what_has_gone(place: Place) -> None:
+    for step in range(1, 18):
+        await place.trained(step)
+        assert len(place.catalogs) <= 5
+    size = sum(path.stat().st_size for path in place.catalogs)
+    async with place.opened() as store:
+        assert tier_of(store, "disk").catalogued.nbytes == size
+        for step in range(1, 15):
+            await store.evict(step, "disk")
+    assert sum(path.stat().st_size for path in place.catalogs) < size / 2
+    async with place.opened() as store:
+        assert reads(store)[1] == 0
+        await assert_all_there(store, 15, 16, 17)
+
+
+@pytest.mark.usefixtures("faults")
+async def test_a_tier_that_takes_no_catalog_loses_nothing(place: Place, faults: FaultyTiers) -> None:
+    async with place.opened() as store:
+        faults["disk"].fail("put", NoSpace("full"), key="catalogs/*", times=None)
+        await (await store.save(1, state(1))).reached("disk")
+    assert place.catalogs == []
+    async with place.opened() as store:
+        await assert_all_there(store, 1)
+
+
+async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_index = Tier.load_index
+
+    async def leave(tier: Tier, step: StepId) -> StepIndex:
+        index = await load_index(tier, step)
+        if step.step == 1:
+            await commit_file.retract(tier, step)
+        return index
+
+    await place.trained(1, 2, 3)
+    monkeypatch.setattr(Tier, "load_index", leave)
+    async with place.opened() as store:
+        with pytest.raises(NotFound):
+            await store.restore(1)
+        await assert_all_there(store, 2, 3)
+
+
+async def test_where_a_store_tells_no_times_packs_are_believed_and_steps_are_read(shared_memory: Path) -> None:
+    class Timeless(MemoryBlobs):
+        async def list(self, prefix: str) -> Any:
+            async for info in super().list(prefix):
+                yield type(info)(info.key, info.size, 0.0)
+
+        async def stat(self, key: str) -> Any:
+            info = await super().stat(key)
+            return type(info)(info.key, info.size, 0.0)
+
+    objects = Objects()
+    far = {"kind": "kvstore", "spec": "memory://", "survives": "node", "retries": 0, "retain": "all"}
+    both = config({"ram": ram(shared_memory, on_close="release"), "disk": far})
+    with slow_stores(lambda: Timeless(objects, pieces=None, survives=Survives.NODE)):
+        async with CheckpointStore.open(both) as store:
+            for step in (1, 2):
+                await (await store.save(step, state(step))).reached("disk")
+        assert any(key.startswith(layout.CATALOGS) for key in objects.data)
+        async with CheckpointStore.open(both) as store:
+            assert reads(store)[1] == 0
+            assert all(each.whole for each in tier_of(store, "disk").held.values())
+            await assert_all_there(store, 1, 2)
+
+
+async def test_bytes_that_a_catalog_lists_are_read_before_anything_refers_to_them(place: Place) -> None:
+    await place.trained(*range(1, 9))
+    async with place.opened() as store:
+        await flip_chunk(store, "disk", 1, "new")  # of an old step, which is not asked
+    async with place.opened() as store:
+        await (await store.save(9, {"new": state(1)["new"]})).reached("disk")
+        assert [each.problem for each in await store.verify(9)] == [""] * 2
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """A store is worked with and opened anew, with catalogs of any age: it knows what it would know without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._root = new_shared_folder()
+        self.place = Place(self._root, self._root / "disk")
+        self._older: list[dict[str, bytes]] = [{}]
+        self.step = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self.open()
+
+    def open(self) -> None:
+        self.store = self.place.opened().sync()
+        self.store.__enter__()
+
+    def teardown(self) -> None:
+        self.store.close()
+        shutil.rmtree(self._root)
+
+    @rule(count=st.integers(1, 3), back=st.booleans())
+    def save(self, count: int, back: bool) -> None:
+        if back:
+            with suppress(NotFound):
+                self.store.restore()
+        for _ in range(count):
+            self.step += 1
+            self.store.save(self.step, state(self.step), metrics={"loss": self.step}).reached("disk")
+
+    @rule(which=st.integers(0, 9))
+    def evict(self, which: int) -> None:
+        steps = self.store.steps()
+        if steps:
+            with suppress(Conflict, NotFound):
+                self.store.evict(steps[which % len(steps)].step, "disk")
+
+    @rule()
+    def collect(self) -> None:
+        self.store.collect()
+
+    @rule(which=st.integers(0, 9), bring_back=st.booleans())
+    def reopen(self, which: int, bring_back: bool) -> None:
+        self.store.close()
+        self._older.append({path.name: path.read_bytes() for path in self.place.catalogs})
+        if bring_back:  # as from a backup
+            shutil.rmtree(self.place.disk / "catalogs", ignore_errors=True)
+            (self.place.disk / "catalogs").mkdir(exist_ok=True, parents=True)
+            for name, data in self._older[which % len(self._older)].items():
+                (self.place.disk / "catalogs" / name).write_bytes(data)
+        found = self._known(self.place)
+        bare = Place(self._root / "bare-ram", self._root / "bare")
+        shutil.copytree(self.place.disk, bare.disk)  # with the times of change
+        shutil.rmtree(bare.disk / "catalogs", ignore_errors=True)
+        assert found == self._known(bare)
+        shutil.rmtree(bare.disk)
+        self.open()
+
+    @staticmethod
+    def _known(place: Place) -> dict[str, Any]:
+        with place.opened(read_only=True).sync() as store:
+            return known(tier_of(store.store, "disk"))
+
+
+def test_whatever_catalogs_there_are_a_store_knows_what_it_would_know_without_them() -> None:
+    run_state_machine_as_test(CatalogMachine, settings=settings(max_examples=8, stateful_step_count=12))

@@ -1,0 +1,135 @@
+"""Promise 7: unchanged chunks are written once per tier, across arrays and steps, and after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, pack_bytes, ram
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.events import StepPromoted, StepSaved
+
+ARRAYS = 20
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Arrays of two chunks each, all different."""
+    rng = np.random.default_rng(seed)
+    return {f"w{i}": rng.integers(0, 255, 2 * CHUNK, dtype=np.uint8) for i in range(ARRAYS)}
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
+
+
+@pytest.fixture
+def three_tiers(shared_memory: Path, tmp_path: Path, far: Path) -> StoreConfig:
+    kvstore = {"kind": "kvstore", "spec": {"driver": "file", "path": f"{far}/"}, "retries": 0}
+    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk"), "far": kvstore})
+
+
+async def written(store: CheckpointStore, step: int, tree: Any) -> dict[str, int]:
+    """Save, wait for every tier, and tell how many bytes of chunks each took."""
+    heard = Heard(store)
+    await store.save(step, tree)
+    await store.flush()
+    (saved,) = heard.of(StepSaved)
+    return {"ram": saved.new_bytes} | {event.tier: event.written for event in heard.of(StepPromoted)}
+
+
+async def test_the_same_state_again_writes_no_chunk_on_any_tier(
+    three_tiers: StoreConfig, tmp_path: Path, far: Path
+) -> None:
+    tree = state()
+    async with CheckpointStore.open(three_tiers) as store:
+        first = await written(store, 1, tree)
+        assert min(first.values()) >= ARRAYS * 2 * CHUNK
+        before = pack_bytes(tmp_path / "disk"), pack_bytes(far)
+        for step in (2, 3, 4):  # from the third save on, chunks are expected to be what they were
+            assert await written(store, step, tree) == {"ram": 0, "disk": 0, "far": 0}
+        assert (pack_bytes(tmp_path / "disk"), pack_bytes(far)) == before
+        for info in await store.steps():
+            restored = await store.restore(info.step, resume=False)
+            assert restored is not None
+            assert_same(restored.tree, tree)
+
+
+async def test_a_tenth_that_changed_costs_a_tenth_on_every_tier(three_tiers: StoreConfig) -> None:
+    tree = state()
+    async with CheckpointStore.open(three_tiers) as store:
+        whole = await written(store, 1, tree)
+        for step in (2, 3, 4):
+            for i in range(ARRAYS // 10):
+                tree[f"w{i}"][:] = np.random.default_rng(100 * step + i).integers(0, 255, 2 * CHUNK, dtype=np.uint8)
+            part = await written(store, step, tree)
+            assert part["ram"] == ARRAYS // 10 * 2 * CHUNK
+            for tier in ("disk", "far"):
+                # A pack's footer comes on top, and chunks fill their last page.
+                assert 0.1 * whole[tier] <= part[tier] <= 0.13 * whole[tier]
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree)
+
+
+async def test_one_changed_value_costs_one_chunk(three_tiers: StoreConfig) -> None:
+    tree = state()
+    async with CheckpointStore.open(three_tiers) as store:
+        await written(store, 1, tree)
+        tree["w3"][CHUNK + 5] ^= 1
+        assert (await written(store, 2, tree))["ram"] == CHUNK
+
+
+async def test_identical_arrays_are_stored_once(three_tiers: StoreConfig) -> None:
+    one = state()["w0"]
+    tree = {"a": one, "b": one.copy(), "deep": [one.copy(), {"c": one}]}
+    async with CheckpointStore.open(three_tiers) as store:
+        took = await written(store, 1, tree)
+        assert took["ram"] == 2 * CHUNK
+        assert max(took["disk"], took["far"]) < 3 * CHUNK
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree)
+
+
+async def test_a_state_that_comes_back_is_not_written_again(three_tiers: StoreConfig) -> None:
+    one, other = state(1), state(2)
+    async with CheckpointStore.open(three_tiers) as store:
+        await written(store, 1, one)
+        await written(store, 2, other)
+        again = await written(store, 3, one)
+        assert (again["disk"], again["far"]) == (0, 0)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, one)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["closed", "crashed"])
+async def test_a_new_process_knows_what_every_tier_holds(three_tiers: StoreConfig, dies: bool) -> None:
+    one, other = state(1), state(2)
+    store = await CheckpointStore.open(three_tiers)
+    await written(store, 1, one)
+    await written(store, 2, other)
+    await (crash(store) if dies else store.close())
+    async with CheckpointStore.open(three_tiers) as store:
+        again = await written(store, 3, one)
+        assert (again["disk"], again["far"]) == (0, 0)
+        assert again["ram"] == (0 if dies else ARRAYS * 2 * CHUNK)  # a clean end gives the memory back
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, one)
+
+
+async def test_a_promotion_tells_the_bytes_of_all_its_packs(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredckpt.engine.promoting.copy_step.PACK_SIZE", 4 * CHUNK)
+    disk = tmp_path / "disk"
+    tiers = config({"ram": ram(shared_memory), "disk": folder(disk)})
+    async with CheckpointStore.open(tiers) as store:
+        assert (await written(store, 1, state()))["disk"] == pack_bytes(disk)
+    assert len(list(disk.glob("packs/*/*.pack"))) > 4  # several were in flight at once

@@ -1,0 +1,252 @@
+"""After each save the ranks agree on it, or no rank has it: whoever dies, lags, fails or contradicts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.scenes import SOON
+
+from tieredckpt import Shard
+from tieredckpt.engine.ranks import group
+from tieredckpt.errors import NotFound, RanksUnavailable
+from tieredckpt.events import CommitFailed, SaveSkipped, StepAgreed
+from tieredckpt.testing.faulty import Hold
+
+SIZE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    shared_memory: Path
+    disk: Path
+
+    @asynccontextmanager
+    async def open(self, size: int = SIZE, **settings: Any) -> AsyncIterator[Cohort]:
+        async with cohort(size, self.shared_memory, self.disk, **settings) as ranks:
+            yield ranks
+
+
+@pytest.fixture
+def place(shared_memory: Path, tmp_path: Path) -> Place:
+    return Place(shared_memory, tmp_path / "disk")
+
+
+async def works(ranks: Cohort, step: int) -> None:
+    """A save of all ranks is agreed on, committed and restored."""
+    checkpoints = await ranks.save(step)
+    await ranks.reached(checkpoints, "disk")
+    assert [await store.where(step) for store in ranks.stores] == [("ram", "disk")] * ranks.size
+    for restored in await ranks.restored():
+        assert_whole(restored, step)
+
+
+async def test_a_step_counts_when_every_rank_has_its_part_of_it(place: Place) -> None:
+    async with place.open() as ranks:
+        first = await ranks.save(1, ranks=[0, 1])
+        for store in ranks.stores:
+            with pytest.raises(NotFound):
+                await store.where(1)
+        assert not any(heard.of(StepAgreed) for heard in ranks.heard)
+        last = await ranks.save(1, ranks=[2])
+        await ranks.reached([*first, *last], "ram")
+        agreed = [heard.of(StepAgreed) for heard in ranks.heard]
+        assert agreed[0] == agreed[1] == agreed[2]
+        assert agreed[0][0].nbytes == sum(array.nbytes for array in arrays(part(1, 0, 1))) + (SIZE - 1) * 40
+
+
+def arrays(tree: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+    return [tree["w"].array, tree["common"], *tree["own"].values()]
+
+
+async def test_a_save_waits_for_no_other_rank(place: Place) -> None:
+    """Those that are in time save on and on, while one has not saved anything yet."""
+    async with place.open() as ranks:
+        early = [await ranks.save(step, ranks=[0, 2]) for step in (1, 2, 3)]
+        late = [await ranks.save(step, ranks=[1]) for step in (1, 2, 3)]
+        for checkpoints in zip(early, late, strict=True):
+            await ranks.reached([*checkpoints[0], *checkpoints[1]], "ram")
+        assert not any(heard.of(CommitFailed) for heard in ranks.heard)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+async def test_a_rank_that_lags_past_the_deadline_costs_that_step_alone(place: Place, late: int) -> None:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
+        others = [rank for rank in range(SIZE) if rank != late]
+        checkpoints = await ranks.save(1, ranks=others)
+        for event in await ranks.failed(others):
+            assert event.ranks == (late,)
+            assert str(late) in event.reason
+        for checkpoint in checkpoints:
+            with pytest.raises(RanksUnavailable, match="step 1"):
+                await checkpoint.reached("ram")
+        ranks.let_wait(SOON)
+        if late != 0:
+            await ranks.failed([late])
+            (skipped,) = await ranks.save(1, ranks=[late])  # at last
+            assert "not saved" in skipped.skipped
+            assert ranks.heard[late].of(SaveSkipped)
+            await works(ranks, 2)
+        else:
+            (leader,) = await ranks.save(1, ranks=[0])  # which finds that the others have it
+            await leader.reached("ram")
+            await asyncio.gather(*(heard.first(StepAgreed) for heard in ranks.heard))  # till then they have given it up
+            await ranks.reached(checkpoints, "ram")
+            await works(ranks, 2)
+
+
+async def test_a_rank_that_skips_a_save_does_not_fall_out_of_step(place: Place) -> None:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
+        await ranks.save(1, ranks=[0, 1])
+        await ranks.failed(step=1)
+        ranks.let_wait(SOON)
+        await works(ranks, 2)
+        assert len({store.engine.state.last_serial for store in ranks.stores}) == 1
+
+
+async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place: Place) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1, ranks=[1, 2])
+        await ranks.save(2)
+        for event in await ranks.failed([1, 2], step=1):
+            assert event.ranks == (0,)
+        await ranks.failed(step=2)  # the serials were different ones
+        await works(ranks, 3)
+
+
+async def test_a_rank_that_dies_while_the_others_wait_fails_the_step_and_locks_nobody_up(place: Place) -> None:
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
+        ranks.world.kill(2, "post", topic="saved/*")
+        await ranks.save(1)
+        await ranks.world.died(2)
+        for event in await ranks.failed([0, 1]):
+            assert event.ranks == (2,)
+        await asyncio.gather(*(ranks[rank].flush() for rank in (0, 1)))
+
+
+async def test_a_leader_that_dies_leaves_the_others_with_a_clear_event(place: Place) -> None:
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
+        ranks.world.kill(0, "take", topic="saved/*")
+        await ranks.save(1)
+        for event in await ranks.failed([1, 2]):
+            assert event.ranks == (0,)
+
+
+async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_POST_AGAIN", 0.02)
+    async with place.open() as ranks:
+        assert ranks[0].engine.ranked is not None
+        coordinator = ranks[0].engine.ranked.team.coordinator
+        post, failures = coordinator.post, iter([1, 2])
+
+        async def fails_at_first(to: Collection[int], topic: str, data: bytes) -> None:
+            if topic.startswith("log/") and next(failures, None) is not None:
+                raise RanksUnavailable("by script")
+            await post(to, topic, data)
+
+        monkeypatch.setattr(coordinator, "post", fails_at_first)
+        await works(ranks, 1)
+        await works(ranks, 2)
+
+
+async def test_a_rank_that_hangs_before_it_hears_what_was_decided_catches_up(place: Place) -> None:
+    async with place.open() as ranks:
+        held: Hold = ranks.world.hold(1, "take", topic="log/*")
+        await ranks.reached(await ranks.save(1), "ram")
+        await held.reached()
+        checkpoints = await ranks.save(2)
+        await ranks.reached([checkpoints[0], checkpoints[2]], "ram")
+        assert [event.step for event in ranks.heard[1].of(StepAgreed)] == [1]
+        held.release()
+        await ranks.reached(checkpoints, "disk")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda tree: tree | {"epoch": 99}, "epoch"),
+        (lambda tree: tree | {"common": tree["common"].astype(np.float32)}, "common"),
+        (lambda tree: tree | {"common": tree["common"] + 1}, "common"),
+        (lambda tree: tree | {"common": tree["common"][:3]}, "common"),
+        (lambda tree: tree | {"common": [tree["common"]]}, "common"),
+        (lambda tree: tree | {"w": Shard(tree["w"].array, shape=tree["w"].shape, offset=(0, 0))}, "'w'"),
+        (lambda tree: tree | {"w": Shard(tree["w"].array[1:], shape=tree["w"].shape, offset=tree["w"].offset)}, "'w'"),
+        (lambda tree: {key: value for key, value in tree.items() if key != "w"}, "'w'"),
+    ],
+    ids=["scalar", "dtype", "value", "shape", "structure", "overlap", "gap", "missing"],
+)
+async def test_ranks_that_contradict_each_other_make_no_step(
+    place: Place, change: Callable[[dict[str, Any]], dict[str, Any]], told: str
+) -> None:
+    async with place.open() as ranks:
+        trees = [part(1, rank, SIZE) for rank in range(SIZE)]
+        trees[1] = change(trees[1])
+        checkpoints = await ranks.all(lambda store, rank: store.save(1, trees[rank]))
+        for event in await ranks.failed():
+            assert told in event.reason
+        for checkpoint in checkpoints:
+            with pytest.raises(RanksUnavailable, match="not committed"):
+                await checkpoint.reached("ram")
+        await works(ranks, 2)
+        assert [step.step for step in await ranks[1].steps()] == [2]
+
+
+async def test_different_steps_at_one_time_are_not_taken_for_one(place: Place) -> None:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
+        await asyncio.gather(ranks.save(1, ranks=[0, 1]), ranks.save(7, ranks=[2]))
+        await ranks.failed(step=1)
+        await ranks.save(2)
+        await ranks.failed(step=7, ranks=[2])
+        ranks.let_wait(SOON)
+        await ranks.save(3)
+        await works(ranks, 4)
+
+
+async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: Place) -> None:
+    async with place.open() as ranks:
+        trees = [part(2, rank, SIZE) for rank in range(SIZE)]
+        hurt = ranks[1].engine.state.tiers[0]
+        assert hurt.slab_index is not None
+        allocate = hurt.slab_index.allocate
+
+        def fail(nbytes: int) -> Any:
+            raise OSError("the device is gone")
+
+        hurt.slab_index.allocate = fail
+        results = await asyncio.gather(
+            *(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)), return_exceptions=True
+        )
+        hurt.slab_index.allocate = allocate
+        assert isinstance(results[1], OSError)
+        for event in await ranks.failed(step=2):
+            assert event.ranks == (1,)
+            assert "the device is gone" in event.reason
+        await works(ranks, 3)
+
+
+async def test_what_is_given_up_leaves_its_memory(place: Place) -> None:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
+        await ranks.save(1, ranks=[0, 1])
+        await ranks.failed(step=1)
+        for store in (ranks[0], ranks[1]):
+            await store.flush()
+            ram = store.engine.state.tiers[0].ram
+            assert ram is not None
+            async with asyncio.timeout(20):
+                while ram.slab.used:  # the part goes just after the failure was told
+                    await asyncio.sleep(0.01)

@@ -1,0 +1,257 @@
+"""A rank's part is copied into another node's RAM whole, with only the chunks that are not there yet, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reliability.ranks import InProcess, World
+from support.records import first_record
+from support.scenes import CHUNK, config, ram
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
+from tieredckpt.engine.ranks.replicas.copy_part import Pace, Refused, Transfer, give, keep
+from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable
+from tieredckpt.events import Events
+from tieredckpt.format import grid
+from tieredckpt.format.digest import digest
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StoreMarker
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.tree.flatten import flatten
+
+SOON = 20.0
+STORE = "12345678-1234-1234-1234-123456789abc"
+
+
+@dataclass
+class Node:
+    """A rank with one RAM tier, and what it needs to give and keep."""
+
+    coordinator: InProcess
+    state: State
+    collector: Collector
+
+    @property
+    def tier(self) -> Tier:
+        return self.state.tiers[0]
+
+    async def save(self, step: int, tree: dict[str, Any]) -> StepId:
+        """Have a part of rank 0 of 2 in RAM, as a save of that rank leaves it."""
+        tier = self.tier
+        assert tier.ram is not None
+        assert tier.slab_index is not None
+        flat = flatten(tree)
+        arrays = {}
+        for key, array in tree.items():
+            cells = grid.plan(array.shape, array.dtype.itemsize, CHUNK)
+            chunks = []
+            for cell in grid.cells(cells):
+                data = array.reshape(-1).view(np.uint8)[cell.start : cell.start + cells.cell_nbytes]
+                if data.size <= 4096:
+                    chunks.append(Chunk(digest(data), data.tobytes()))
+                    continue
+                found = tier.slab_index.allocate(data.size)
+                assert found is not None
+                found[1][:] = data
+                offset = tier.slab_index.add(digest(data), found[0], data.size)
+                chunks.append(Chunk(digest(data), Extent(tier.ram.slab_key, offset, data.size)))
+            arrays[key] = ArrayIndex(cells, array.dtype, chunks)
+        record = first_record(
+            flat.structure,
+            store=STORE,
+            step=step,
+            serial=step,
+            line=((1, step),),
+            saved_at=time.time(),
+            nbytes=sum(array.nbytes for array in tree.values()),
+            rank=0,
+            ranks=2,
+        )
+        await commit_file.commit(tier, record, arrays)
+        return record.id
+
+    async def read(self, step: StepId, key: str) -> bytes:
+        """An array of a part in RAM, from the bytes that its index names."""
+        tier = self.tier
+        assert tier.ram is not None
+        tier.indexes.clear()  # so that it is read from the folder
+        index = await tier.load_index(step)
+        found = b""
+        for chunk in index.arrays[key].chunks:
+            where = chunk.where
+            if isinstance(where, bytes):
+                found += where
+            else:
+                found += tier.ram.slab.bytes_at(where.offset, where.length).tobytes()
+        return found
+
+    @property
+    def used(self) -> int:
+        assert self.tier.ram is not None
+        return self.tier.ram.slab.used
+
+
+@asynccontextmanager
+async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> AsyncIterator[tuple[Node, Node]]:
+    """Two ranks that have met, each with RAM of its own."""
+    made = []
+    with ThreadPoolExecutor(2) as pool:
+        for coordinator in world.coordinators():
+            settings = config(
+                {"ram": ram(shared_memory, path=shared_memory / f"node-{coordinator.rank}", capacity=capacity)},
+                name="test",
+            )
+            state = State(
+                settings, make_tiers(settings, read_only=False), Events(), pool, Scratch(1 << 20), read_only=False
+            )
+            state.marker = StoreMarker(store=STORE)
+            connect_ram(state, sharers=1)
+            await connect(state, state.tiers[0])
+            made.append(Node(coordinator, state, Collector(state)))
+        await asyncio.gather(*(node.coordinator.open(timeout=SOON) for node in made))
+        yield made[0], made[1]
+        for node in made:
+            await node.coordinator.close()
+            await node.tier.disconnect()
+            node.state.scratch.close()
+
+
+def tree(seed: int, changed: int = 12) -> dict[str, Any]:
+    """Twelve chunks, of which so many differ with the seed, and a small array."""
+    rng = np.random.default_rng(99)
+    items = rng.integers(0, 256, 12 * CHUNK, dtype=np.uint8)
+    items[: changed * CHUNK] = np.random.default_rng(seed).integers(0, 256, changed * CHUNK, dtype=np.uint8)
+    return {"w": items, "small": np.arange(seed, seed + 10)}
+
+
+async def no_room(tier: Tier, enough: Callable[[], bool]) -> None:
+    """Nothing may go."""
+
+
+async def copy(
+    giver: Node, keeper: Node, step: StepId, number: int, *, pace: Pace | None = None, timeout: float = SOON
+) -> tuple[int | BaseException, StepId | BaseException]:
+    """What both sides of one transfer return or raise."""
+    given = give(giver.state, Transfer(giver.coordinator, number, timeout), giver.tier, step, 1, pace or Pace(None))
+    kept = keep(keeper.state, Transfer(keeper.coordinator, number, timeout), keeper.tier, 0, no_room)
+    async with asyncio.timeout(SOON):
+        sent, got = await asyncio.gather(given, kept, return_exceptions=True)
+    return sent, got
+
+
+async def test_a_replica_has_every_byte_of_the_part(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2)) as (giver, keeper):
+        step = await giver.save(1, tree(1))
+        assert await copy(giver, keeper, step, 1) == (12 * CHUNK, step)
+        assert await keeper.read(step, "w") == tree(1)["w"].tobytes()
+        assert await keeper.read(step, "small") == tree(1)["small"].tobytes()
+        assert (await keeper.tier.load_index(step)).record == (await giver.tier.load_index(step)).record
+
+
+async def test_only_chunks_that_the_keeper_lacks_are_sent(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2)) as (giver, keeper):
+        await copy(giver, keeper, await giver.save(1, tree(1)), 1)
+        second = await giver.save(2, tree(2, changed=3))
+        third = await giver.save(3, tree(2, changed=3))
+        assert await copy(giver, keeper, second, 2) == (12 * CHUNK, second)
+        assert await copy(giver, keeper, third, 3) == (0, third)
+        fourth = await giver.save(4, tree(4, changed=3))
+        assert await copy(giver, keeper, fourth, 4) == (3 * CHUNK, fourth)
+        assert await keeper.read(fourth, "w") == tree(4, changed=3)["w"].tobytes()
+        assert await copy(giver, keeper, fourth, 5) == (0, fourth)
+
+
+async def test_what_does_not_fit_is_refused_with_the_numbers_on_both_sides(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2), capacity="400 KiB") as (giver, keeper):
+        first = await giver.save(1, tree(1, changed=12))
+        await copy(giver, keeper, first, 1)
+        used = keeper.used
+        await giver.collector.evictor.let_part_go(first, giver.tier)
+        second = await giver.save(2, tree(2, changed=12))
+        given, kept = await copy(giver, keeper, second, 2)
+        assert isinstance(given, Refused)
+        assert given.rank == 1
+        assert isinstance(kept, NoSpace)
+        for end in (given, kept):
+            assert "a copy of step 2 (serial 2) needs 240 KiB" in str(end)
+        assert keeper.used == used
+        assert second not in {*keeper.tier.parts, *keeper.tier.held}
+        assert await keeper.read(first, "w") == tree(1)["w"].tobytes()
+
+
+async def test_a_part_that_rots_on_the_way_is_not_kept(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2)) as (giver, keeper):
+        step = await giver.save(1, tree(1))
+        extents = [*unique_extents((await giver.tier.load_index(step)).arrays).values()]
+        assert giver.tier.ram is not None
+        giver.tier.ram.slab.array[extents[5].offset] ^= 1
+        given, kept = await copy(giver, keeper, step, 1)
+        assert isinstance(given, Refused)
+        assert isinstance(kept, Corrupt)
+        assert not {*keeper.tier.parts, *keeper.tier.held}
+        assert keeper.used == 0
+
+
+@pytest.mark.parametrize("verb", ["post", "take", "send"])
+async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path, verb: str) -> None:
+    world = World(2)
+    async with nodes(shared_memory, world) as (giver, keeper):
+        step = await giver.save(1, tree(1))
+        world.kill(0, verb)
+        transfer = Transfer(giver.coordinator, 1, 0.2)
+        dead = asyncio.create_task(give(giver.state, transfer, giver.tier, step, 1, Pace(None)))
+        with pytest.raises(RanksUnavailable):
+            await keep(keeper.state, Transfer(keeper.coordinator, 1, 0.2), keeper.tier, 0, no_room)
+        assert keeper.used == 0
+        dead.cancel()
+        await asyncio.wait([dead])
+        assert not giver.tier.pins
+
+
+@pytest.mark.parametrize("verb", ["post", "take", "receive"])
+async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb: str) -> None:
+    world = World(2)
+    async with nodes(shared_memory, world) as (giver, keeper):
+        step = await giver.save(1, tree(1))
+        world.kill(1, verb)
+        dead = asyncio.create_task(keep(keeper.state, Transfer(keeper.coordinator, 1, 0.2), keeper.tier, 0, no_room))
+        with pytest.raises(RanksUnavailable):
+            await give(giver.state, Transfer(giver.coordinator, 1, 0.2), giver.tier, step, 1, Pace(None))
+        assert not giver.tier.pins
+        dead.cancel()
+        await asyncio.wait([dead])
+
+
+async def test_a_part_that_was_let_go_is_not_waited_for(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2)) as (giver, keeper):
+        for end in await copy(giver, keeper, StepId(7, 7), 1):
+            assert isinstance(end, NotFound)
+
+
+async def test_copies_keep_to_their_rate() -> None:
+    now = 0.0
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    pace = Pace(100.0, clock=lambda: now, sleep=sleep)
+    for _ in range(5):
+        await pace.take(50)
+    assert slept == [0.0, 0.5, 0.5, 0.5, 0.5]

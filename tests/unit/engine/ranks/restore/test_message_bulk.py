@@ -1,0 +1,51 @@
+"""Bytes come over messages as they come in bulk: whole, in order, or with an error in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from reliability.ranks import InProcess, World
+
+from tieredckpt.engine.ranks.restore import message_bulk
+from tieredckpt.engine.ranks.restore.message_bulk import Posted
+from tieredckpt.errors import RanksUnavailable
+
+SOON = 20.0
+
+
+@asynccontextmanager
+async def pair(world: World) -> AsyncIterator[tuple[InProcess, InProcess]]:
+    one, other = world.coordinators()
+    await asyncio.gather(one.open(timeout=SOON), other.open(timeout=SOON))
+    yield one, other
+    await asyncio.gather(one.close(), other.close())
+
+
+async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_bulk, "_PIECE", 1000)
+    sent = [bytes([i]) * (700 * i) for i in range(6)]
+    async with pair(World(2, bulk=False)) as (one, other):
+        giver, taker = Posted(one), Posted(other)
+        got = [bytearray(len(each)) for each in sent]
+
+        async def give() -> None:
+            for each in sent:
+                await giver.send(1, memoryview(each), tag=3, timeout=SOON)
+
+        async def take() -> None:
+            for each in got:
+                await taker.receive(0, memoryview(each), tag=3, timeout=SOON)
+
+        await asyncio.gather(give(), take())
+        assert [bytes(each) for each in got] == sent
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+async def test_a_silent_rank_is_waited_for_until_the_deadline(silent: int) -> None:
+    async with pair(World(2, bulk=False)) as coordinators:
+        alive = Posted(coordinators[1 - silent])
+        with pytest.raises(RanksUnavailable):
+            await (alive.send if silent else alive.receive)(silent, memoryview(bytearray(10)), tag=1, timeout=0.1)

@@ -1,0 +1,44 @@
+"""A rank may die at any of its calls: nobody waits for ever, and a restart has a whole step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.cohort import assert_whole, cohort
+from support.scenes import SOON
+
+from tieredckpt.engine.ranks import group
+from tieredckpt.errors import TieredCkptError
+
+SIZE = 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("nth", [1, 2, 4, 7])
+async def test_a_death_at_any_call_locks_nobody_up_and_loses_no_step(
+    victim: int, nth: int, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_LAST_WORDS", 0.2)
+    monkeypatch.setattr(group, "LONGER", 0.2)
+    disk = tmp_path / "disk"
+    async with cohort(SIZE, shared_memory, disk, crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        ranks.let_wait(0.5)
+        ranks.world.kill(victim, nth=nth)
+        others = [rank for rank in range(SIZE) if rank != victim]
+        async with asyncio.timeout(SOON):
+            for step in (2, 3):
+                await ranks.save(step)  # on the victim too: a save needs nobody
+            ended = await asyncio.gather(*(ranks[rank].flush() for rank in others), return_exceptions=True)
+            assert all(each is None or isinstance(each, TieredCkptError) for each in ended)
+            await asyncio.gather(*(ranks[rank].close() for rank in others))
+    async with cohort(SIZE, shared_memory, disk) as again:
+        restored = await again.restored()
+        found = {each.step for each in restored if each is not None}
+        assert len(found) == 1
+        assert found <= {1, 2, 3}
+        for each in restored:
+            assert_whole(each, found.copy().pop())
+        await again.reached(await again.save(9), "disk")

@@ -1,0 +1,194 @@
+"""Ranks without RAM for their state, or without a RAM tier at all, stream it and commit it by agreement as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.scenes import SOON, config, files_under, folder, pack_bytes
+
+from tieredckpt import CheckpointStore
+from tieredckpt.engine.ranks import group
+from tieredckpt.errors import RanksUnavailable, TierUnavailable
+from tieredckpt.events import StepAgreed
+
+SIZE = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    shared_memory: Path
+    disk: Path
+    kind: str
+
+    @asynccontextmanager
+    async def open(self, **settings: Any) -> AsyncIterator[Cohort]:
+        if self.kind == "no RAM tier":
+            settings["tiers"] = {"disk": folder(self.disk)}
+        else:
+            settings["ram_settings"] = {"capacity": "64 KiB"}
+        async with cohort(SIZE, self.shared_memory, self.disk, **settings) as ranks:
+            yield ranks
+
+    def packs(self) -> list[Path]:
+        return list(self.disk.glob("packs/**/*.pack"))
+
+    def commits(self) -> list[Path]:
+        return list(self.disk.glob("steps/*/manifest.ocdbt"))
+
+
+@pytest.fixture(params=["no RAM tier", "a small slab"])
+def place(request: pytest.FixtureRequest, shared_memory: Path, tmp_path: Path) -> Place:
+    return Place(shared_memory, tmp_path / "disk", request.param)
+
+
+async def test_a_streamed_step_is_committed_by_all(place: Place) -> None:
+    async with place.open() as ranks:
+        for step in (1, 2):
+            checkpoints = await ranks.save(step)
+            assert all(checkpoint.saved is not None and checkpoint.saved.tier == "disk" for checkpoint in checkpoints)
+            await ranks.reached(checkpoints, "disk")
+        assert [await store.where(2) for store in ranks.stores] == [("disk",)] * SIZE
+        for restored in await ranks.restored():
+            assert_whole(restored, 2)
+    async with place.open() as ranks:
+        for restored in await ranks.restored(1):
+            assert_whole(restored, 1)
+    assert not [name for name in files_under(place.disk) if "parts" in name]
+
+
+async def test_declared_replicas_are_streamed_once(place: Place) -> None:
+    async with place.open() as ranks:
+        tree = {"common": part(1, 0, SIZE)["common"]}
+        saves = await ranks.all(lambda store, rank: store.save(1, tree, replicated=["common"]))
+        await ranks.reached(saves, "disk")
+        assert pack_bytes(place.disk) < 1.6 * tree["common"].nbytes  # one copy, in chunks with a page for a checksum
+
+
+@pytest.mark.parametrize("when", ["while it streams", "once it has streamed"])
+async def test_packs_that_a_part_refers_to_stay_when_the_step_goes_that_had_them(place: Place, when: str) -> None:
+    async with place.open() as ranks:
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+        leader, new = ranks[0], np.random.default_rng(3).bytes(1 << 17)
+        held = ranks.faulty(0).hold("put", key="packs/*")
+        first = asyncio.create_task(leader.save(3, part(1, 0, SIZE) | {"new": np.frombuffer(new, np.uint8)}))
+        await held.reached()
+        if when == "once it has streamed":
+            held.release()
+            await first
+        await leader.evict(1, "disk")
+        await leader.collect()
+        held.release()
+        await ranks.reached([await first, *await ranks.save(3, 1, ranks=[1, 2])], "disk")
+        for restored in await ranks.restored(3):
+            assert_whole(restored, 1)
+            assert restored is not None
+            assert restored.tree["new"].tobytes() == new
+
+
+async def test_a_pack_that_another_step_came_to_need_and_left_stays_with_the_part_that_wrote_it(place: Place) -> None:
+    async with place.open() as ranks:
+        leader, new = ranks[0], np.random.default_rng(3).integers(0, 255, 1 << 17, np.uint8)
+        held = ranks.faulty(0).hold("put", key="packs/*", after=True)
+        first = asyncio.create_task(leader.save(1, part(1, 0, SIZE) | {"new": new}))
+        await held.reached()
+        disk = leader.engine.state.tier("disk")
+
+        async def as_if_known_to_be_used() -> None:
+            await asyncio.sleep(0)
+            disk.packs.update({path.relative_to(place.disk).as_posix(): path.stat().st_size for path in place.packs()})
+            disk.orphans.clear()
+
+        await leader.engine_loop.call(as_if_known_to_be_used())
+        assert place.packs()
+        await leader.collect()
+        held.release()
+        await ranks.reached([await first, *await ranks.save(1, ranks=[1, 2])], "disk")
+        for restored in await ranks.restored(1):
+            assert_whole(restored, 1)
+
+
+async def test_a_rank_that_did_not_stream_leaves_no_commit(place: Place) -> None:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
+        checkpoints = await ranks.save(1, ranks=[0, 2])
+        for event in await ranks.failed():
+            assert event.ranks == (1,)
+        for checkpoint in checkpoints:
+            with pytest.raises(RanksUnavailable, match="not committed"):
+                await checkpoint.reached("disk")
+        assert place.commits() == []
+        ranks.let_wait(SOON)
+        await ranks.reached(await ranks.save(2), "disk")
+
+
+async def test_a_commit_of_streamed_parts_that_fails_is_told_to_all(place: Place) -> None:
+    async with place.open() as ranks:
+        ranks.faulty(0).fail("put", TierUnavailable("by script"), key="steps/*/btree")
+        checkpoints = await ranks.save(1)
+        for event in await ranks.failed(tier="disk"):
+            assert "by script" in event.reason
+        for checkpoint in checkpoints:
+            with pytest.raises((RanksUnavailable, TierUnavailable)):
+                await checkpoint.reached("disk")
+        assert place.commits() == []
+        await ranks.reached(await ranks.save(2), "disk")
+        for restored in await ranks.restored():
+            assert_whole(restored, 2)
+
+
+async def test_a_rank_that_hangs_after_it_streamed_does_not_stall_the_saves_of_others(place: Place) -> None:
+    async with place.open() as ranks:
+        held = ranks.faulty(1).hold("put", key="steps/*/parts/*")
+        await ranks.save(1)
+        await held.reached()
+        early = await ranks.save(2, ranks=[0, 2])
+        held.release()
+        late = await ranks.save(2, ranks=[1])
+        await ranks.reached([*early, *late], "disk")
+        for restored in await ranks.restored():
+            assert_whole(restored, 2)
+
+
+async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobody_waiting(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "LONGER", 0.1)
+    async with place.open(crashing=True) as ranks:
+        ranks.let_wait(DEADLINE)
+        ranks.world.kill(0, "post", topic="todo/*")
+        checkpoints = await ranks.save(1)
+        await ranks.heard[1].first(StepAgreed)
+        async with asyncio.timeout(SOON):
+            for wait in (checkpoints[1].reached("disk"), ranks[1].flush()):
+                with pytest.raises(RanksUnavailable, match="rank 0 is silent"):
+                    await wait
+        assert place.commits() == []
+
+
+async def test_only_some_ranks_need_to_stream(shared_memory: Path, tmp_path: Path) -> None:
+    """One rank has more than fits into its RAM, the others have theirs there: all goes to the shared tier."""
+    disk = tmp_path / "disk"
+    async with cohort(SIZE, shared_memory, disk, ram_settings={"capacity": "1 MiB"}, crashing=True) as ranks:
+        trees = [part(1, rank, SIZE) for rank in range(SIZE)]
+        trees[2]["own"]["large"] = part(7, 0, 1)["w"].array.repeat(4, axis=0)
+        saves = await ranks.all(lambda store, rank: store.save(1, trees[rank]))
+        assert [save.saved.tier for save in saves if save.saved is not None] == ["ram", "ram", "disk"]
+        await ranks.reached(saves, "disk")
+        await asyncio.gather(*(heard.first(StepAgreed) for heard in ranks.heard))
+        assert [await store.where(1) for store in ranks.stores] == [("disk",)] * SIZE
+        restored = await ranks.restored(keys=["epoch", "w", "common"])
+        assert all(each is not None for each in restored)
+        await ranks.reached(await ranks.save(2), "ram")
+    async with CheckpointStore.open(config({"disk": folder(disk)}), ranks=None) as store:
+        found = await store.restore(1)
+        assert found is not None
+        assert (found.tree["own"]["large"] == trees[2]["own"]["large"]).all()

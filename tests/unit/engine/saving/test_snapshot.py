@@ -1,0 +1,58 @@
+"""What is copied of a piece: every cell in row-major order and full size, zeros where the array ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredckpt.engine.saving import snapshot
+from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.format.boxes import Box
+from tieredckpt.format.digest import digest
+from tieredckpt.format.grid import cell_box, cells
+from tieredckpt.tree import Place, Shard, flatten
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> Any:
+    """A piece of an array under a grid that need not divide it, in any memory layout."""
+    shape = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    cell = tuple(draw(st.integers(1, full + 3)) for full in shape)
+    dtype = draw(st.sampled_from(["u1", "<f4", ">f8", "<M8[ns]"]))
+    array = np.arange(1, np.prod(shape) + 1).astype(np.int64).astype(dtype).reshape(shape)
+    (leaf,) = flatten({"w": np.asfortranarray(array) if draw(st.booleans()) else array}).arrays
+    return dataclasses.replace(leaf, place=Place("w", tuple(2 * n for n in shape), shape, cell=cell))
+
+
+@given(leaf=leaves(), inline_max=st.sampled_from([0, snapshot.INLINE_MAX]))
+def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "INLINE_MAX", inline_max)
+        planned = Snapshot.of([leaf], 1 << 20, {})
+    (grid,) = planned.grids
+    found = dict(enumerate(planned.inline.get(0, ())))
+    for cell in planned.pending:
+        memory = np.full(cell.nbytes, 0xFF, np.uint8)
+        assert cell.copy_to(memory) == digest(memory)
+        found[cell.ordinal] = memory.tobytes()
+    assert len(found) == grid.size
+    for ordinal, cell in enumerate(cells(grid)):
+        expected = np.zeros(grid.cell_nbytes, np.uint8).view(leaf.dtype).reshape(grid.cell)
+        box: Box = cell_box(grid, cell.index)
+        expected[tuple(map(slice, box.shape))] = leaf.source[box.slices()]
+        assert found[ordinal] == expected.tobytes()
+
+
+@pytest.mark.parametrize(("first", "rows"), [(4, 3), (110, 100), (550, 500), (5500, 5000)])
+def test_small_cells_take_no_pages_of_their_own(first: int, rows: int) -> None:
+    """Cells that join with those of blocks before and after would be rows of 32 bytes, or some of these."""
+    shard = Shard(np.zeros((rows, 8), np.float32), (first + 2 * rows, 8), (first, 0))
+    planned = Snapshot.of(flatten({"w": shard}).arrays, 16 << 20, {})
+    paged = [cell.nbytes for cell in planned.pending]
+    assert min(paged, default=4096) >= 4096
+    assert sum(paged) + sum(map(len, planned.inline.get(0, ()))) == shard.array.nbytes

@@ -1,0 +1,286 @@
+"""A step's manifest is put and taken back by one at a time, so that the last one is who was last."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.insight import flip_chunk, tier_of
+from support.scenes import SOON, Heard, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.repairing.repair import heal_index
+from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
+from tieredckpt.events import StepEvicted, StepPromoted
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
+from tieredckpt.testing.faulty import Faulty, Hold
+
+MANIFEST = "steps/*1-*/manifest.ocdbt"
+
+
+class Scene:
+    """Steps 1 and 2 in RAM and on a disk, and what is done to step 1 on the disk."""
+
+    def __init__(self, store: CheckpointStore, disk: Path) -> None:
+        self.store, self.heard, self.disk = store, Heard(store), disk
+        self.tier = tier_of(store, "disk")
+        self.step = store.engine.state.find(1)
+
+    @property
+    def manifests(self) -> list[Path]:
+        return list(self.disk.glob(MANIFEST))
+
+    async def copied(self, *, again: bool) -> int:
+        """Promote the step: once more with ``again``, else only where it is missing or damaged."""
+        engine = self.store.engine
+        copying = copy_step(engine.state, engine.by_hand._collector, self.step, self.tier, again=again)
+        return await self.store.engine_loop.call(copying)
+
+    async def held_up(
+        self, disk: Faulty, *, damaged: bool = False, after: bool = False
+    ) -> tuple[Hold, asyncio.Task[int]]:
+        """The step on its way to being committed anew, held before the put of its manifest or ``after`` it."""
+        held = disk.hold("put", key=MANIFEST, after=after)
+        if damaged:
+            await self.condemn()
+        anew = asyncio.create_task(self.copied(again=not damaged))
+        await held.reached()
+        return held, anew
+
+    async def evicted_while_mended(self, disk: Faulty, tier: str | None = None) -> asyncio.Task[list[Verified]]:
+        """A repair of the step, which has left the disk while its bytes were written there."""
+        await flip_chunk(self.store, "disk", 1, "params/w0")
+        written = disk.hold("put", key="packs/*")
+        verifying = asyncio.create_task(self.store.verify(1, tier, repair=True))
+        await written.reached()
+        evicting = asyncio.create_task(self.store.evict(1, "disk"))  # ends when the packs may be collected
+        await self.heard.first(StepEvicted)
+        written.release()
+        await evicting
+        return verifying
+
+    async def condemn(self) -> None:
+        """As if the commit had been misread just now."""
+
+        async def misread() -> None:
+            self.tier.condemn(self.step, Corrupt("misread"))
+
+        await self.store.engine_loop.call(misread())
+
+    async def evicting(self) -> asyncio.Task[None]:
+        """The eviction of the step by hand, which has begun."""
+        task = asyncio.create_task(self.store.evict(1, "disk"))
+        async with asyncio.timeout(SOON):
+            while self.step not in self.tier.leaving:
+                await asyncio.sleep(0.001)
+        return task
+
+    def told(self) -> list[type]:
+        """What was told of the step on the disk, since it came there."""
+        events = [event for event in self.heard.events if isinstance(event, StepPromoted | StepEvicted)]
+        return [type(event) for event in events if (event.step, event.tier) == (1, "disk")]
+
+    async def is_gone(self) -> bool:
+        return await self.store.where(1) == ("ram",) and not self.manifests
+
+    async def is_held(self) -> bool:
+        verified = await self.store.verify(1)
+        return await self.store.where(1) == ("ram", "disk") and all(found.intact for found in verified)
+
+
+@pytest.fixture
+async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
+    disk = folder(tmp_path / "disk", retain="all", promote="never")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+            await store.promote(step, "disk")
+        yield Scene(store, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the put", "after it"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["held", "damaged"])
+async def test_a_step_that_is_evicted_while_it_is_committed_anew_is_gone_and_told_to_be(
+    scene: Scene, faults: FaultyTiers, damaged: bool, after: bool
+) -> None:
+    held, anew = await scene.held_up(faults["disk"], damaged=damaged, after=after)
+    evicting = await scene.evicting()
+    held.release()
+    await asyncio.gather(anew, evicting)
+    assert await scene.is_gone()
+    assert scene.told() == [StepPromoted, StepEvicted]
+    await scene.store.collect()
+    assert len(list(scene.disk.glob("packs/*/*"))) == 1
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["held", "damaged"])
+async def test_a_step_that_was_evicted_before_it_is_committed_anew_stays_away(
+    scene: Scene, faults: FaultyTiers, damaged: bool
+) -> None:
+    if damaged:
+        await scene.condemn()
+    written = faults["disk"].hold("put", key="packs/*")
+    scene.tier.chunks.clear()  # so that its chunks are written anew, which takes time
+    anew = asyncio.create_task(scene.copied(again=not damaged))
+    await written.reached()
+    deleted = faults["disk"].hold("delete", key=MANIFEST)
+    evicting = await scene.evicting()
+    await deleted.reached()
+    written.release()
+    await asyncio.sleep(0)
+    deleted.release()
+    with pytest.raises(NotFound, match="was evicted before it could be committed anew"):
+        await anew
+    await evicting
+    assert await scene.is_gone()
+    assert scene.told() == [StepEvicted]
+
+
+async def test_a_step_whose_eviction_fails_while_it_is_committed_anew_is_held(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    held, anew = await scene.held_up(faults["disk"])
+    faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+    evicting = await scene.evicting()
+    held.release()
+    await anew
+    with pytest.raises(TierUnavailable):
+        await evicting
+    await scene.store.flush()
+    assert await scene.is_held()
+
+
+async def test_a_step_whose_eviction_is_cancelled_while_it_is_committed_anew_is_held(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    held, anew = await scene.held_up(faults["disk"])
+    evicting = await scene.evicting()
+    evicting.cancel()
+    await asyncio.wait([evicting])
+    held.release()
+    await anew
+    assert await scene.is_held()
+    assert scene.told() == [StepPromoted]
+
+
+async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_held(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    held, anew = await scene.held_up(faults["disk"])
+    await scene.condemn()
+    held.release()
+    await anew
+    assert await scene.is_held()
+
+
+async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_told_once_to_be_gone(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    await scene.condemn()
+    read = faults["disk"].hold("get", key=MANIFEST, after=True)
+    verifying = asyncio.create_task(scene.store.verify(1, "disk"))
+    await read.reached()
+    await scene.store.evict(1, "disk")
+    read.release()
+    with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
+        await verifying
+    assert scene.told() == [StepEvicted]
+
+
+async def test_a_step_that_is_evicted_while_it_is_mended_is_no_step_that_could_not_be_mended(
+    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    verifying = await scene.evicted_while_mended(faults["disk"], "disk")
+    with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
+        await verifying
+    assert "could not be mended" not in caplog.text
+
+
+async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_one(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    verifying = await scene.evicted_while_mended(faults["disk"])
+    assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
+
+
+async def test_a_commit_is_encoded_while_its_packs_are_written(
+    scene: Scene, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.store.save(3, tree(3))
+    encode_step, encoded = commit_file.encode_step, threading.Semaphore(0)
+
+    def encode(*arguments: Any, **options: Any) -> Any:
+        try:
+            return encode_step(*arguments, **options)
+        finally:
+            encoded.release()
+
+    monkeypatch.setattr(commit_file, "encode_step", encode)
+    held = faults["disk"].hold("put", key="packs/*")
+    promoting = asyncio.create_task(scene.store.promote(3, "disk"))
+    await held.reached()
+    assert await asyncio.to_thread(encoded.acquire, timeout=SOON)
+    held.release()
+    await promoting
+    assert not encoded.acquire(blocking=False), "once was enough"
+    assert all(found.intact for found in await scene.store.verify(3))
+
+
+async def test_a_commit_that_cannot_be_encoded_fails_its_promotion_and_no_other(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.store.save(3, tree(3))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Invalid("no such commit")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit_file, "encode_step", refuse)
+        with pytest.raises(Invalid, match="no such commit"):
+            await scene.store.promote(3, "disk")
+    assert await scene.store.where(3) == ("ram",)
+    assert scene.store.engine.state.scratch.slab.used == 0
+    await scene.store.promote(3, "disk")
+    assert all(found.intact for found in await scene.store.verify(3))
+
+
+@pytest.mark.parametrize("changed", ["arrays", "name"])
+async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_anew(scene: Scene, changed: str) -> None:
+    tier = scene.tier
+
+    async def commit_otherwise() -> tuple[StepIndex, StepIndex]:
+        index = await tier.load_index(scene.step)
+        arrays, name = dict(index.arrays), layout.btree_key(scene.step.step, scene.step.serial)
+        if changed == "arrays":
+            key, array = next(iter(arrays.items()))
+            arrays[key] = replace(array, chunks=[Chunk(chunk.digest[::-1], chunk.where) for chunk in array.chunks])
+        else:
+            name += "-other"
+        encoded = await commit_file.encode(tier, index.record, arrays, name)
+        await commit_file.retract(tier, scene.step)
+        await commit_file.commit(tier, index.record, index.arrays, encoded)
+        manifest, nodes, key = await tier.read_index(scene.step)
+        return index, decode_step(manifest, nodes, key)
+
+    meant, found = await scene.store.engine_loop.call(commit_otherwise())
+    assert found.arrays == meant.arrays
+    assert await scene.is_held()
+
+
+async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_mended(scene: Scene) -> None:
+    await scene.store.evict(1, "disk")
+    engine = scene.store.engine
+    mending = heal_index(engine.state, engine.by_hand._collector, scene.step, scene.tier, Corrupt("misread"))
+    await scene.store.engine_loop.call(mending)
+    assert await scene.is_gone()
+    assert scene.step not in scene.tier.damaged

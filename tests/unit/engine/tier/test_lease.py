@@ -1,0 +1,249 @@
+"""One writer at a time: a second is told who the first is, and a dead one is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.scenes import Heard, assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine.tier.lease import Lease
+from tieredckpt.errors import Conflict, Invalid
+from tieredckpt.events import TierFailed, TierRecovered
+from tieredckpt.testing.faulty import Faulty
+
+HOLDER = """
+import asyncio, sys
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+
+async def main():
+    store = await CheckpointStore.open(StoreConfig.model_validate_json(sys.argv[1]))
+    await (await store.save(1, {"x": 1})).reached("disk")
+    print("held", flush=True)
+    sys.stdin.read()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def on_disk(disk: Path) -> StoreConfig:
+    return config({"disk": folder(disk)})
+
+
+@pytest.mark.parametrize("with_ram", [False, True], ids=["disk", "ram and disk"])
+async def test_a_second_store_is_told_who_holds_the_first(shared_memory: Path, disk: Path, with_ram: bool) -> None:
+    tiers = {"ram": ram(shared_memory)} if with_ram else {}
+    settings = config({**tiers, "disk": folder(disk)})
+    async with CheckpointStore.open(settings) as store:
+        with pytest.raises(Conflict) as refused:
+            await CheckpointStore.open(settings)
+        assert f"process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
+        await (await store.save(1, tree(1))).reached("disk")
+    async with CheckpointStore.open(settings) as store:
+        assert [info.step for info in await store.steps()] == [1]
+
+
+async def test_a_holder_that_was_killed_is_in_nobodys_way(shared_memory: Path, disk: Path) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)})
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, settings.model_dump_json()], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            with pytest.raises(Conflict, match=f"process {holder.pid} on"):
+                await CheckpointStore.open(settings)
+            async with CheckpointStore.open(settings, read_only=True) as reader:
+                assert [info.step for info in await reader.steps()] == [1]
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    async with CheckpointStore.open(settings) as store:
+        assert time.monotonic() - begin < settings.lease_ttl / 4
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.tree == {"x": 1}
+        assert len(list((disk / "leases").iterdir())) == 1
+
+
+def lease(disk: Path, renewed_at: float, *, late: float = 0.0, **settings: object) -> Path:
+    """A lease as a process on another host writes it, whose clock may be ``late``."""
+    path = disk / "leases" / "00112233445566aa"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    holder = {
+        "host": "node17",
+        "machine": "node17/other-boot/pid:[1]",
+        "process": os.getpid(),
+        "process_started": "1",
+        "taken_at": renewed_at - late,
+        "renewed_at": renewed_at - late,
+    }
+    path.write_text(json.dumps(holder | settings))
+    os.utime(path, (renewed_at, renewed_at))
+    return path
+
+
+async def test_a_holder_on_another_host_counts_while_it_renews(on_disk: StoreConfig, disk: Path) -> None:
+    lease(disk, time.time() - on_disk.lease_ttl / 2)
+    with pytest.raises(Conflict, match="on node17"):
+        await CheckpointStore.open(on_disk)
+    assert [path.name for path in (disk / "leases").iterdir()] == ["00112233445566aa"]
+    lost = lease(disk, time.time() - 2 * on_disk.lease_ttl)
+    async with CheckpointStore.open(on_disk) as store:
+        assert not lost.exists()
+        await store.save(1, tree(1))
+
+
+async def test_a_late_clock_does_not_oust_a_holder(on_disk: StoreConfig, disk: Path) -> None:
+    lease(disk, time.time(), taken_at=time.time() + 1000)
+    with pytest.raises(Conflict, match="on node17"):
+        await CheckpointStore.open(on_disk)
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+async def test_the_clock_of_another_host_makes_it_neither_dead_nor_immortal(
+    on_disk: StoreConfig, disk: Path, hours: int
+) -> None:
+    lease(disk, time.time(), late=hours * 3600)
+    with pytest.raises(Conflict, match="on node17"):
+        await CheckpointStore.open(on_disk)
+    assert [path.name for path in (disk / "leases").iterdir()] == ["00112233445566aa"]
+    lost = lease(disk, time.time() - 2 * on_disk.lease_ttl, late=hours * 3600)
+    async with CheckpointStore.open(on_disk):
+        assert not lost.exists()
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"host": 1}', b"\xff\xfe", b"x" * 10_000], ids=repr)
+async def test_a_torn_lease_holds_nothing_and_is_removed_once_nobody_can_be_at_it(
+    on_disk: StoreConfig, disk: Path, torn: bytes
+) -> None:
+    path = lease(disk, time.time())
+    path.write_bytes(torn)
+    async with CheckpointStore.open(on_disk) as store:
+        await store.save(1, tree(1))
+        assert path.exists()
+    long_ago = time.time() - 2 * on_disk.lease_ttl
+    os.utime(path, (long_ago, long_ago))
+    async with CheckpointStore.open(on_disk):
+        assert not path.exists()
+
+
+async def test_a_writer_that_another_took_over_from_stops_writing(
+    disk: Path, shared_memory: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)}, lease_ttl=0.3, grace=10)
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        await (await store.save(1, tree(1))).reached("disk")
+        # Unheard of for long, it was taken for dead: its lease is gone, and another's is there.
+        renewing = faults["disk"].hold("stat", key="leases/*")
+        await renewing.reached()  # until then the folder may have a temporary file besides
+        (mine,) = (disk / "leases").iterdir()
+        other = lease(disk, time.time() + 1000, taken_at=time.time())
+        mine.unlink()
+        renewing.release()
+        failed = await heard.first(TierFailed)
+        assert isinstance(failed.error, Conflict)
+        before = sorted(path.name for path in (disk / "steps").iterdir())
+        with pytest.raises(Conflict, match="node17"):
+            await (await store.save(2, tree(2))).reached("disk")
+        await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) >= 4)
+        assert heard.of(TierRecovered) == []
+        assert sorted(path.name for path in (disk / "steps").iterdir()) == before
+        other.unlink()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert await store.where(2) == ("ram", "disk")
+
+
+async def test_a_lease_is_renewed_after_a_failure_that_nobody_foresaw(
+    shared_memory: Path, disk: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bugs = [RuntimeError("a bug")] * 3
+    renew = Lease.renew
+
+    async def renew_badly(lease: Lease) -> None:
+        if bugs:
+            raise bugs.pop()
+        await renew(lease)
+
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)}, lease_ttl=0.3, grace=10)
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        monkeypatch.setattr(Lease, "renew", renew_badly)
+        assert isinstance((await heard.first(TierFailed)).error, RuntimeError)
+        await heard.first(TierRecovered)
+        bugs.append(RuntimeError("another"))  # is met only by a task that is still there
+        await heard.first(TierFailed, lambda event: "another" in str(event.error))
+
+
+async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(shared_memory: Path, disk: Path) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        async with CheckpointStore.open(settings, read_only=True) as reader:
+            restored = await reader.restore()
+            assert restored is not None
+            assert_same(restored.tree, tree(1))
+            for change in (
+                reader.save(2, tree(2)),
+                reader.promote(1, "disk"),
+                reader.evict(1, "disk"),
+                reader.collect(),
+                reader.verify(repair=True),
+            ):
+                with pytest.raises(Invalid, match="read_only"):
+                    await change
+            assert len(list((disk / "leases").iterdir())) == 1
+        async with CheckpointStore.open(settings, read_only=True) as reader:
+            await store.save(2, tree(2))
+            await store.flush()
+            assert [info.step for info in await reader.steps()] == [1, 2]
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+async def test_a_lease_that_is_being_renewed_in_place_is_looked_at_again(disk: Path, looks: int) -> None:
+    spec = {"driver": "file", "path": str(disk), "file_io_locking": {"mode": "non_atomic"}}
+    store = Faulty(await KvStoreBlobs.open(spec))
+    assert not store.traits.atomic_put
+    holder = Lease(store, "disk", ttl=60.0)
+    await holder.acquire()
+    store.cut("get", 20, key="leases/*", times=looks)
+    with pytest.raises(Conflict):
+        await Lease(store, "disk", ttl=60.0).acquire()
+    await holder.release()
+    await Lease(store, "disk", ttl=60.0).acquire()
+    await store.close()
+
+
+async def test_a_store_that_was_closed_while_its_tier_was_silent_is_in_nobodys_way(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    """Its lease could not be deleted, and its process lives on."""
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        faults["disk"].kill()
+    assert list((disk / "leases").iterdir())
+    faults["disk"].revive()
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(2, tree(2))).reached("disk")
+        assert len(list((disk / "leases").iterdir())) == 1

@@ -1,0 +1,374 @@
+"""The folders and names of a posix store: its root, durable folders, temporary files, publishing, listing.
+
+Everything here blocks and belongs on a thread. A temporary name holds a ``~``, which no key may, so that it
+can neither be listed nor addressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
+from tieredckpt.blobs.posix.transfer import O_DIRECT
+from tieredckpt.errors import (
+    Conflict,
+    Corrupt,
+    Invalid,
+    NoSpace,
+    NotFound,
+    TieredCkptError,
+    TierUnavailable,
+)
+
+__all__ = ["Folders", "Scanned", "foreign", "open_regular", "probe"]
+
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
+_KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+_TRIES = 32
+_SCAN_SECONDS = 0.05
+"""A thread lists folders for so long, then whoever waits for it has a look: to hand over each alone takes longer."""
+
+
+def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
+    """The error of this library for an `OSError` met while ``doing`` something (a participle) to ``path``."""
+    what = f"{path} was not {doing}: {os.strerror(error.errno) if error.errno else error}"
+    match error.errno:
+        case errno.ENOENT | errno.ENOTDIR:
+            return NotFound(f"{path} does not exist")
+        case errno.ENOSPC | errno.EDQUOT:
+            return NoSpace(f"{what}; evict steps, or give the tier more room")
+        case errno.EEXIST:
+            return Conflict(f"{path} exists already")
+        case errno.ELOOP:
+            return Corrupt(f"{path} is a symbolic link, which this store neither writes nor follows")
+        case errno.ENAMETOOLONG:
+            return Invalid(what)
+        case _:
+            return TierUnavailable(f"{what}; check that the file system is mounted and healthy")
+
+
+def new_temporary() -> str:
+    """An unguessable file name that is no key."""
+    return f".{secrets.token_hex(16)}.tmp~"
+
+
+def open_regular(path: Path, flags: int, *, follow_symlinks: bool) -> int:
+    """A descriptor of the regular file ``path``. Raises `OSError`, `Corrupt` for any other kind of file."""
+    # O_NONBLOCK: opening a planted FIFO must not hang; regular files do not heed it.
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
+    fd = os.open(path, flags)
+    try:
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISDIR(kind):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        if not stat.S_ISREG(kind):
+            raise Corrupt(f"{path} is no regular file; remove it")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on stable media."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def probe(root: Path, *, tries: bool = True) -> tuple[bool, bool]:
+    """Whether files in ``root`` take direct I/O, and whether it has hard links; found out by trying.
+
+    A root that cannot be written to, or is not to be, promises direct I/O, since a read falls back by itself.
+    """
+    if not tries:
+        return bool(O_DIRECT), False
+    path, other = root / new_temporary(), root / new_temporary()
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return bool(O_DIRECT), False
+    try:
+        os.close(fd)
+        return _takes_direct(path), _takes_link(path, other)
+    finally:
+        os.unlink(path)
+
+
+def _takes_direct(path: Path) -> bool:
+    if not O_DIRECT:
+        return False
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.pwritev(fd, [mmap.mmap(-1, ALIGNMENT)], 0) == ALIGNMENT
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _takes_link(path: Path, other: Path) -> bool:
+    try:
+        os.link(path, other)
+    except OSError:
+        return False
+    os.unlink(other)
+    return True
+
+
+def _described(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
+    """What is told of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
+    if stat.S_ISREG(found.st_mode):
+        return BlobInfo(key, found.st_size, found.st_mtime)
+    if stat.S_ISDIR(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    raise Corrupt(f"{path} is no regular file; remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What was found in some folders."""
+
+    infos: list[BlobInfo]
+    took: float
+    """Seconds."""
+    worked: float
+    """Seconds of a processor; the others went by in waiting: for the file system, or for a processor."""
+
+
+@dataclass(slots=True)
+class Folders:
+    """The tree of folders below ``root``; safe to use from several threads."""
+
+    root: Path
+    folder_mode: int
+    follow_symlinks: bool
+    fsync: bool
+    _identity: tuple[int, int] = field(init=False)
+    _durable: set[Path] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Make the root where it is missing; its parents get the default mode. Raises `TieredCkptError`."""
+        try:
+            if not self.root.is_dir():
+                self.root.parent.mkdir(parents=True, exist_ok=True)
+                self.root.mkdir(mode=self.folder_mode, exist_ok=True)
+                if self.fsync:
+                    sync_folder(self.root.parent)
+            found = os.stat(self.root)
+        except OSError as error:
+            raise TierUnavailable(f"{self.root} cannot be used as a tier: {error.strerror}") from error
+        self._identity = (found.st_dev, found.st_ino)
+
+    def check_root(self) -> None:
+        """`TierUnavailable` unless the root is the folder that was opened: a file system that was unmounted
+        leaves an empty folder behind, in which everything would seem to be missing.
+        """
+        try:
+            found = os.stat(self.root)
+        except OSError as error:
+            raise TierUnavailable(
+                f"{self.root} has vanished ({error.strerror}); is its file system mounted?"
+            ) from error
+        if (found.st_dev, found.st_ino) != self._identity:
+            raise TierUnavailable(f"{self.root} was replaced by another folder; is its file system mounted?")
+
+    def check_way(self, path: Path) -> None:
+        """`Corrupt` if a folder on the way from the root to ``path`` is a symbolic link: it may lead anywhere.
+
+        Only the last part of a path is kept from being followed by ``O_NOFOLLOW``.
+        """
+        if self.follow_symlinks:
+            return
+        folder = str(self.root)
+        for part in path.relative_to(self.root).parts[:-1]:
+            folder = f"{folder}/{part}"
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if stat.S_ISLNK(os.lstat(folder).st_mode):
+                    raise Corrupt(f"{folder} is a symbolic link, which this store does not follow; remove it")
+
+    def open(self, path: Path, flags: int) -> int:
+        """As `open_regular`, for a file below the root."""
+        self.check_way(path)
+        return open_regular(path, flags, follow_symlinks=self.follow_symlinks)
+
+    def error(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
+        """As `foreign`; but nothing is missing under a root that has vanished itself."""
+        if error.errno in _NOT_THERE:
+            try:
+                self.check_root()
+            except TierUnavailable as vanished:
+                return vanished
+        return foreign(error, path, doing)
+
+    def create(self, path: Path, flags: int, mode: int, *, create_only: bool) -> tuple[Path, int]:
+        """A new temporary file in the folder of ``path``, which is made, and a descriptor to write it.
+
+        Raises `OSError`; with ``create_only`` `FileExistsError` at once if ``path`` is there already.
+        """
+        self.check_root()
+        self.check_way(path)
+        if create_only and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        left = _TRIES
+        while True:
+            temporary = path.parent / new_temporary()
+            try:
+                self._make(path.parent)
+                return temporary, os.open(temporary, flags, mode)
+            except FileNotFoundError:
+                # A delete has pruned a folder in between.
+                left -= 1
+                if not left:
+                    raise
+
+    def _make(self, folder: Path) -> None:
+        for path in self._below_root(folder):
+            try:
+                os.mkdir(path, self.folder_mode)
+            except FileExistsError:
+                continue
+            self._durable.discard(path)
+
+    def _below_root(self, folder: Path) -> list[Path]:
+        """``folder`` and its parents below the root, outermost first."""
+        return [path for path in (*reversed(folder.parents), folder) if self.root in path.parents]
+
+    def publish(self, temporary: Path, path: Path, *, create_only: bool) -> None:
+        """Give a finished file its name, durably.
+
+        Raises `OSError`, with ``create_only`` `FileExistsError`; `TierUnavailable` when the object is there
+        and its name may not survive a crash.
+        """
+        if create_only:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                # Over NFS the link may be ours, made by a request whose answer was lost.
+                if os.stat(temporary).st_nlink < 2:
+                    raise
+            os.unlink(temporary)
+        else:
+            os.replace(temporary, path)
+        if self.fsync:
+            try:
+                self._sync_names(path.parent)
+            except OSError as error:
+                raise TierUnavailable(
+                    f"{path} was written, but its folder was not synced: {error.strerror}; write it again"
+                ) from error
+
+    def _sync_names(self, folder: Path) -> None:
+        """Make the names in ``folder`` durable, and those of its parents that are not known to be."""
+        sync_folder(folder)
+        for path in self._below_root(folder):
+            if path not in self._durable:
+                sync_folder(path.parent)
+                self._durable.add(path)
+
+    def remove(self, path: Path) -> None:
+        """Delete a file and the folders that this leaves empty. Raises `OSError`, `Corrupt`."""
+        self.check_way(path)
+        try:
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                return
+            os.unlink(path)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+            self.check_root()
+            return
+        folder = path.parent
+        for empty in reversed(self._below_root(folder)):
+            self._durable.discard(empty)
+            try:
+                os.rmdir(empty)
+            except OSError:
+                break
+            folder = empty.parent
+        if self.fsync:
+            with contextlib.suppress(FileNotFoundError):
+                sync_folder(folder)
+
+    def info(self, path: Path) -> BlobInfo:
+        """Size and time of a file. Raises `OSError`, `Corrupt`."""
+        self.check_way(path)
+        return self._info(path)
+
+    def _info(self, path: Path) -> BlobInfo:
+        found = os.stat(path, follow_symlinks=self.follow_symlinks)
+        return _described(path.relative_to(self.root).as_posix(), path, found)
+
+    def scan(self, pending: list[str], stopped: Callable[[], bool]) -> Scanned:
+        """Objects in some of the folders ``pending`` (``"a/b/"``), which leave it; what folders they hold comes to it.
+
+        Several threads may share ``pending``. Names that are no keys are passed over. Raises `OSError`, `Corrupt`,
+        `TierUnavailable`.
+        """
+        infos: list[BlobInfo] = []
+        began, worked = time.monotonic(), time.thread_time()
+        first = True
+        while (first or time.monotonic() < began + _SCAN_SECONDS) and not stopped():
+            try:
+                prefix = pending.pop()
+            except IndexError:
+                break
+            if first:
+                self.check_way(self.root / prefix / "any")
+                first = False
+            try:
+                with os.scandir(f"{self.root}/{prefix}") as entries:
+                    for entry in entries:
+                        if not _KEY_PART.fullmatch(entry.name):
+                            continue
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(f"{prefix}{entry.name}/")
+                        elif entry.is_file(follow_symlinks=self.follow_symlinks):
+                            with contextlib.suppress(FileNotFoundError):
+                                found = entry.stat(follow_symlinks=self.follow_symlinks)
+                                infos.append(_described(prefix + entry.name, entry.path, found))
+            except OSError as error:
+                if error.errno not in _NOT_THERE:
+                    raise
+        # After the scan: what was read from an unmounted file system's folder would be silently short.
+        self.check_root()
+        return Scanned(infos, time.monotonic() - began, time.thread_time() - worked)
+
+    def sweep(self, age: float) -> int:
+        """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.
+
+        Raises `OSError`, `TierUnavailable`.
+        """
+        self.check_root()
+        clock = self.root / new_temporary()
+        os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        before = os.stat(clock).st_mtime - age
+        os.unlink(clock)
+        removed = 0
+        for folder, _, names in os.walk(self.root):
+            for name in filter(_TEMPORARY.fullmatch, names):
+                stale = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.lstat(stale).st_mtime <= before:
+                        os.unlink(stale)
+                        removed += 1
+        return removed

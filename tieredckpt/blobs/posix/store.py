@@ -1,0 +1,363 @@
+"""A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
+
+Small durable objects go through aiofiles, everything else through `transfer`; both on threads of the store's own, so
+that a file system that hangs starves no other tier. A cancelled verb waits for its thread, which looks for
+that before every block, since until then the caller's memory is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import aiofiles
+import aiofiles.os
+import numpy as np
+
+from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix, span
+from tieredckpt.blobs.posix import transfer
+from tieredckpt.blobs.posix.paths import Folders, Scanned, probe
+from tieredckpt.blobs.space import reserve
+from tieredckpt.concurrency import settle, together
+from tieredckpt.errors import (
+    Closed,
+    Corrupt,
+    Invalid,
+    NotFound,
+    ShortRead,
+    TieredCkptError,
+    TierUnavailable,
+)
+
+__all__ = ["PosixStore"]
+
+T = TypeVar("T")
+
+_BUSY = 0.9
+"""Which share of the time the threads of a listing may keep one processor busy, all together."""
+
+
+class PosixStore:
+    """Blobs as files below ``root``.
+
+    The constructor makes ``root`` and finds out what its file system can do; it blocks, so on an event loop
+    call it through a thread. Raises `TierUnavailable`; `Invalid` for ``direct=True`` where it is refused.
+
+    Args:
+        root: the folder; made with ``folder_mode`` if missing, otherwise left as it is.
+        survives: what the medium outlives; a shared file system is ``Survives.SITE``.
+        fsync: sync files and folders, so that a put is durable. Off only where nothing could be.
+        direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
+        follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
+        object_size: the trait, in bytes.
+        threads: how many calls block at a time. Twice as many besides read chunks, and as many as that list folders.
+        folder_mode, file_mode: permissions of what is made, narrowed by the umask.
+        tries: find out by trying what the file system can do. False for who only reads, and makes nothing: a direct
+            read that is refused falls back by itself.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        survives: Survives = Survives.NODE,
+        fsync: bool = True,
+        direct: bool | None = None,
+        follow_symlinks: bool = False,
+        object_size: int = 256 << 20,
+        threads: int = 4,
+        folder_mode: int = 0o700,
+        file_mode: int = 0o600,
+        tries: bool = True,
+    ) -> None:
+        self._root = Path(os.path.abspath(root))
+        self._folders = Folders(self._root, folder_mode, follow_symlinks, fsync)
+        takes_direct, self._links = probe(self._root, tries=tries)
+        if direct and not takes_direct:
+            raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
+        self._direct = takes_direct if direct is None else direct
+        self._fsync, self._file_mode, self._follow = fsync, file_mode, follow_symlinks
+        readers = 2 * threads  # half of them copy while half of them read
+        self._traits = Traits(
+            survives=survives,
+            durable=fsync,
+            atomic_put=True,
+            create_only=self._links,
+            ranged_get=True,
+            direct_io=self._direct,
+            object_size=object_size,
+            digested_reads=readers + readers // 2,  # for whichever thread is done, the next is there
+        )
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
+        # Of their own, so that nothing small waits behind them.
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="tieredckpt-posix-reader")
+        self._most_scanners = 2 * threads
+        self._scanners = ThreadPoolExecutor(self._most_scanners, thread_name_prefix="tieredckpt-posix-scanner")
+        self._active = 0
+        self._closed = False
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def location(self) -> str:
+        return str(self._root)
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        path = self._path(key)
+        stop = transfer.Stop()
+        return await self._settle(asyncio.ensure_future(self._read_whole(path, limit)), stop.set)
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        path = self._path(key)
+        if offset < 0 or into.readonly:
+            raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
+        await self._on_thread(partial(self._fill, path, offset, into))
+
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        path = self._path(key)
+        end = 0
+        for offset, nbytes, into in stretches:
+            if offset < end or nbytes < 1:
+                raise Invalid(f"{key} cannot be read: {nbytes} bytes from offset {offset} on are not behind {end}")
+            if into.readonly or into.nbytes > nbytes:
+                raise Invalid(f"{nbytes} bytes of {key} cannot fill {into.nbytes} bytes, or the memory is read-only")
+            end = offset + nbytes
+        if not stretches:
+            raise Invalid(f"nothing of {key} was asked for")
+        return await self._on_thread(partial(self._fill_digested, path, stretches), self._readers)
+
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        path = self._path(key)
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        if nbytes >= transfer.DIRECT_FROM or not self._fsync:
+            # What waits for no device is written sooner than it is handed from one thread's turn to the next.
+            await self._on_thread(partial(self._write_in_one_turn, path, parts, nbytes, create_only))
+            return
+        stop = transfer.Stop()
+        write = self._write_and_sync(path, b"".join(parts), create_only, stop)
+        await self._settle(asyncio.ensure_future(write), stop.set)
+
+    async def stat(self, key: str) -> BlobInfo:
+        path = self._path(key)
+
+        def look(_: transfer.Stop) -> BlobInfo:
+            with self._errors(path, "looked at"):
+                return self._folders.info(path)
+
+        return await self._on_thread(look)
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        check_prefix(prefix)
+        pending = [prefix]
+        found: list[Scanned] = []
+
+        def scan(stop: transfer.Stop) -> Scanned:
+            with self._errors(self._root / prefix, "listed"):
+                return self._folders.scan(pending, stop.is_set)
+
+        async def scan_some() -> None:
+            self._check_open()
+            found.append(await self._on_thread(scan, self._scanners))
+
+        threads = 1
+        while pending:
+            threads = min(threads, len(pending))
+            await together([scan_some() for _ in range(threads)])
+            # Where a server is asked for each name several wait at once; where none is, they would for each other.
+            took, worked = max(each.took for each in found), sum(each.worked for each in found)
+            enough = threads * _BUSY * took / worked if worked else self._most_scanners
+            threads = max(1, min(int(enough), self._most_scanners))
+            for each in found:
+                for info in each.infos:
+                    yield info
+            found.clear()
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+
+        def remove(_: transfer.Stop) -> None:
+            with self._errors(path, "deleted"):
+                self._folders.remove(path)
+
+        await self._on_thread(remove)
+
+    async def sweep(self, age: float) -> int:
+        """Remove what puts of dead writers left behind: temporary files unchanged for ``age`` seconds.
+
+        Returns how many. An age shorter than a live put takes would end that put with an error. Raises
+        `TierUnavailable`, `Closed`.
+        """
+        self._check_open()
+
+        def sweep(_: transfer.Stop) -> int:
+            with self._errors(self._root, "swept"):
+                return self._folders.sweep(age)
+
+        return await self._on_thread(sweep)
+
+    async def close(self) -> None:
+        """Refuse further verbs; those under way end as they would have, but for listings, which end as `Closed`."""
+        self._closed = True
+        self._end_threads()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the store at {self._root} was closed")
+
+    def _path(self, key: str) -> Path:
+        self._check_open()
+        return self._root / check_key(key)
+
+    async def _on_thread(self, work: Callable[[transfer.Stop], T], pool: ThreadPoolExecutor | None = None) -> T:
+        stop = transfer.Stop()
+        call = (pool or self._pool).submit(work, stop)
+
+        def give_up() -> None:
+            stop.set()
+            call.cancel()  # only if no thread has taken it yet
+
+        return await self._settle(asyncio.wrap_future(call), give_up)
+
+    async def _settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
+        self._active += 1
+        running.add_done_callback(self._ended)
+        return await settle(running, give_up)
+
+    def _ended(self, _: object) -> None:
+        self._active -= 1
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        if self._closed and not self._active:
+            for pool in (self._pool, self._readers, self._scanners):
+                pool.shutdown(wait=False)
+
+    @contextlib.contextmanager
+    def _errors(self, path: Path, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._folders.error(error, path, doing) from error
+
+    async def _read_whole(self, path: Path, limit: int) -> bytes:
+        def opener(name: str, flags: int) -> int:
+            return self._folders.open(Path(name), flags)
+
+        try:
+            file = await aiofiles.open(path, "rb", opener=opener, executor=self._pool)
+            try:
+                size = (await aiofiles.os.stat(file.fileno(), executor=self._pool)).st_size
+                if size > limit:
+                    raise Corrupt(f"{path} has {size} bytes, and at most {limit} are acceptable")
+                data = await file.read(size)
+            finally:
+                await file.close()
+        except OSError as error:
+            raise await self._mapped(error, path, "read") from error
+        if len(data) < size:
+            raise ShortRead(f"{path} ended after {len(data)} of {size} bytes")
+        return bytes(data)
+
+    def _fill(self, path: Path, offset: int, into: memoryview, stop: transfer.Stop) -> None:
+        array = np.frombuffer(into, dtype=np.uint8)
+        with self._reading(path, offset, len(array)) as (fd, direct):
+            transfer.fill(fd, offset, array, stop, direct=direct)
+
+    def _fill_digested(self, path: Path, stretches: Sequence[Stretch], stop: transfer.Stop) -> Sequence[bytes]:
+        with self._reading(path, stretches[0].offset, span(stretches)) as (fd, direct):
+            return transfer.fill_digested(fd, stretches, stop, direct=direct)
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, bool]]:
+        """A descriptor to read that range by, and whether by direct I/O."""
+        with self._errors(path, "read"):
+            fd, direct = self._open_to_read(path, self._direct and nbytes >= transfer.DIRECT_FROM)
+            try:
+                size = os.fstat(fd).st_size
+                if offset + nbytes > size:
+                    raise ShortRead(f"{path} has {size} bytes, and {nbytes} from offset {offset} were wanted")
+                yield fd, direct
+            except transfer.EndOfFile as end:
+                raise ShortRead(f"{path} ended {end.got} bytes after offset {offset}") from None
+            finally:
+                os.close(fd)
+
+    def _open_to_read(self, path: Path, direct: bool) -> tuple[int, bool]:
+        if direct:
+            try:
+                flags = os.O_RDONLY | transfer.O_DIRECT
+                return self._folders.open(path, flags), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return self._folders.open(path, os.O_RDONLY), False
+
+    async def _write_and_sync(self, path: Path, data: bytes, create_only: bool, stop: transfer.Stop) -> None:
+        folders, pool, exact = self._folders, self._pool, create_only and self._links
+        try:
+            create = aiofiles.os.wrap(folders.create)
+            temporary, fd = await create(path, 0, self._file_mode, create_only=create_only, executor=pool)
+            try:
+                file = await aiofiles.open(fd, "wb", executor=pool)
+                try:
+                    await file.write(data)
+                    await file.flush()
+                    await aiofiles.os.wrap(os.fsync)(fd, executor=pool)
+                finally:
+                    await file.close()
+                if stop.is_set():
+                    raise transfer.Stopped
+                publish = aiofiles.os.wrap(folders.publish)
+                await publish(temporary, path, create_only=exact, executor=pool)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    await aiofiles.os.unlink(temporary, executor=pool)
+                raise
+        except OSError as error:
+            raise _of_put(await self._mapped(error, path, "written"), path) from error
+
+    def _write_in_one_turn(
+        self, path: Path, parts: Sequence[Buffer], nbytes: int, create_only: bool, stop: transfer.Stop
+    ) -> None:
+        folders, exact = self._folders, create_only and self._links
+        direct = self._direct and nbytes >= transfer.DIRECT_FROM
+        flags = transfer.O_DIRECT if direct else 0
+        try:
+            temporary, fd = folders.create(path, flags, self._file_mode, create_only=create_only)
+            try:
+                try:
+                    reserve(fd, nbytes)
+                    transfer.write(fd, transfer.as_arrays(parts), stop, direct=direct)
+                    if self._fsync:
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                if stop.is_set():
+                    raise transfer.Stopped
+                folders.publish(temporary, path, create_only=exact)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise _of_put(folders.error(error, path, "written"), path) from error
+
+    async def _mapped(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
+        # On a thread, since it may have to look whether the root is still there.
+        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._pool)
+
+
+def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:
+    """A put finds nothing missing: what it made has gone, or a file stands where its folder belongs."""
+    if isinstance(error, NotFound):
+        return TierUnavailable(f"{path} was not written: its folder was removed, or a file stands there")
+    return error

@@ -1,0 +1,35 @@
+"""Small JSON files of a RAM tier's folder: read as what anybody may have put there, and replaced in one step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tieredckpt.blobs.posix.paths import open_regular
+from tieredckpt.errors import Corrupt
+
+__all__ = ["read_json", "replace_json"]
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
+    """The value in a regular file of at most ``limit`` bytes; None where there is none that can be used. Blocking."""
+    try:
+        fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
+        with os.fdopen(fd, "rb") as file:
+            return msgspec.json.decode(file.read(limit + 1), type=kind)
+    except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def replace_json(path: Path, new: Path, value: msgspec.Struct) -> None:
+    """Put a value in place of a file's content, by way of the file ``new``. Blocking; raises `OSError`."""
+    new.unlink(missing_ok=True)  # of a process that died here
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(value))
+    new.replace(path)

@@ -1,0 +1,114 @@
+"""``owner.json``: the note in a RAM tier's folder that tells whose it is, by where that store's other tiers are.
+
+A store is known by its UUID, which a copied folder has as well and a new one has not yet. So the note records for
+every slower tier where it is, and whether the store's marker was ever seen there. It is believed for what it is: a
+small file that anybody with this user's rights may have put there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.blobs.ram.files import read_json, replace_json
+from tieredckpt.format.layout import MARKER
+
+__all__ = ["OWNER_FILES", "Owner", "Place", "is_removed", "look_at", "read_owner", "shares", "write_owner"]
+
+_OWNER = "owner.json"
+_NEW_OWNER = "owner.tmp"
+_SIZE_MAX = 256 << 10
+
+OWNER_FILES = (_OWNER, _NEW_OWNER)
+"""Names that the note takes in its folder."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a slower tier of a store is."""
+
+    location: str
+    """An absolute path after `os.path.realpath`, or a URL without secrets."""
+    configured: str = ""
+    """The path as the configuration has it: what is compared while its file system does not answer."""
+    inode: tuple[int, int] | None = None
+    """Device and inode of the store's marker there; None where it is no file of this machine, or has several names."""
+    file_system: str = ""
+    """What tells the file system from others, also after it was mounted again; empty where unknown."""
+    seen: bool = False
+    """Whether the store's marker was ever there; never of a tier that does not outlive the node."""
+    lasting: bool = True
+    """Whether the tier outlives the node."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose a RAM folder is."""
+
+    label: str | None = None
+    """The ``name`` of the store's configuration."""
+    ranks: int = 1
+    """How many ranks the store had."""
+    places: tuple[Place, ...] = ()
+    used_at: float = 0.0
+    """Seconds since the epoch: when a writer last opened it."""
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The note of a folder; None where there is none that can be used, as in one of an earlier version. Blocking."""
+    return read_json(folder / _OWNER, Owner, limit=_SIZE_MAX)
+
+
+def write_owner(folder: Path, owner: Owner) -> None:
+    """Replace the note of a folder that is ours alone. Blocking; raises `OSError`."""
+    replace_json(folder / _OWNER, folder / _NEW_OWNER, owner)
+
+
+def look_at(path: Path) -> Place:
+    """A folder as a place, with the inode of its marker if there is one. Blocking, raises nothing."""
+    real = Path(os.path.realpath(path))
+    try:
+        found = (real / MARKER).lstat()
+    except OSError:
+        inode = None
+    else:
+        inode = (found.st_dev, found.st_ino) if found.st_nlink == 1 else None  # else it is also a copy's
+    return Place(
+        location=str(real),
+        configured=os.path.normpath(path),
+        inode=inode,
+        file_system=_file_system_of(real),
+        seen=inode is not None,
+    )
+
+
+def _file_system_of(path: Path) -> str:
+    """Names the file system that has a path, or would have it: that of the nearest folder that exists. Blocking.
+
+    The ``f_fsid`` of statvfs(2), which stays when a file system is mounted again; the device number where it is 0.
+    """
+    for each in (path, *path.parents):
+        try:
+            room = os.statvfs(each)
+            return f"{room.f_fsid:x}" if room.f_fsid else f"device {each.stat().st_dev:x}"
+        except FileNotFoundError:
+            continue
+        except OSError:
+            break
+    return ""
+
+
+def is_removed(noted: Place, now: Place) -> bool:
+    """Whether a marker that was at a place, and is there no more, was removed by a person.
+
+    Otherwise another file system is there than was: the right one is not mounted, or was replaced.
+    """
+    return bool(noted.file_system) and noted.file_system == now.file_system
+
+
+def shares(noted: Collection[Place], ours: Collection[Place]) -> bool:
+    """Whether two descriptions have a tier in common: its location, its path, or the inode of its marker."""
+    names = {name for place in ours for name in (place.location, place.configured)} - {""}
+    inodes = {place.inode for place in ours} - {None}
+    return any(place.location in names or place.configured in names or place.inode in inodes for place in noted)

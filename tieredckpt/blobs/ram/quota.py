@@ -1,0 +1,54 @@
+"""How much memory automatic slabs may take: all of this user's on this machine together, a share of what there is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tieredckpt.blobs.ram.folder import RANK_FOLDER, shared_memory_root
+from tieredckpt.blobs.ram.slab_meta import slab_bytes
+from tieredckpt.units import format_size
+
+__all__ = ["Quota"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class Quota:
+    """Asked by a slab before it grows. Safe to call from any thread; blocking.
+
+    Args:
+        folder: of the slab. Slabs of the same store are not counted: each of its ranks has a quota of its own.
+        total: bytes that the slab may have, less what other stores' slabs have.
+    """
+
+    def __init__(self, folder: Path, total: int) -> None:
+        self._top = folder.parent if folder.name.startswith(RANK_FOLDER) else folder
+        self._total = total
+        self._told = False
+
+    def __call__(self, nbytes: int) -> bool:
+        """Whether the slab may have so many bytes. That it may not is said once, with what takes the memory."""
+        others = self._others()
+        if nbytes + sum(others.values()) <= self._total:
+            return True
+        if others and not self._told:
+            self._told = True
+            found = ", ".join(f"{folder} ({format_size(size)})" for folder, size in sorted(others.items()))
+            _log.warning(
+                "the RAM tier at %s may not grow to %s: automatic slabs share %s, and other stores have %s; saves go "
+                "past RAM until those end; `tieredckpt ls --ram` tells whose they are, and `tieredckpt forget` frees "
+                "those that nobody needs",
+                *(self._top, format_size(nbytes), format_size(self._total), found),
+            )
+        return False
+
+    def _others(self) -> dict[Path, int]:
+        """Bytes of the slabs of this user's other stores, by folder."""
+        found = {}
+        for root in {self._top.parent, shared_memory_root()}:
+            for top in root.iterdir() if root.is_dir() else ():
+                if top != self._top and top.is_dir() and not top.is_symlink():
+                    for folder in (top, *top.glob(f"{RANK_FOLDER}*")):
+                        found[folder] = slab_bytes(folder)
+        return {folder: size for folder, size in found.items() if size}

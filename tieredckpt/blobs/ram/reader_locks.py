@@ -1,0 +1,107 @@
+"""Objects of a RAM tier that were taken away and are still being read: kept apart until their last reader has gone.
+
+A reader holds a shared lock on the manifest of its step, and locks belong to files, not to names. So a manifest that
+goes is renamed, with its index beside it: who opens the folder next, also after the death of the writer, finds what
+memory the readers still look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tieredckpt.blobs.posix.paths import open_regular
+from tieredckpt.errors import Corrupt
+
+__all__ = ["RETIRED", "Retired", "StillRead"]
+
+RETIRED = "retired"
+"""Name of the folder in that of the RAM tier."""
+
+_MANIFEST_MAX = 1 << 20
+_INDEX = ".btree"
+
+
+@dataclass(frozen=True, slots=True)
+class StillRead:
+    """A step that an earlier writer took away, and whose readers are still there."""
+
+    manifest: bytes
+    index: bytes
+    unread: Callable[[], bool]
+    """Whether the last reader has gone."""
+
+
+class Retired:
+    """The objects that were taken away from one folder; its methods block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: set[BinaryIO] = set()
+
+    def take_away(self, key: str, index: str) -> Callable[[], bool]:
+        """Remove an object at once; the returned function tells whether its last reader has gone.
+
+        ``index`` is the key of what tells which memory it refers to, kept beside it as long as it is read; empty
+        where there is none.
+        """
+        path, name = self._folder / key, self._folder / RETIRED / secrets.token_hex(8)
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return lambda: True
+        name.parent.mkdir(mode=0o700, exist_ok=True)
+        if index:
+            with contextlib.suppress(FileNotFoundError):
+                os.link(self._folder / index, _index_of(name))  # first: without it nobody could tell the memory
+        path.rename(name)
+        return self._until_unread(file, name)
+
+    def left(self) -> list[StillRead]:
+        """What earlier writers took away and is still being read; the rest is deleted."""
+        names = sorted((self._folder / RETIRED).glob("*")) if (self._folder / RETIRED).is_dir() else []
+        for name in (name for name in names if name.suffix == _INDEX and name.with_suffix("") not in names):
+            name.unlink()
+        found = []
+        for name in (name for name in names if name.suffix != _INDEX):
+            try:
+                file = os.fdopen(open_regular(name, os.O_RDONLY, follow_symlinks=False), "rb")
+            except (OSError, Corrupt):
+                continue  # nothing that was made here
+            unread = self._until_unread(file, name)
+            if not unread():
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(StillRead(file.read(_MANIFEST_MAX), _index_of(name).read_bytes(), unread))
+        return found
+
+    def close(self) -> None:
+        while self._files:
+            self._files.pop().close()
+
+    def _until_unread(self, file: BinaryIO, name: Path) -> Callable[[], bool]:
+        self._files.add(file)
+
+        def unread() -> bool:
+            if file.closed:
+                return True
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            name.unlink(missing_ok=True)
+            _index_of(name).unlink(missing_ok=True)
+            self._files.discard(file)
+            file.close()
+            return True
+
+        return unread
+
+
+def _index_of(name: Path) -> Path:
+    return name.with_suffix(_INDEX)

@@ -1,0 +1,127 @@
+"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab; beside that, while it grows, where.
+
+It is believed only when it is of this boot, and read as what anybody may have put there: a small regular file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.mapping import give_back
+from tieredckpt.blobs.ram.files import read_json, replace_json
+from tieredckpt.format.layout import parse_pack_key
+
+__all__ = [
+    "GROWING",
+    "NOTE_FILES",
+    "Note",
+    "boot_id",
+    "growing",
+    "has_slab",
+    "read_note",
+    "slab_bytes",
+    "undo_growth",
+    "write_note",
+]
+
+_NOTE = "slab.json"
+_NEW_NOTE = "slab.tmp"
+_SIZE_MAX = 4096
+
+GROWING = ".growing"
+"""What the name of the link beside a slab ends with that says how many bytes had their memory before it grew.
+
+A symbolic link, which takes no room where there is none, and of the slab's name, for another may come to the folder.
+"""
+
+NOTE_FILES = (_NOTE, _NEW_NOTE)
+"""Names that the note takes in its folder."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the slab of a folder."""
+
+    slab: str
+    """Its key."""
+    capacity: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1, multiple_of=ALIGNMENT)]
+    boot_id: str
+    memfd: int | None = None
+    """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
+
+
+def boot_id() -> str:
+    """What the kernel calls the time since it was started."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "unknown"
+
+
+def read_note(folder: Path) -> Note | None:
+    """The note of a folder; None where there is none that can be used."""
+    note = read_json(folder / _NOTE, Note, limit=_SIZE_MAX)
+    usable = note is not None and note.boot_id == boot_id() and parse_pack_key(note.slab) is not None
+    return note if usable else None
+
+
+def slab_bytes(folder: Path) -> int:
+    """Memory that the slab of a folder has, in bytes; 0 where there is none. Blocking."""
+    note = read_note(folder)
+    if note is not None:
+        with contextlib.suppress(OSError):
+            return (folder / note.slab).stat().st_blocks * 512
+    return 0
+
+
+def has_slab(folder: Path) -> bool:
+    """Whether the slab of a folder is there: not of another boot, nor a memfd that has ended. Blocking."""
+    note = read_note(folder)
+    if note is not None:
+        with contextlib.suppress(OSError):
+            return (folder / note.slab).stat().st_ino == note.memfd or note.memfd is None
+    return False
+
+
+def write_note(folder: Path, note: Note) -> None:
+    """Replace the note of a folder that is ours alone. Raises `OSError`."""
+    replace_json(folder / _NOTE, folder / _NEW_NOTE, note)
+
+
+@contextlib.contextmanager
+def growing(slab: Path, reserved: int) -> Iterator[None]:
+    """Note that a slab, of which so many bytes have their memory, is given more. Raises `OSError`.
+
+    Should this process die meanwhile, some of what follows has its memory, and some has not.
+    """
+    link = _link(slab)
+    link.unlink(missing_ok=True)
+    link.symlink_to(str(reserved))
+    try:
+        yield
+    finally:
+        link.unlink(missing_ok=True)
+
+
+def undo_growth(slab: Path, fd: int, reserved: int) -> int:
+    """Give back what a process that died was giving a slab, open as ``fd``; how many bytes have their memory then.
+
+    ``reserved`` is as many as have it in all. Raises `OSError`.
+    """
+    link = _link(slab)
+    with contextlib.suppress(OSError, ValueError):  # there is none, or none that this library wrote
+        start = int(link.readlink().name)
+        if start % ALIGNMENT == 0 and 0 <= start < reserved:
+            give_back(fd, start, os.fstat(fd).st_size - start)
+            reserved = start
+    link.unlink(missing_ok=True)
+    return reserved
+
+
+def _link(slab: Path) -> Path:
+    return slab.with_name(slab.name + GROWING)

@@ -1,0 +1,165 @@
+"""Which configurations cannot work, and which may not be what was meant; each with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tieredckpt.config.tiers import TierConfig
+from tieredckpt.policy.base import StepView, StoreView, TierView
+from tieredckpt.settings import Place, Problem
+from tieredckpt.units import format_size
+
+if TYPE_CHECKING:
+    from tieredckpt.config import StoreConfig
+
+__all__ = ["doubtful", "impossible"]
+
+_SAFETY = {"process": 0, "node": 1, "site": 2}
+_SAMPLES_MAX = 1000
+_FAILURES = (Exception, SystemExit)
+"""What a stranger's policy may raise."""
+
+
+def impossible(store: StoreConfig) -> list[Problem]:
+    """What keeps a store of this configuration from working; it is refused."""
+    return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store)]
+
+
+def doubtful(store: StoreConfig) -> list[Problem]:
+    """What works and is hardly meant; it is told when the store is opened."""
+    found: list[Problem] = [*_fails(store)]
+    for nearer, slower in combinations(store.tiers, 2):
+        if nearer.survives and slower.survives and _SAFETY[slower.survives] < _SAFETY[nearer.survives]:
+            text = (
+                f"survives less ({slower.survives}) than the nearer tier {nearer.name} ({nearer.survives}), so no step "
+                f"may leave {nearer.name} for being here; put it before {nearer.name}, or correct its `survives`"
+            )
+            found.append((("tiers", slower.name), text))
+    slower_ones = [tier for tier in store.tiers if tier.kind != "ram"]
+    if len(slower_ones) < len(store.tiers) and slower_ones and all(t.promote.kind == "never" for t in slower_ones):
+        text = "is `never` like that of every slower tier: no step leaves RAM by itself; let one tier promote"
+        found.append((("tiers", slower_ones[0].name, "promote"), text))
+    return found
+
+
+def _conflicts(store: StoreConfig) -> list[Problem]:
+    if not store.tiers:
+        example = "[tiers.disk] with kind = 'posix' and path = '/some/folder'"
+        return [(("tiers",), f"there is none; add one, for example {example}")]
+    wrong: list[Problem] = []
+    names: set[str] = set()
+    locations: dict[str, str] = {}
+    for i, tier in enumerate(store.tiers):
+        at: Place = ("tiers", tier.name)
+        if tier.name in names:
+            wrong.append((at, "there are two tiers of this name; rename one"))
+        names.add(tier.name)
+        if tier.kind == "ram" and i > 0:
+            also = "there is one already" if store.tiers[0].kind == "ram" else "it is the nearest"
+            wrong.append((at, f"a ram tier must be the only one and come first: {also}; move or remove it"))
+        if tier.location is not None:
+            other = locations.setdefault(tier.location, tier.name)
+            if other != tier.name:
+                wrong.append((at, f"is at {tier.location} like the tier {other}; give each its own place"))
+    wrong += _nested(store)
+    first = store.tiers[0]
+    if first.promote.kind != "always":
+        text = "the nearest tier gets every save; say under [store.schedule] when to save"
+        wrong.append((("tiers", first.name, "promote"), text))
+    if store.promote_in == "agent" and (first.kind != "ram" or len(store.tiers) == 1):
+        text = "is `agent`, which promotes from a ram tier to slower ones; add what is missing, or leave it out"
+        wrong.append((("promote_in",), text))
+    if store.name is None and all(tier.kind == "ram" for tier in store.tiers):
+        wrong.append((("name",), "is required where no tier but RAM could tell this store from others"))
+    return wrong
+
+
+def _shortages(store: StoreConfig) -> list[Problem]:
+    wrong: list[Problem] = []
+    for tier in store.tiers:
+        if isinstance(tier.capacity, int) and tier.capacity < store.chunk_size:
+            text = f"{format_size(tier.capacity)} cannot hold one chunk of {format_size(store.chunk_size)}"
+            at = ("tiers", tier.name, "capacity")
+            wrong.append((at, f"{text}; raise it, or lower the store's chunk_size"))
+    if store.grace <= store.lease_ttl:
+        wrong.append((("grace",), "must be longer than lease_ttl, or files of a live writer may be collected"))
+    return wrong
+
+
+def _nested(store: StoreConfig) -> Iterator[Problem]:
+    folders = {tier.name: Path(tier.location) for tier in store.tiers if tier.kind == "posix"}
+    for (one, outer), (other, inner) in [*combinations(folders.items(), 2)]:
+        if outer != inner and (outer in inner.parents or inner in outer.parents):
+            text = f"{inner} and {outer} of the tier {one} lie in each other; give each a folder of its own"
+            yield ("tiers", other, "path"), text
+
+
+def _keeps_nothing(store: StoreConfig) -> Iterator[Problem]:
+    for index, tier in enumerate(store.tiers):
+        try:
+            kept = [tier.retain.retains(view.tiers[index], view) for view in _samples(store, tier)]
+        except _FAILURES:
+            continue  # told as doubtful, for the sample may be what is wrong
+        if not any(kept):
+            text = (
+                f"`{tier.retain.kind}` keeps no step, not even one that was just saved; let it keep one, for example "
+                "with { kind = 'last_n', n = 1 }"
+            )
+            yield ("tiers", tier.name, "retain"), text
+
+
+def _fails(store: StoreConfig) -> Iterator[Problem]:
+    for index, tier in enumerate(store.tiers):
+        try:
+            for view in _samples(store, tier):
+                tier.retain.retains(view.tiers[index], view)
+        except _FAILURES as error:
+            text = f"`{tier.retain.kind}` fails on a sample of steps ({type(error).__name__}: {error})"
+            yield ("tiers", tier.name, "retain"), f"{text}; what it fails on stays"
+
+
+def _samples(store: StoreConfig, tier: TierConfig) -> Iterator[StoreView]:
+    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics."""
+    meant = {*range(11), *_numbers_in(tier.retain.model_dump())}
+    numbers = sorted({*meant, *(number + 1 for number in meant)})[:_SAMPLES_MAX]
+    names = tuple(each.name for each in store.tiers)
+    tiers = tuple(
+        TierView(each.name, index, each.survives or "process", None, 0, None, healthy=True)
+        for index, each in enumerate(store.tiers)
+    )
+    for value in (0.0, 1e300, -1e300):
+        steps = tuple(
+            StepView(step=number, serial=serial, saved_at=0.0, age=0.0, nbytes=1, metrics=_Any(value), tiers=names)
+            for serial, number in enumerate(numbers, start=1)
+        )
+        yield StoreView(now=0.0, steps=steps, tiers=tiers)
+
+
+def _numbers_in(value: object) -> Iterator[int]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _numbers_in(item)
+    elif isinstance(value, int) and value >= 0:
+        yield value
+
+
+class _Any(dict[str, float]):
+    """Metrics of every name, all of one value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(loss=value)
+        self._value = value
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __getitem__(self, name: str) -> float:
+        return self._value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._value

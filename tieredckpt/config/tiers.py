@@ -1,0 +1,362 @@
+"""The tiers of a configuration: what each kind is made of, and how a table becomes one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    ValidationInfo,
+)
+
+from tieredckpt.errors import Invalid
+from tieredckpt.policy.base import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
+from tieredckpt.redact import is_redacted, redacted
+from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refusal
+from tieredckpt.units import Duration, Rate, Size, parse_size
+
+__all__ = [
+    "LOOKALIKE",
+    "WITH_SECRETS",
+    "AbsolutePath",
+    "ChfsTier",
+    "Interval",
+    "KvstoreTier",
+    "PosixTier",
+    "RamTier",
+    "Threads",
+    "TierConfig",
+    "Tiers",
+    "expand",
+    "normal",
+    "refuse_url",
+]
+
+
+def _path(value: object, info: ValidationInfo) -> Path:
+    """An absolute path: of text, after ``~`` and ``$NAME`` (``$$`` is a dollar sign); of a Path, as it is."""
+    if isinstance(value, str):
+        value = expand(value)
+    elif not isinstance(value, Path):
+        raise Invalid(f"should be a path, not {value!r}")
+    folder = info.context["folder"] if info.context else Path.cwd()
+    return Path(folder, value)
+
+
+def expand(text: str) -> Path:
+    """The path that ``text`` stands for, after ``~`` and ``$NAME``; raises `Invalid`."""
+    if not text or "\0" in text:
+        raise Invalid(f"{text!r} is not a path")
+    try:
+        expanded = string.Template(text).substitute(os.environ)
+    except KeyError as error:
+        raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
+    except ValueError as error:
+        raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
+    refuse_url(expanded)
+    try:
+        return Path(expanded).expanduser()
+    except RuntimeError as error:
+        raise Invalid(f"{text!r}: the home folder is not known; write the path from '/' on") from error
+
+
+def refuse_url(text: str) -> None:
+    """Raise `Invalid` for text that begins with a URL scheme: as a path it would name a local folder ``s3:``."""
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    if scheme is None:
+        return
+    what = f"'{scheme[0]}…' is a URL, not a path"  # the rest of it may hold a password
+    if scheme[0].lower() == "file://":
+        raise Invalid(f"{what}; write the path alone, without 'file://'")
+    raise Invalid(
+        f"{what}; for steps in an object store write a configuration (.toml) with a tier of kind = 'kvstore', whose "
+        f"`spec` takes what TensorStore knows, such as gs:// and s3://"
+    )
+
+
+def normal(path: Path) -> str:
+    """The path without ``.``, ``..`` and doubled slashes."""
+    # By its text alone: a file system that hangs must not hang the reading of a configuration.
+    return os.path.normpath(path)
+
+
+def _auto_or_size(value: object) -> Any:
+    if value == "auto":
+        return value
+    nbytes = parse_size(value)
+    if nbytes == 0:
+        raise Invalid("should be greater than 0, or 'auto'")
+    return nbytes
+
+
+def _kvstore_spec(value: object) -> Any:
+    if is_redacted(value):
+        raise Invalid("has REDACTED in the place of a secret: put the secret there, or leave its member out")
+    if isinstance(value, str):
+        if not re.match(r"[a-z0-9_.+-]+:", value):
+            raise Invalid(f"should be a URL such as 'gs://bucket/folder/' or a table, not {redacted(value)!r}")
+        return value
+    if not isinstance(value, Mapping) or not isinstance(value.get("driver"), str):
+        raise Invalid("should be a TensorStore kvstore spec: a URL, or a table with its `driver`")
+    try:
+        return json.loads(json.dumps(dict(value), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Invalid(f"should be a TensorStore kvstore spec made of JSON values: {error}") from error
+
+
+def _without_secrets(spec: Any, info: SerializationInfo) -> Any:
+    return spec if info.context is WITH_SECRETS else redacted(spec)
+
+
+def _chfs_path(value: object) -> str:
+    """An absolute path in CHFS, as CHFS takes it: no component twice, aliased or with a colon."""
+    if not isinstance(value, str) or not re.fullmatch(r"(/[^/:\0]{1,200}){1,8}", value):
+        raise Invalid(f"should be a folder in CHFS such as '/tieredckpt', not {value!r}")
+    if any(part in (".", "..") for part in value.split("/")):
+        raise Invalid(f"should have no '.' or '..' in it, not {value!r}")
+    return value
+
+
+def _chfs_server(value: object, info: ValidationInfo) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise Invalid(f"should be the address of a CHFS server, or 'directory:PATH' for a look-alike, not {value!r}")
+    if not value.startswith(LOOKALIKE):
+        return value
+    return f"{LOOKALIKE}{_path(value.removeprefix(LOOKALIKE), info)}"
+
+
+def _chfs_chunk(value: object) -> int:
+    nbytes = parse_size(value)
+    if not 4096 <= nbytes <= 64 << 20 or nbytes % 4096:
+        raise Invalid("should be a multiple of 4 KiB, 64 MiB at most")
+    return nbytes
+
+
+WITH_SECRETS = {"secrets": True}
+"""The context of a dump that is to have the secrets of kvstore specs, which another has not."""
+
+LOOKALIKE = "directory:"
+"""What the address of a look-alike of CHFS begins with; its directory follows."""
+
+AbsolutePath = Annotated[
+    Path,
+    BeforeValidator(_path),
+    PlainSerializer(lambda path: str(path).replace("$", "$$"), return_type=str, when_used="json"),
+]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$", max_length=64)]
+Threads = Annotated[int, Field(strict=True, ge=1, le=256)]
+Interval = Annotated[Duration, Field(gt=0)]
+Capacity = Annotated[Size, Field(gt=0)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class _Tier(Settings):
+    """What every kind of tier has."""
+
+    kind: str
+    name: Name
+    promote: AnyPromotion = Field(default_factory=lambda: parse(Promotion, "always"))
+    retain: AnyRetention = Field(default_factory=lambda: parse(Retention, {"kind": "last_n", "n": 5}))
+    evict: AnyEviction = Field(default_factory=lambda: parse(Eviction, "oldest"))
+    retries: Annotated[int, Field(strict=True, ge=0, le=100)] = 3
+    """How often an operation that failed is tried again before the tier counts as failed."""
+    deadline: Interval = 30.0
+    """Seconds that an operation may take besides the time for its bytes."""
+    min_bandwidth: Annotated[Rate, Field(gt=0)] = 10_000_000
+    """Bytes a second; an operation on more bytes may take so much longer."""
+    rate_limit: Annotated[Rate, Field(gt=0)] | None = None
+    """Bytes a second that promotion to this tier may use; None for all there are."""
+
+    @classmethod
+    def noun(cls) -> str:
+        return f"a {cls.model_fields['kind'].default} tier"
+
+
+class RamTier(_Tier):
+    """Shared memory of this node; survives the process."""
+
+    kind: Literal["ram"] = "ram"
+    retain: AnyRetention = Field(default_factory=lambda: parse(Retention, {"kind": "last_n", "n": 1}))
+    capacity: Annotated[Size | Literal["auto"], BeforeValidator(_auto_or_size)] = "auto"
+    """Bytes of the slab. ``auto`` takes what two snapshots need at the first save, more only for steps that are
+    retained, wait for their promotion or are being read, and at most a quarter of the memory."""
+    path: AbsolutePath | None = None
+    """The shared-memory folder; None for the system's own."""
+
+    on_close: Literal["auto", "keep", "release"] = "auto"
+    """What happens to the memory when the store is closed: ``keep`` leaves it for the next process, ``release``
+    gives it back if slower tiers hold all of it, ``auto`` releases it unless an error ends the training."""
+    replicas: Annotated[int, Field(strict=True, ge=1, le=8)] = 1
+    """On how many nodes each rank's part of a step is kept, its own among them. Each more takes ``capacity`` bytes of
+    another node's memory for every rank."""
+
+    survives: ClassVar[Literal["process"]] = "process"
+
+    def keeps(self, *, clean: bool) -> bool:
+        """Whether the memory stays when the store is closed, ``clean`` unless an error ends the training."""
+        return self.on_close == "keep" or (self.on_close == "auto" and not clean)
+
+    @property
+    def location(self) -> str | None:
+        """What no other tier may use; None where the system's own folder is taken."""
+        return None if self.path is None else normal(self.path)
+
+
+class PosixTier(_Tier):
+    """A folder: NVMe, NFS, or anything else that is mounted."""
+
+    kind: Literal["posix"] = "posix"
+    path: AbsolutePath
+    capacity: Capacity | None = None
+    """Bytes that the tier may use; None for all that the file system has."""
+    direct: Flag | None = None
+    """Whether to bypass the page cache; None to find out whether the file system can."""
+    fsync: Flag = True
+    """False gives up promise 3 on this tier: after a crash of the node it may hold nothing."""
+    survives: Literal["node", "site"] = "node"
+    threads: Threads = 4
+    """How many calls block at a time, and twice as many that read chunks."""
+
+    @property
+    def location(self) -> str:
+        """What no other tier may use."""
+        return normal(self.path)
+
+
+class ChfsTier(_Tier):
+    """CHFS: a parallel file system on the persistent memory or NVMe of the compute nodes, for the time of a job."""
+
+    kind: Literal["chfs"] = "chfs"
+    path: Annotated[str, BeforeValidator(_chfs_path)] = "/tieredckpt"
+    """The store's folder in CHFS."""
+    server: (
+        Annotated[
+            str,
+            BeforeValidator(_chfs_server),
+            PlainSerializer(
+                lambda server: server.replace("$", "$$") if server.startswith(LOOKALIKE) else server,
+                return_type=str,
+                when_used="json",
+            ),
+        ]
+        | None
+    ) = None
+    """Address of one server; None for ``CHFS_SERVER``; ``directory:PATH`` for a look-alike over that directory."""
+    library: AbsolutePath | None = None
+    """libchfs; None for ``TIEREDCKPT_LIBCHFS``, then for what the loader finds."""
+    chunk_size: Annotated[int, BeforeValidator(_chfs_chunk)] = 4 << 20
+    """Bytes of a CHFS chunk, the unit that is spread over the servers."""
+    threads: Threads = 8
+    """How many of its calls are under way at a time."""
+    servers: Annotated[int, Field(strict=True, ge=1, le=100_000)] | None = None
+    """How many servers there must be, from now on; None for as many as the store was written with."""
+    rpc_timeout: Interval = 30.0
+    """Seconds; at least three times that of the servers (``chfsd -t``)."""
+    survives: Literal["process", "node"] = "process"
+    """``node`` states that the servers run on other machines than the trainer."""
+    via: Literal["auto", "worker", "tensorstore"] = "auto"
+    """Whether a worker process hosts libchfs, or TensorStore's ``chfs`` driver in this process does."""
+    capacity: Capacity | None = None
+    """Bytes that the tier may use; None for all that CHFS has."""
+
+    @property
+    def location(self) -> str:
+        """What no other tier may use."""
+        return f"chfs:{self.server or ''}:{self.path}"
+
+
+class KvstoreTier(_Tier):
+    """Any store that TensorStore has a driver for."""
+
+    kind: Literal["kvstore"] = "kvstore"
+    spec: Annotated[dict[str, JsonValue] | str, BeforeValidator(_kvstore_spec), PlainSerializer(_without_secrets)]
+    """A TensorStore kvstore spec: its JSON form, or a URL. Better without secrets: drivers find their credentials in
+    the environment. Those that it has are in no dump and no repr of this model."""
+    capacity: Capacity | None = None
+    """Bytes that the tier may use; None for no bound."""
+    survives: Literal["process", "node", "site"] | None = None
+    """None for what the driver promises."""
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return [(name, redacted(value)) for name, value in super().__repr_args__()]
+
+    @property
+    def location(self) -> str:
+        """What no other tier may use."""
+        spec = redacted(self.spec)
+        return spec if isinstance(spec, str) else json.dumps(spec, sort_keys=True)
+
+    @property
+    def spec_text(self) -> str:
+        """The spec as text, its secrets included: to be digested, and neither shown nor stored."""
+        return self.spec if isinstance(self.spec, str) else json.dumps(self.spec, sort_keys=True)
+
+
+TierConfig = RamTier | PosixTier | ChfsTier | KvstoreTier
+
+_KINDS: dict[str, type[RamTier | PosixTier | ChfsTier | KvstoreTier]] = {
+    "ram": RamTier,
+    "posix": PosixTier,
+    "chfs": ChfsTier,
+    "kvstore": KvstoreTier,
+}
+
+
+def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
+    """Tiers of a table by name, or of a sequence whose elements carry their names."""
+    tables: list[tuple[str | int, object]]
+    if isinstance(value, Mapping):
+        tables = [(str(name), _named(str(name), table)) for name, table in value.items()]
+    elif isinstance(value, (list, tuple)):
+        tables = [(_name_of(tier, i), tier) for i, tier in enumerate(value)]
+    else:
+        raise Invalid(f"should be one table per tier, not {redacted(value)!r}")
+    found: list[TierConfig] = []
+    wrong: list[Problem] = []
+    for name, table in tables:
+        try:
+            found.append(_tier(table, info.context))
+            if found[-1].name != name:
+                wrong.append(((name, "name"), f"its table is called {name}; leave this out"))
+        except ValidationError as error:
+            wrong += problems(error, (name,))
+    if wrong:
+        raise refusal(wrong)
+    return tuple(found)
+
+
+def _named(name: str, table: object) -> object:
+    return {"name": name, **table} if isinstance(table, Mapping) else table
+
+
+def _name_of(tier: object, index: int) -> str | int:
+    name = tier.get("name") if isinstance(tier, Mapping) else getattr(tier, "name", None)
+    return name if isinstance(name, str) else index
+
+
+def _tier(table: object, context: Any) -> TierConfig:
+    if isinstance(table, TierConfig):
+        return table
+    if not isinstance(table, Mapping):
+        raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
+    kind = table.get("kind")
+    if kind is None:
+        raise refusal([(("kind",), f"is required: one of {', '.join(_KINDS)}")])
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise refusal([(("kind",), f"`{kind}` is not a kind of tier{did_you_mean(str(kind), _KINDS)}")])
+    return _KINDS[kind].model_validate(dict(table), context=context)
+
+
+Tiers = Annotated[tuple[TierConfig, ...], BeforeValidator(_tiers)]
+"""Field type: tiers nearest first, of a table by name or of a sequence."""

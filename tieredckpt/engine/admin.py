@@ -1,0 +1,107 @@
+"""What a person asks of a store, whatever its policies say: promote, evict, collect, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.repairing.repack import collect_on
+from tieredckpt.engine.repairing.scrub import scrub
+from tieredckpt.engine.repairing.verify import Verified, verify_step
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Invalid
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["ByHand"]
+
+
+class ByHand:
+    """Orders that come from people and programs. Lives on the engine's loop.
+
+    ``promote`` copies a step to a tier and gives the bytes written.
+    """
+
+    def __init__(self, state: State, collector: Collector, promote: Callable[[StepId, Tier], Awaitable[int]]) -> None:
+        self._state = state
+        self._collector = collector
+        self._promote = promote
+
+    async def promote(self, number: int, name: str) -> int:
+        """Copy a step to a tier now, whatever its policy says; the bytes written."""
+        self._state.check_writable("promote")
+        step, tier = self._state.find(number), self._state.tier(name)
+        if tier.ram is not None:
+            raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
+        self._check_managed("promote to", tier)
+        tier.dismissed.discard(step)
+        written = await self._promote(step, tier)
+        await self._collector.settle(tier)
+        return written
+
+    async def evict(self, number: int, name: str) -> None:
+        """See `Evictor.evict`."""
+        self._state.check_writable("evict")
+        step, tier = self._state.find(number, damaged=True), self._state.tier(name)
+        self._check_managed("evict from", tier)
+        if tier.keeps(step):  # else it would never come there, or is leaving already
+            tier.dismissed.add(step)
+        try:
+            await self._collector.evictor.evict(step, tier)
+        except BaseException:
+            if tier.keeps(step):
+                tier.dismissed.discard(step)
+            raise
+        await self._collector.collect(tier, orphans=False)
+
+    def _check_managed(self, what: str, tier: Tier) -> None:
+        if not self._state.manages(tier):
+            raise Invalid(
+                f"cannot {what} tier {tier.name!r} on rank {self._state.rank}: rank 0 does that for all ranks"
+            )
+
+    async def collect(self) -> list[Collected]:
+        """Reclaim dead packs on every tier that answers, a full one too, and rewrite those that are mostly dead.
+
+        Raises the first error, after the other tiers were collected.
+        """
+        self._state.check_writable("collect")
+        reclaimed: list[Collected] = []
+        errors: list[Exception] = []
+        for tier in self._state.tiers:
+            if not tier.answers:
+                continue
+            try:
+                reclaimed.append(await collect_on(self._state, self._collector, tier))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return reclaimed
+
+    async def verify(
+        self,
+        number: int | None,
+        serial: int | None,
+        name: str | None,
+        *,
+        repair: bool,
+        progress: Callable[[int], None] | None,
+    ) -> list[Verified]:
+        """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
+        if repair:
+            self._state.check_writable("repair")
+        if repair and name is not None:
+            self._check_managed("repair", self._state.tier(name))
+        return await verify_step(self._state, self._collector, number, serial, name, repair=repair, progress=progress)
+
+    async def scrub(
+        self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
+    ) -> list[Verified]:
+        """See `tieredckpt.engine.repairing.scrub`."""
+        if repair:
+            self._state.check_writable("repair")
+        if repair and name is not None:
+            self._check_managed("repair", self._state.tier(name))
+        tiers = self._state.tiers if name is None else (self._state.tier(name),)
+        return await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)

@@ -1,0 +1,371 @@
+"""The trainer's side of its agent: it listens for one, starts one where there is none, tells it and asks it.
+
+What the agent is told and tells is in `told`; nothing here decides anything about steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tieredckpt.concurrency import in_thread, outlast, told_to_end
+from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent.deltas import VERSION, RamNews, adopt_tier, event_of, settings_of
+from tieredckpt.engine.agent.supervisor import PATIENCE, Starter
+from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
+from tieredckpt.engine.notify import Pulse
+from tieredckpt.engine.opening.ram import mark_ram
+from tieredckpt.engine.ranks.messages import Failure, decode
+from tieredckpt.engine.restoring.source import Damage
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.lease import Holder
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Link"]
+
+M = TypeVar("M")
+
+_log = logging.getLogger("tieredckpt")
+
+_CALL_AGAIN = 0.1
+"""Seconds after which a call that failed is waited for again."""
+_GOODBYE = 30.0
+"""Seconds that an agent which has nothing more to do may take to end."""
+
+
+@dataclass
+class _Asked:
+    answer: asyncio.Future[bytes]
+    progress: Callable[[int], None] | None
+
+
+class Link:
+    """One store's end. Lives on the engine's loop; the RAM tier is open while it is."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._socket: socket.socket | None = None
+        self._wire: Wire | None = None
+        self._news = RamNews(state)
+        self._asked: dict[int, _Asked] = {}
+        self._number = 0
+        self._absent: TieredCkptError | None = None
+        """Why there is no agent, once one should have been there."""
+        self._changed = Pulse()
+        """Beats when an agent comes or goes."""
+        self._starter = Starter(
+            state.config, lambda: self._folder, lambda: self._wire is not None, self._changed, self._tell_absence
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._meeting: asyncio.Task[None] | None = None
+        self._talk: asyncio.Task[None] | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+        self.dead: tuple[Holder, ...] = ()
+        """Writers that the agent found to have died, when it was met first."""
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._state.tiers[0].store.location)
+
+    async def open(self) -> None:
+        """Have an agent. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
+        for tier in self._slower():
+            tier.pin_elsewhere = partial(self._pinned, tier)
+        ram = self._state.tiers[0]
+        if ram.blobs is not None:
+            await self._listen()
+        else:  # it is tried again, and listened in then
+            self._tell_absence(TierUnavailable(f"no agent can be met while tier {ram.name!r} fails: {ram.error}"))
+        self._tasks = [
+            asyncio.create_task(self._starter.run(), name="tieredckpt agent of this store"),
+            asyncio.create_task(self._keep_telling(), name="tieredckpt news for the agent"),
+        ]
+        begin = time.monotonic()
+        while self._wire is None and self._absent is None and (left := begin + PATIENCE - time.monotonic()) > 0:
+            await self._changed.wait(left)
+        if isinstance(self._absent, Conflict | Invalid):
+            raise self._absent
+
+    async def listen_anew(self) -> None:
+        """Be found in RAM's folder again, which was made anew."""
+        await self._hang_up()
+        await self._end_talk()
+        await self._listen()
+
+    async def close(self, *, done: bool) -> None:
+        """Leave the agent: ``done`` when everything that was due is done, so that it may end."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._wire is not None and self._talk is not None:
+            self._tell()
+            self._wire.send(said.Farewell(done))
+            await asyncio.wait([self._talk], timeout=_GOODBYE)
+            if done:
+                await self._starter.ended(_GOODBYE)
+        await self._hang_up()
+        await self._end_talk()
+        for opening in self._opening:
+            opening.cancel()
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _slower(self) -> Sequence[Tier]:
+        return [tier for tier in self._state.tiers if not self._state.manages(tier)]
+
+    async def _listen(self) -> None:
+        try:
+            self._socket = await in_thread(listen, self._folder)
+        except OSError as error:
+            raise TierUnavailable(f"no agent can be met in {self._folder}: {error.strerror}") from error
+        self._meeting = asyncio.create_task(self._meet(self._socket), name="tieredckpt agents calling")
+
+    async def _hang_up(self) -> None:
+        if self._meeting is not None:
+            self._meeting.cancel()
+            await outlast(self._meeting)  # before the number of its descriptor is another's
+        if self._socket is not None:
+            self._socket.close()
+        self._meeting = self._socket = None
+
+    async def _end_talk(self) -> None:
+        if self._talk is not None:
+            self._talk.cancel()
+            await outlast(self._talk)
+            self._talk = None
+
+    # -- meeting agents -----------------------------------------------------------------------------------
+
+    async def _meet(self, sock: socket.socket) -> None:
+        while not told_to_end():
+            try:
+                wire = await accept(sock)
+            except Conflict as error:
+                _log.error("%s", error)
+                continue
+            except OSError as error:
+                _log.warning("an agent that called was not heard: %s", error)
+                await asyncio.sleep(_CALL_AGAIN)
+                continue
+            await self._end_talk()  # of several, the last has the folder's lock
+            self._talk = asyncio.create_task(self._talk_to(wire), name="tieredckpt agent's words")
+
+    def _tell_absence(self, problem: TieredCkptError) -> None:
+        if self._absent is None:
+            _log.error("nothing is promoted: %s", problem)
+        self._absent = problem
+        for tier in self._slower():
+            if tier.error is None:
+                delay = tier.fail(problem)
+                self._state.events.emit(TierFailed(tier.name, problem, delay))
+        self._changed.beat()
+        self._state.changed.beat()
+
+    async def _talk_to(self, wire: Wire) -> None:
+        """Hear an agent until it has gone."""
+        state, ram = self._state, self._state.tiers[0].ram
+        try:
+            if state.marker is None or ram is None:
+                return
+            wire.send(
+                said.Hello(
+                    VERSION,
+                    settings_of(state.config),
+                    state.marker.store,
+                    state.made_up,
+                    ram.slab_key,
+                    ram.slab.capacity,
+                )
+            )
+            self._news = RamNews(state)
+            wire.send(self._news.take())
+            while True:
+                self._hear(await wire.read(said.FromAgent, PATIENCE), wire)
+        except Silent as error:
+            self._tell_absence(TierUnavailable(f"the agent, process {wire.peer}, does not answer: {error}"))
+        except Parted as error:
+            if wire is self._wire:
+                _log.info("agent %d has gone: %s", wire.peer, error)
+        except Corrupt as error:
+            _log.error("agent %d is not understood: %s", wire.peer, error)
+        except Exception:
+            _log.exception("unexpected failure in hearing agent %d", wire.peer)
+        finally:
+            if wire is self._wire:
+                self._wire = None
+            for asked in self._asked.values():
+                if not asked.answer.done():
+                    asked.answer.set_exception(Parted())
+            self._changed.beat()
+            await wire.close()
+
+    def _hear(self, word: said.FromAgent, wire: Wire) -> None:
+        state = self._state
+        match word:
+            case said.OnTier():
+                self._adopt(word)
+            case said.Happened():
+                event = event_of(word)
+                if isinstance(event, StepPromoted) and event.lag:
+                    step = StepId(event.serial, event.step)
+                    if step in (held := state.tier(event.tier).held):
+                        state.observe_promotion(held[step].record, state.tier(event.tier))
+                        state.promotions_ended += 1
+                state.events.emit(event)
+                state.changed.beat()
+            case said.Ready():
+                recovered = [tier for tier in self._slower() if self._absent is not None and tier.error is None]
+                self._wire, self._absent, self._starter.refused = wire, None, None
+                self.dead = self.dead or word.dead
+                for tier in recovered:
+                    state.events.emit(TierRecovered(tier.name))
+                self._changed.beat()
+                state.changed.beat()
+            case said.Refused():
+                self._starter.refused = word.failure.error()
+                self._tell_absence(self._starter.refused)
+            case said.Answer():
+                if (asked := self._asked.get(word.number)) is not None and not asked.answer.done():
+                    if word.failure is not None:
+                        asked.answer.set_exception(word.failure.error())
+                    else:
+                        asked.answer.set_result(word.value)
+            case said.Progress():
+                if (asked := self._asked.get(word.number)) is not None and asked.progress is not None:
+                    asked.progress(word.nbytes)
+            case said.Alive():
+                pass
+
+    def _adopt(self, news: said.OnTier) -> None:
+        state = self._state
+        try:
+            state.tier(news.tier)
+        except NotFound as error:
+            raise Corrupt(str(error)) from error
+        if state.made_up and news.marker is not None and news.marker != state.marker:
+            # A tier that was silent at start had an identity, for which one was made up here.
+            state.marker, state.made_up = news.marker, False
+            self._behind(mark_ram(state))
+        tier = adopt_tier(state, news)
+        if tier.blobs is None and news.known:
+            self._behind(self._open(tier))
+
+    def _behind(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="tieredckpt what an agent's word asks for")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, tier: Tier) -> None:
+        try:
+            await tier.open()
+        except TieredCkptError as error:
+            _log.warning("tier %r works for the agent, and cannot be read here: %s", tier.name, error)
+
+    # -- telling and asking -------------------------------------------------------------------------------
+
+    async def _keep_telling(self) -> None:
+        while not told_to_end():
+            self._tell()
+            await self._state.changed.wait()
+
+    def _tell(self) -> None:
+        if self._wire is not None and (news := self._news.take()) is not None:
+            self._wire.send(news)
+
+    async def _agent(self) -> Wire:
+        """The agent, as soon as there is one. Raises why there is none."""
+        begin = time.monotonic()
+        while self._wire is None:
+            if not self._tasks:
+                raise TierUnavailable("the store is closing")
+            if self._absent is not None:
+                raise self._absent
+            if (left := begin + PATIENCE - time.monotonic()) <= 0:
+                raise TierUnavailable(f"no agent was there for {PATIENCE:g} s; see its log in {self._folder}")
+            await self._changed.wait(left)
+        return self._wire
+
+    async def ask(
+        self,
+        order: said.Order,
+        kind: type[M] | object = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+        again: bool = True,
+    ) -> M:
+        """What the agent answers, of that type; where one dies meanwhile, what the next one answers.
+
+        Raises the agent's errors; `TierUnavailable` when there is none, or one died that is not to be asked ``again``.
+        """
+        while True:
+            wire = await self._agent()
+            try:
+                data = await self._ask(wire, order, progress)
+            except Parted:
+                if not again:
+                    raise TierUnavailable(
+                        f"the agent ended while it was asked to {type(order).__name__.lower()}, and may have done it; "
+                        f"look, and ask again"
+                    ) from None
+                continue
+            answer: M = decode(data, kind)
+            return answer
+
+    async def _ask(self, wire: Wire, order: said.Order, progress: Callable[[int], None] | None) -> bytes:
+        self._tell()  # the order may be about a step that was saved just now
+        self._number += 1
+        number = self._number
+        asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), progress)
+        wire.send(said.Ask(number, order))
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            wire.send(said.Withdraw(number))
+            raise
+        finally:
+            del self._asked[number]
+
+    async def flush(self) -> None:
+        """Return when every slower tier has what is due on it. Raises the error of one that fails."""
+        await self.ask(said.Flush())
+
+    async def reached(self, step: StepId, tier: str) -> None:
+        """See `tieredckpt.engine.promoting.waiting.reached`."""
+        await self.ask(said.Reach(step, tier))
+
+    async def mend(
+        self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
+    ) -> None:
+        """Have damage on slower tiers mended."""
+        bad = [said.BadChunk(each.tier.name, each.digest, each.key, Failure.of(each.error)) for each in damage]
+        silent = [(tier.name, Failure.of(error)) for tier, error in unreadable]
+        await self.ask(said.Mend(step, tuple(bad), tuple(silent)))
+
+    @asynccontextmanager
+    async def _pinned(self, tier: Tier, step: StepId) -> AsyncIterator[None]:
+        """Keep the agent from evicting a step that is read here; without an agent, nobody evicts."""
+        wire = self._wire
+        if wire is None:
+            yield
+            return
+        with suppress(TierUnavailable):
+            await self.ask(said.Pin(step, tier.name), again=False)
+        try:
+            yield
+        finally:
+            if wire is self._wire:
+                self._number += 1
+                wire.send(said.Ask(self._number, said.Unpin(step, tier.name)))

@@ -1,0 +1,88 @@
+"""What a person asks of a store whose steps an agent promotes: RAM is this process's, the rest the agent's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent.client import Link
+from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["ByAgent"]
+
+
+async def _nobody(step: StepId, tier: Tier) -> int:
+    raise Invalid(f"{step} is promoted to tier {tier.name!r} by the agent alone")
+
+
+class ByAgent(ByHand):
+    """Orders that concern slower tiers are the agent's to carry out."""
+
+    def __init__(self, state: State, collector: Collector, link: Link) -> None:
+        super().__init__(state, collector, _nobody)
+        self._link = link
+
+    async def promote(self, number: int, name: str) -> int:
+        """See `ByHand.promote`."""
+        if self._is_ours(name):
+            return await super().promote(number, name)
+        return await self._link.ask(said.Promote(number, name), int)
+
+    async def evict(self, number: int, name: str) -> None:
+        """See `ByHand.evict`."""
+        if self._is_ours(name):
+            await super().evict(number, name)
+        else:
+            await self._link.ask(said.Evict(number, name), again=False)
+
+    async def collect(self) -> list[Collected]:
+        """See `ByHand.collect`."""
+        mine = [each for each in await super().collect() if self._is_ours(each.tier)]
+        theirs: list[Collected] = await self._link.ask(said.Collect(), list[Collected])
+        return mine + theirs
+
+    async def verify(
+        self,
+        number: int | None,
+        serial: int | None,
+        name: str | None,
+        *,
+        repair: bool,
+        progress: Callable[[int], None] | None,
+    ) -> list[Verified]:
+        """See `ByHand.verify`."""
+        step = self._state.find(number, serial, damaged=number is not None)
+        tiers = self._state.tiers if name is None else (self._state.tier(name),)
+        holding = [tier.name for tier in tiers if step in tier.held or step in tier.damaged]
+        if not holding:
+            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+        found: list[Verified] = []
+        for each in holding:
+            if self._is_ours(each):
+                found += await super().verify(step.step, step.serial, each, repair=repair, progress=progress)
+            else:
+                order = said.Verify(step.step, step.serial, each, repair)
+                found += await self._link.ask(order, list[Verified], progress=progress)
+        return found
+
+    async def scrub(
+        self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
+    ) -> list[Verified]:
+        """See `tieredckpt.engine.repairing.scrub`."""
+        found: list[Verified] = []
+        for tier in self._state.tiers if name is None else (self._state.tier(name),):
+            if self._is_ours(tier.name):
+                found += await super().scrub(tier.name, repair=repair, rate=rate, progress=progress)
+            else:
+                order = said.Scrub(tier.name, repair, rate)
+                found += await self._link.ask(order, list[Verified], progress=progress)
+        return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
+
+    def _is_ours(self, name: str) -> bool:
+        return self._state.manages(self._state.tier(name))

@@ -1,0 +1,179 @@
+"""What trainer and agent know of each other's tiers: changes are told by one and taken over by the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from tieredckpt.config import StoreConfig, dump_with_secrets
+from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
+from tieredckpt.engine.ranks.messages import Failure, HeldStep, brief
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.errors import Corrupt
+from tieredckpt.events import ChunkRepaired, Event, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["VERSION", "RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+
+VERSION = version("tieredckpt")
+"""Of the library: a trainer and its agent run one."""
+
+_TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agent_log", "rack"}
+"""Settings that an agent does not go by."""
+
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (ChunkRepaired, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered)
+}
+
+
+def settings_of(config: StoreConfig) -> str:
+    """What an agent goes by, in a few letters: the same for two configurations by which agents do the same."""
+    dumped = {name: value for name, value in dump_with_secrets(config).items() if name not in _TRAINERS_OWN}
+    ram, *slower = dumped.pop("tiers")
+    told = [dumped, ram["name"], ram["promote"], ram["retain"], slower]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _Steps:
+    """The steps of a tier that the other side was told of."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self._told: dict[StepId, str] | None = None
+
+    def changes(self) -> tuple[bool, tuple[HeldStep, ...], tuple[StepId, ...]]:
+        """Whether nothing was told before, what is new or committed anew since, and what has gone."""
+        anew, told = self._told is None, self._told or {}
+        held = self.tier.held
+        new = tuple(
+            HeldStep(brief(each.record), each.btree_key)
+            for step, each in held.items()
+            if told.get(step) != each.btree_key
+        )
+        gone = tuple(step for step in told if step not in held)
+        if anew or new or gone:
+            self._told = {step: each.btree_key for step, each in held.items()}
+        return anew, new, gone
+
+
+class RamNews:
+    """What the trainer tells of RAM, the branch and its signals."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._steps = _Steps(state.tiers[0])
+        self._last: InRam | None = None
+
+    def take(self) -> InRam | None:
+        """What changed since the last call; None for nothing."""
+        state = self._state
+        anew, held, gone = self._steps.changes()
+        signals, used = tuple(sorted(state.signals)), state.tiers[0].used
+        news = InRam(anew, held, gone, state.branch.line, state.last_serial, signals, used)
+        rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
+        if not (anew or held or gone) and rest == self._last:
+            return None
+        self._last = rest
+        return news
+
+
+class TierNews:
+    """What the agent tells of one slower tier."""
+
+    def __init__(self, state: State, tier: Tier) -> None:
+        self._state = state
+        self._tier = tier
+        self._steps = _Steps(tier)
+        self._last: OnTier | None = None
+
+    def take(self) -> OnTier | None:
+        """What changed since the last call; None for nothing."""
+        tier = self._tier
+        anew, held, gone = self._steps.changes()
+        news = OnTier(
+            tier=tier.name,
+            anew=anew,
+            known=tier.marker is not None,
+            marker=self._state.marker,
+            held=held,
+            gone=gone,
+            damaged=tuple((step, str(error)) for step, error in tier.damaged.items()),
+            stuck=tuple((step, Failure.of(error)) for step, error in tier.stuck.items()),
+            dismissed=tuple(tier.dismissed),
+            used=tier.used,
+            bandwidth=tier.write_bandwidth,
+            promotions=tier.promotions,
+            note=tier.note,
+            failure=None if tier.error is None else Failure.of(tier.error),
+        )
+        rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
+        if not (anew or held or gone) and rest == self._last:
+            return None
+        self._last = rest
+        return news
+
+
+def _adopt_steps(tier: Tier, news: InRam | OnTier) -> None:
+    if news.anew:
+        tier.clear()
+    for step in news.gone:
+        tier.drop(step)
+    for held in news.held:
+        tier.drop(held.id)  # with what is remembered of its index, if it was committed anew
+        tier.held[held.id] = Held(held.record, held.btree_key, whole=False)
+
+
+def adopt_ram(state: State, news: InRam) -> None:
+    """At the agent: know of RAM, the branch and the signals what the trainer knows."""
+    _adopt_steps(state.tiers[0], news)
+    state.branch.line, state.last_serial = news.line, news.last_serial
+    state.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
+    state.changed.beat()
+
+
+def adopt_tier(state: State, news: OnTier) -> Tier:
+    """At the trainer: know of a slower tier what the agent knows."""
+    tier = state.tier(news.tier)
+    _adopt_steps(tier, news)
+    tier.damaged.clear()
+    tier.damaged.update({step: Corrupt(text) for step, text in news.damaged})
+    tier.stuck.clear()
+    tier.stuck.update({step: failure.error() for step, failure in news.stuck})
+    tier.dismissed = set(news.dismissed)
+    tier.used_elsewhere, tier.bandwidth_elsewhere, tier.promotions = news.used, news.bandwidth, news.promotions
+    tier.note = news.note
+    tier.error = None if news.failure is None else news.failure.error()
+    tier.marker = state.marker if news.known else None
+    state.changed.beat()
+    return tier
+
+
+def happened(event: Event) -> Happened | None:
+    """An event of the agent, for the trainer; None for one that is none of its."""
+    if type(event).__name__ not in _EVENTS:
+        return None
+    fields: dict[str, Any] = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    if isinstance(event, TierFailed):
+        fields["error"] = Failure.of(event.error)
+    return Happened(type(event).__name__, fields)
+
+
+def event_of(news: Happened) -> Event:
+    """The event as the trainer's listeners get it. Raises `Corrupt` for what is none."""
+    kind = _EVENTS.get(news.kind)
+    try:
+        if kind is None:
+            raise Corrupt(f"{news.kind!r} is no event of an agent")
+        if kind is TierFailed:
+            failure = msgspec.convert(news.fields.get("error"), Failure)
+            tier, retry_in = msgspec.convert((news.fields.get("tier"), news.fields.get("retry_in")), tuple[str, float])
+            return TierFailed(tier, failure.error(), retry_in)
+        return msgspec.convert(news.fields, kind)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"an agent's {news.kind} cannot be read: {error}") from error

@@ -1,0 +1,106 @@
+"""Starts an agent for a store whenever there is none, and says why there is none when that does not help."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tieredckpt.concurrency import in_thread, told_to_end
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine.agent.process import AgentProcess, lives
+from tieredckpt.engine.notify import Pulse
+from tieredckpt.errors import TieredCkptError, TierUnavailable
+
+__all__ = ["PATIENCE", "Starter"]
+
+_log = logging.getLogger("tieredckpt")
+
+PATIENCE = 60.0
+"""Seconds that an agent may be silent, or take to get ready while somebody waits for it."""
+
+_FIRST_RETRY = 0.2
+_LAST_RETRY = 30.0
+"""Seconds until another agent is started in place of one that did not get ready."""
+_LOOK_AGAIN = 0.2
+"""Seconds between looks at whether an agent lives that has not called yet."""
+
+
+class Starter:
+    """Has an agent alive. Lives on the engine's loop.
+
+    Args:
+        config: of the store.
+        folder: of its RAM tier, now.
+        ready: whether there is an agent that is ready.
+        changed: beats when one comes or goes.
+        absent: told why there is none.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        folder: Callable[[], Path],
+        ready: Callable[[], bool],
+        changed: Pulse,
+        absent: Callable[[TieredCkptError], None],
+    ) -> None:
+        self._config, self._folder, self._ready = config, folder, ready
+        self._changed, self._absent = changed, absent
+        self._process: AgentProcess | None = None
+        self.refused: TieredCkptError | None = None
+        """Why the last one could not work, by its own word."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        failures, since = 0, time.monotonic()
+        while not told_to_end():
+            if self._ready():
+                await self._changed.wait()
+                failures, since = 0, time.monotonic()
+            elif self._runs() or await self._is_there():
+                await self._changed.wait(_LOOK_AGAIN)
+            else:
+                if failures:
+                    self._absent(self.refused or TierUnavailable(self._what_happened()))
+                    await asyncio.sleep(min(_LAST_RETRY, _FIRST_RETRY * 2.0 ** (failures - 1)))
+                await self._start()
+                failures += 1  # until it is ready
+            if not self._ready() and time.monotonic() - since > PATIENCE:
+                self._absent(TierUnavailable(f"no agent was ready for {PATIENCE:g} s; see its log"))
+
+    async def ended(self, within: float) -> None:
+        """Return when the agent that was started here has ended, or after so many seconds."""
+        begin = time.monotonic()
+        while self._runs() and time.monotonic() - begin < within:
+            await self._changed.wait(_LOOK_AGAIN)
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.running
+
+    async def _is_there(self) -> bool:
+        with suppress(TierUnavailable, OSError):
+            return await in_thread(lives, self._folder())
+        return False
+
+    async def _start(self) -> None:
+        self.refused = None
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._changed.beat)
+
+        try:
+            self._process = await in_thread(AgentProcess, self._config, self._folder(), ended)
+        except (OSError, TierUnavailable) as error:
+            self._process = None
+            self.refused = TierUnavailable(f"no agent can be started: {error}")
+        else:
+            _log.info("agent %d was started; its log is %s", self._process.number, self._process.log)
+
+    def _what_happened(self) -> str:
+        return "there is no agent" if self._process is None else self._process.what_happened()

@@ -1,0 +1,5 @@
+"""Keeping and deleting: which steps stay on a tier, in which order others leave, and which packs are reclaimed.
+
+In: policies and the state. Out: deletions. `policies` asks, `safety` refuses to delete a last copy, `evictor` removes
+steps, `collector` reclaims packs, `full_tier` makes room on a tier that its own steps fill.
+"""

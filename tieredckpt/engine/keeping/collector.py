@@ -1,0 +1,291 @@
+"""What leaves a tier: steps by policy and for room, packs that no step needs, packs that are mostly dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tieredckpt.blobs.base import Sweep
+from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Collected", "Collector"]
+
+_log = logging.getLogger("tieredckpt")
+
+_PATIENCE = 60.0
+"""Seconds for which a commit that cannot be read, and of which nothing is known, keeps all packs there are: so long a
+medium may lie, and so long nothing that is evicted makes room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection reclaimed on one tier."""
+
+    tier: str
+    packs: int = 0
+    """Packs deleted, those that were rewritten included."""
+    nbytes: int = 0
+    """Bytes that they took, less what was written anew."""
+    files: int = 0
+    """Other leftovers: index files and temporary files of writers that died."""
+
+
+class Collector:
+    """Evicts by policy and for room, and collects. Lives on the engine's loop."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.evictor = Evictor(state)
+        """Takes the steps out, also those that somebody names."""
+        self._strays: dict[str, dict[str, float]] = {}
+        """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
+
+    # -- by policy, and for room --------------------------------------------------------------------------
+
+    async def apply_retention(self, tier: Tier) -> None:
+        """Let the steps go that the tier's policy does not retain.
+
+        A tier with a capacity keeps them until room is needed; one without would grow for ever.
+        """
+        if tier.capacity is not None or not tier.answers or not self._state.manages(tier):
+            return
+        evicted = [step for step in leaving(self._state, tier) if await self.evictor.try_evict(step, tier)]
+        if evicted:
+            await self.collect(tier, orphans=False)
+
+    async def evict_unretained(self, tier: Tier) -> None:
+        """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
+        assert tier.ram is not None
+        await self.evictor.reclaim_unread(tier)
+        for step in leaving(self._state, tier):
+            if not waits_for_promotion(self._state, step, tier):
+                await self.evictor.try_evict(step, tier)
+
+    async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
+        """Evict from a tier until there is room enough; False when nothing more may go.
+
+        Steps that still wait for their promotion stay. Those that the policy retains leave RAM when a slower tier
+        holds them, for the slab is a cache; so do a rank's parts of what may be no step.
+        """
+        await self.evictor.reclaim_unread(tier)
+        if enough():
+            return True
+        for step in tuple(tier.parts):
+            if step not in self._state.undecided:
+                await self.evictor.let_part_go(step, tier)
+        going = leaving(self._state, tier)
+        if tier.ram is not None:
+            going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
+        else:
+            await self.collect(tier, orphans=False)
+            if enough():
+                return True
+            if tier.damaged.any_packs(_PATIENCE):
+                return False  # what is evicted now would make no room yet
+        for step in going:
+            if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
+                continue
+            if tier.ram is None:
+                await self.collect(tier, orphans=False)
+            if enough():
+                return True
+        return False
+
+    def _elsewhere(self, step: StepId, tier: Tier) -> bool:
+        return any(step in other.held and other.answers for other in self._state.tiers if other is not tier)
+
+    async def freed_by(self, steps: Collection[StepId], tier: Tier) -> int:
+        """Bytes of the packs of a tier that would be dead without these steps."""
+        if tier.damaged.any_packs(_PATIENCE):
+            return 0  # for now they stay
+        used = await self._packs_by_step(tier)
+        going = {key for step in steps for key in used.get(step, ())}
+        live = {key for step, packs in used.items() if step not in steps for key in packs}
+        live |= tier.damaged.own_packs().keys() | self._state.packs_streamed_to(tier)
+        return sum(tier.packs.get(key, 0) for key in going - live)
+
+    async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
+        """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
+        for step in sorted(tier.held):
+            if await self.evictor.try_evict(step, tier) and enough():
+                return True
+        return enough()
+
+    # -- packs --------------------------------------------------------------------------------------------
+
+    async def collect(self, tier: Tier, *, orphans: bool = True) -> Collected:
+        """Delete the packs that no committed step refers to.
+
+        Args:
+            tier: to collect on.
+            orphans: also delete packs and files that no step was ever known to use, once they are older than
+                the store's ``grace``: they may belong to a writer that is still at work.
+        """
+        await self.evictor.reclaim_unread(tier)
+        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
+            return Collected(tier.name)
+        await self.evictor.find_out(tier)  # before its packs are taken for dead
+        async with tier.guards_packs:
+            if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
+                return Collected(tier.name)
+            await self._look_at_damaged(tier)
+            await self._take_back(tier)
+            if orphans:
+                await self._find_strays(tier)
+            # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
+            own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(_PATIENCE)
+            live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(_PATIENCE)
+            live |= self._state.packs_streamed_to(tier)
+            kept = tier.orphans | own | tier.damaged.own_packs()
+            oldest_kept = time.time() - self._state.config.grace
+            dead = [
+                key
+                for key in tier.packs
+                if key not in live and (key not in kept or (orphans and kept[key] < oldest_kept))
+            ]
+            nbytes = await self._delete_packs(tier, dead)
+            files = await self._sweep(tier, oldest_kept) if orphans else 0
+        self._state.changed.beat()
+        return Collected(tier.name, len(dead), nbytes, files)
+
+    async def _look_at_damaged(self, tier: Tier) -> None:
+        """Read commits once more that could not be read: their packs would go as what no step is known to use."""
+        for step in tuple(tier.damaged):
+            if step in tier.damaged:
+                try:
+                    await self.evictor.look_again(step, tier)
+                except TierUnavailable as silence:
+                    _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
+
+    async def _take_back(self, tier: Tier) -> None:
+        """Undo first commits that failed, and may be there all the same: no step is held by their packs."""
+        for step in tuple(tier.doubtful - tier.held.keys() - tier.damaged.keys()):
+            await tier.store.delete(layout.manifest_key(step.step, step.serial))
+            tier.doubtful.discard(step)
+
+    async def _find_strays(self, tier: Tier) -> None:
+        """Get to know packs whose put failed after it had happened, and those of other writers."""
+        async for info in tier.store.list(layout.PACKS):
+            if info.key not in tier.packs and layout.parse_pack_key(info.key) is not None:
+                tier.packs[info.key] = info.size
+                tier.unlisted.add(info.key)
+                tier.orphans[info.key] = info.modified or time.time()
+
+    async def _live_packs(self, tier: Tier) -> set[str]:
+        live: set[str] = set()
+        for packs in (await self._packs_by_step(tier)).values():
+            live |= packs
+        for key in live:
+            tier.orphans.pop(key, None)
+        return live
+
+    async def _packs_by_step(self, tier: Tier) -> dict[StepId, frozenset[str]]:
+        found = {}
+        for step in tuple(tier.held):
+            try:
+                found[step] = await tier.packs_of(step)
+            except NotFound:
+                if step in tier.held:  # and was not evicted meanwhile
+                    raise
+            except Corrupt as error:
+                _condemn(tier, step, error)
+        return found
+
+    async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
+        dead = set(keys)
+        for digest in tier.chunks.in_packs(dead):
+            tier.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
+        freed = 0
+        for key in dead:
+            await tier.store.delete(key)
+            tier.orphans.pop(key, None)
+            tier.unlisted.discard(key)
+            freed += tier.packs.pop(key)
+        return freed
+
+    async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
+        """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
+        known = {held.btree_key for step, held in tier.held.items() if step not in tier.doubtful}
+        known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.held, *tier.damaged)}
+        unsure = {*tier.damaged, *tier.doubtful}
+        for step in tier.doubtful & tier.held.keys():  # of its two commits, one is there by now
+            with suppress(Corrupt, NotFound):
+                known.add((await tier.read_index(step))[2])
+                unsure.discard(step)
+        strays = {
+            info.key: info.modified
+            async for info in tier.store.list(layout.STEPS)
+            if info.key not in known and not _belongs(info.key, unsure)
+        }
+        seen = self._strays.get(tier.name, {})
+        # Where the store tells no time of change, a stray is as old as we have known it.
+        self._strays[tier.name] = {key: modified or seen.get(key, time.time()) for key, modified in strays.items()}
+        stale = [key for key, since in self._strays[tier.name].items() if since < oldest_kept]
+        for key in stale:
+            await tier.store.delete(key)
+        torn = await tier.store.sweep(self._state.config.grace) if isinstance(tier.store, Sweep) else 0
+        return len(stale) + torn
+
+    async def sparse_packs(self, tier: Tier) -> set[str]:
+        """Packs whose live share of bytes is below the store's ``repack_below``."""
+        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
+            return set()
+        live: dict[str, int] = {}
+        seen: set[tuple[str, int]] = set()
+        for step in tuple(tier.held):
+            try:
+                index = await tier.load_index(step)
+            except NotFound:
+                continue  # evicted meanwhile
+            except Corrupt as error:
+                _condemn(tier, step, error)
+                continue
+            for extent in unique_extents(index.arrays).values():
+                if (extent.path, extent.offset) not in seen:
+                    seen.add((extent.path, extent.offset))
+                    live[extent.path] = live.get(extent.path, 0) + extent.length
+            await asyncio.sleep(0)
+        threshold = self._state.config.repack_below
+        return {key for key, nbytes in live.items() if nbytes < threshold * tier.packs.get(key, 0)}
+
+    async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
+        """The steps on a tier that refer to any of the packs."""
+        return sorted(step for step, used in (await self._packs_by_step(tier)).items() if packs & used)
+
+    async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
+        """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
+        async with tier.guards_packs:
+            for digest in tier.chunks.in_packs(packs):
+                tier.forget(digest)
+            for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
+                with suppress(NotFound):  # evicted meanwhile
+                    for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
+                        if extent.path in packs:
+                            tier.forget(digest)
+
+    async def settle(self, tier: Tier) -> None:
+        """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""
+        try:
+            await self.apply_retention(tier)
+        except TieredCkptError as error:
+            _log.warning("retention on tier %r: %s", tier.name, error)
+
+
+def _belongs(key: str, steps: Iterable[StepId]) -> bool:
+    return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)
+
+
+def _condemn(tier: Tier, step: StepId, error: Corrupt) -> None:
+    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+    tier.condemn(step, error)

@@ -1,0 +1,108 @@
+"""Room on a full tier for a newer step: the steps that it retains leave, oldest first, as far as promise 6 allows.
+
+Which are retained is for the policy to say, how many find room for the tier. Without this a tier that its own steps
+fill would stay at these, and the newest step would never be durable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.policies import leaving, leaving_for, waits_for_promotion
+from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NoSpace
+from tieredckpt.events import RetentionCut
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["NoRoom", "evict_older", "evicting_older", "make_room", "needing"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class NoRoom(NoSpace):
+    """A tier has no room for ``need`` bytes of a step."""
+
+    need: int = 0
+
+    @classmethod
+    def of(cls, message: str, need: int) -> NoRoom:
+        error = cls(message)
+        error.need = need
+        return error
+
+
+@asynccontextmanager
+async def needing(need: int) -> AsyncIterator[None]:
+    """Say of a full device in the block for how many bytes it has no room."""
+    try:
+        yield
+    except NoSpace as error:
+        raise NoRoom.of(str(error), need) from error
+
+
+def _fits(tier: Tier, need: int) -> bool:
+    return tier.capacity is None or tier.used + need <= tier.capacity
+
+
+async def make_room(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:
+    """Whether the capacity of a tier has room for so many bytes of a step, after evictions where need be.
+
+    ``step`` is None for a save, which is newer than all there is.
+    """
+    if tier.capacity is None or await collector.make_room(tier, lambda: _fits(tier, need)):
+        return True
+    while await evict_older(state, collector, step, tier, need):
+        if _fits(tier, need):
+            return True
+    return False
+
+
+async def evicting_older(
+    state: State, collector: Collector, step: StepId, tier: Tier, copy: Callable[[], Awaitable[int]]
+) -> int:
+    """Copy a step to a tier, again after each older step that left it because the device is full."""
+    while True:
+        try:
+            return await copy()
+        except NoRoom as error:
+            if not await evict_older(state, collector, step, tier, error.need):
+                raise
+
+
+async def evict_older(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:
+    """Evict one step from a full tier, for a newer one that needs so many bytes there; whether one left.
+
+    None leaves if all that may leave would not make that much room.
+    """
+    if tier.ram is not None or not tier.answers or not state.manages(tier):
+        return False
+    going = [
+        older
+        for older in leaving_for(state, tier, step)
+        if not waits_for_promotion(state, older, tier, only_healthy=True) and not why_not(state, older, tier)
+    ]
+    lacking = need if _fits(tier, need) else tier.used + need - (tier.capacity or 0)
+    if not going or await collector.freed_by(going, tier) < lacking:
+        return False
+    retained = set(going).difference(leaving(state, tier))
+    for older in going:
+        if await collector.evictor.try_evict(older, tier):
+            if older in retained:
+                _tell(state, older, tier)
+            await collector.collect(tier, orphans=False)
+            return True
+    return False
+
+
+def _tell(state: State, step: StepId, tier: Tier) -> None:
+    if not tier.note:
+        tier.note = "has no room for all the steps that its policy retains: the oldest leave for newer ones"
+        _log.warning(
+            "tier %r %s, first %s; give it more room, or let `retain` ask for fewer", tier.name, tier.note, step
+        )
+    state.events.emit(RetentionCut(step.step, step.serial, tier.name))

@@ -1,0 +1,120 @@
+"""Asks the policies, and stays safe whatever they answer: one that raises anything is logged and its step kept.
+
+What is no answer to the question counts as a failure: an endless iterator is not tried for what it holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from itertools import takewhile
+
+from tieredckpt.callbacks import Callback, is_failure
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.format.manifest import StepId
+from tieredckpt.policy.base import StoreView, TierView
+
+__all__ = ["is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
+    """Whether a step is to be promoted to a tier on its own: it is on the branch, nearer, not there, and wanted.
+
+    What left the tier does not come back; a step older than what the tier holds is wanted only if the tier would
+    retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
+    whether the step will be due when the promotions under way have ended.
+    """
+    if step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
+        return False
+    mended = step in tier.damaged  # from wherever it is
+    if not mended and not any(step in nearer.held for nearer in state.tiers[: tier.index]):
+        return False
+    view = view or state.view(at_rest=True)
+    place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
+    if place == len(view.steps) or view.steps[place].serial != step.serial:
+        return False
+    mine = view.steps[place]
+    tier_view = view.tiers[tier.index]
+    try:
+        with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
+            if not tier.config.promote.promotes(mine, tier_view, view):
+                return False
+        newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
+        if any(seen.on_line and tier.name in seen.tiers for seen in newer):
+            return step.serial in _retained(tier, tier_view, state.view(and_on=(step, tier)))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
+    return True
+
+
+def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
+    """Whether a slower tier is still to get the step, and may get it."""
+    slower = [other for other in state.tiers[tier.index + 1 :] if other.healthy or not only_healthy]
+    view = state.view(at_rest=True)
+    return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)
+
+
+def leaving(state: State, tier: Tier) -> list[StepId]:
+    """The steps that retention lets go, off-branch ones first, then as the eviction policy orders them."""
+    view = state.view()
+    tier_view = state.tier_view(tier)
+    try:
+        retained = _retained(tier, tier_view, view)
+        if not view.serials_on(tier.name) - retained:
+            return []
+        found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
+        with Callback(f"tier {tier.name!r}: eviction policy", tier.config.evict):
+            proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
+        if not isinstance(proposed, (list, tuple)):
+            raise TypeError(f"{tier.config.evict.kind}: order() gave a {type(proposed).__name__}, not a list")
+        order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
+        return []
+    order.sort(key=lambda serial: found[serial].on_line)
+    return [StepId(serial, found[serial].step) for serial in order]
+
+
+def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
+    """The steps that may leave a full tier for a newer one: what retention lets go, then what it keeps, oldest first.
+
+    ``step`` is None for one that is newer than all there is. An abandoned step drives out none that is retained.
+    """
+    going = leaving(state, tier)
+    if step is not None and not state.on_line(step.serial):
+        return going
+    older = [held for held in sorted(tier.held) if (step is None or held < step) and held not in going]
+    return going + sorted(older, key=lambda held: state.on_line(held.serial))
+
+
+def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:
+    with Callback(f"tier {tier.name!r}: retention policy", tier.config.retain):
+        retained = tier.config.retain.retains(tier_view, view)
+    if not isinstance(retained, (AbstractSet, list, tuple)):
+        raise TypeError(f"{tier.config.retain.kind}: retains() gave a {type(retained).__name__}, not a frozenset")
+    return frozenset(retained)
+
+
+def save_is_due(state: State, step: int, after: float | None = None) -> bool:
+    """The schedule's answer, or what it would be ``after`` seconds; a schedule that fails saves rather than not."""
+    try:
+        view, observed = state.view(), state.observe(step)
+        if after is not None:
+            last = None if observed.last_save_at is None else view.now - after
+            observed = replace(observed, started_at=view.now - after, last_save_at=last)
+        with Callback("schedule", state.config.schedule):
+            return bool(state.config.schedule.due(step, view, observed))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        _log.exception("the schedule failed at step %d; the step is saved", step)
+        return True

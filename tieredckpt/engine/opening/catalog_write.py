@@ -1,0 +1,160 @@
+"""Writes the catalogs of a tier, behind everything else: what came since the last one, and the smaller ones anew."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tieredckpt.concurrency import together
+from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp, stamp_of
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NotFound
+from tieredckpt.format import layout
+from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, encode_catalog
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["write_catalog"]
+
+_ENOUGH = 64
+"""Packs and steps that no catalog has, from which on one is written for them: fewer are soon read."""
+_CHUNKS_EACH = 2 << 20
+"""Chunks of a catalog, about; 64 MiB of it."""
+_STEPS_EACH = 100_000
+_LARGE = 32 << 20
+"""Bytes of a catalog that is not written anew for what came since."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    packs: Sequence[str]
+    steps: Sequence[StepId]
+    replaces: Sequence[str]
+    """The catalogs whose content is among that, or that are of no use."""
+
+
+async def write_catalog(tier: Tier, store: str) -> bool:
+    """Write down what no catalog has if that is enough, and what a catalog has that is mostly gone; whether it did.
+
+    What is new is written together with the catalogs that are not more than twice as large. So there are few, and
+    each pack and step is written a few times altogether. Raises as the tier's store does.
+    """
+    known = tier.catalogued
+    if _plan(tier) is None:
+        return False
+    async with tier.guards_packs:  # nothing is committed or collected while it is seen what there is
+        known.packs &= tier.packs.keys()
+        known.steps &= tier.held.keys()
+        await _stamp(tier, tier.held.keys() - known.steps)
+        plan = _plan(tier)
+        if plan is None:
+            return False
+        found = await asyncio.to_thread(tier.chunks.listed, plan.packs, _spares(tier))
+        sizes = np.array([tier.packs[key] for key in plan.packs], np.uint64)
+        steps = [(step, tier.held[step].record, known.stamps[step]) for step in plan.steps]
+    counts, table = found
+    for packs, rows, some in _shares(counts, len(steps)):
+        catalog = Catalog(
+            store,
+            plan.packs[packs],
+            sizes[packs],
+            counts[packs].astype(np.uint32),
+            table[rows],
+            [_entry(*step) for step in steps[some]],
+        )
+        await _put(tier, catalog, {step: stamp for step, _, stamp in steps[some]})
+    for key in plan.replaces:
+        await tier.store.delete(key)
+        known.files.pop(key, None)
+    return True
+
+
+def _plan(tier: Tier) -> _Plan | None:
+    """What is to be written; None if that can wait."""
+    known = tier.catalogued
+    packs = tier.packs.keys() - known.packs - tier.unlisted
+    steps = set() if known.timeless else tier.held.keys() - known.steps
+    due = len(packs) + len(steps) >= _ENOUGH
+    replaces: list[str] = []
+    alive = {
+        key: (file.packs & tier.packs.keys(), file.steps & known.steps & tier.held.keys())
+        for key, file in known.files.items()
+    }
+    for key in sorted(alive, key=lambda key: sum(map(len, alive[key]))):
+        its_packs, its_steps = alive[key]
+        size, file = len(its_packs) + len(its_steps), known.files[key]
+        mostly_gone = 2 * size <= file.listed
+        if mostly_gone or (size <= 2 * (len(packs) + len(steps)) and file.nbytes < _LARGE):
+            due |= mostly_gone
+            replaces.append(key)
+            packs |= its_packs
+            steps |= its_steps
+    return _Plan(sorted(packs), sorted(steps & known.stamps.keys()), replaces) if due else None
+
+
+async def _stamp(tier: Tier, steps: set[StepId]) -> None:
+    """Look up by what the steps are known that were committed since the tier was opened."""
+    known = tier.catalogued
+
+    async def look(step: StepId) -> None:
+        key = tier.held[step].btree_key
+        folder, name = layout.step_folder(step.step, step.serial), key.rpartition("/")[2]
+        try:
+            files = {name: await tier.store.stat(folder + name) for name in (layout.MANIFEST, name)}
+        except NotFound:
+            return  # it is being retracted
+        stamp = stamp_of(name, files)
+        if stamp is None:
+            known.timeless = True
+        else:
+            known.stamps[step] = stamp
+
+    if not known.timeless:
+        await together([look(step) for step in steps - known.stamps.keys()])
+
+
+def _spares(tier: Tier) -> list[tuple[bytes, Extent]]:
+    return [(digest, extent) for digest, extents in tier.spares.items() for extent in extents]
+
+
+def _shares(counts: np.ndarray[tuple[int], np.dtype[np.int64]], steps: int) -> Iterator[tuple[slice, slice, slice]]:
+    """What each of several catalogs gets: packs, their chunks, and steps; one is enough unless there is very much."""
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    pack = step = 0
+    while pack < len(counts) or step < steps:
+        last = max(pack + 1, int(np.searchsorted(ends, ends[pack] + _CHUNKS_EACH, "right")) - 1)
+        last = min(last, len(counts))
+        yield slice(pack, last), slice(int(ends[pack]), int(ends[last])), slice(step, step + _STEPS_EACH)
+        pack, step = last, step + _STEPS_EACH
+
+
+def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
+    return CatalogStep(
+        step.step,
+        step.serial,
+        *stamp,
+        line=record.line,
+        restored_from=record.restored_from,
+        saved_at=record.saved_at,
+        nbytes=record.nbytes,
+        metrics=record.metrics,
+        ranks=record.ranks,
+    )
+
+
+async def _put(tier: Tier, catalog: Catalog, stamps: Mapping[StepId, Stamp]) -> None:
+    known, key = tier.catalogued, layout.catalog_key(secrets.token_hex(16))
+    data = await asyncio.to_thread(encode_catalog, catalog)
+    if len(data) > MAX_CATALOG:
+        return  # metrics beyond all measure: these steps are read at each opening
+    await tier.store.put(key, [data])
+    # What was committed anew meanwhile has another stamp, or none yet.
+    steps = frozenset(step for step, stamp in stamps.items() if known.stamps.get(step) == stamp)
+    packs = frozenset(catalog.packs)
+    known.files[key] = CatalogFile(len(data), packs, steps, len(packs) + len(stamps))
+    known.packs |= packs
+    known.steps |= steps

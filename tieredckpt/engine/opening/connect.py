@@ -1,0 +1,351 @@
+"""From a tier's configuration to its blob store, and from a store's tiers to one identity."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.posix.store import PosixStore
+from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.blobs.ram.owner import Place
+from tieredckpt.blobs.ram.places import places_of
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
+from tieredckpt.concurrency import left_behind_after, whole
+from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+from tieredckpt.config.checks import doubtful
+from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
+from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
+from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose
+from tieredckpt.engine.opening.scan import survey
+from tieredckpt.engine.opening.stale_ram import drop_left_behind
+from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.tier.lease import Lease
+from tieredckpt.engine.tier.tier import MARKER_MAX, Tier
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import RamLeftAlone
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StoreMarker, decode_marker
+from tieredckpt.settings import explain
+from tieredckpt.units import format_size
+
+__all__ = ["connect", "connect_ram", "identify", "make_tiers", "open_slower", "reopen"]
+
+_log = logging.getLogger("tieredckpt")
+
+_OPERATIONS_IN_FLIGHT = 16
+_BYTES_IN_FLIGHT = 1 << 30
+
+
+def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
+    """The tiers of a store, not connected yet. RAM waits for `connect_ram`: whose it is, the others tell.
+
+    Args:
+        config: of the store.
+        read_only: to be looked at only.
+    """
+    return tuple(
+        Tier(tier.name, index, tier, partial(_too_early if tier.kind == "ram" else _connect_slower, tier, read_only))
+        for index, tier in enumerate(config.tiers)
+    )
+
+
+def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:
+    """Set how RAM is connected: as that of this store, whose identity is known then.
+
+    Args:
+        state: of the store.
+        sharers: how many ranks share the memory of this machine.
+        folder: where an agent has found it; it reads it there.
+    """
+    first = state.tiers[0]
+    if not isinstance(first.config, RamTier):
+        return
+
+    async def connect() -> BlobStore:
+        if folder is not None:
+            return await asyncio.to_thread(RamStore.attach, folder)
+        if state.marker is None:
+            raise NotFound(f"tier {first.name!r}: there is no RAM of a store that is not there yet")
+        return await (attach_ram(state) if state.read_only else open_ram(state, sharers=sharers))
+
+    first.connect = connect
+
+
+async def _too_early(tier: TierConfig, read_only: bool) -> BlobStore:
+    raise TierUnavailable(f"tier {tier.name!r}: it is not known yet whose RAM it is")
+
+
+async def _connect_slower(tier: TierConfig, read_only: bool) -> BlobStore:
+    if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
+        raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
+    store: BlobStore = await open_slower(tier, read_only=read_only)
+    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
+    store = Retrying(store, attempts=tier.retries + 1)
+    store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
+    if tier.rate_limit is not None:
+        store = Paced(store, rate=tier.rate_limit)
+    return Metered(store)
+
+
+async def open_slower(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
+    """The bare blob store of a tier other than RAM, without the wrappers that retry, limit and time.
+
+    With ``read_only`` nothing is made where it is, not even to find out what it can do.
+    """
+    if isinstance(tier, PosixTier):
+        make = partial(
+            PosixStore,
+            tier.path,
+            survives=Survives.named(tier.survives),
+            fsync=tier.fsync,
+            direct=tier.direct,
+            threads=tier.threads,
+            tries=not read_only,
+        )
+        return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
+    if isinstance(tier, ChfsTier):
+        from tieredckpt.blobs.chfs.choice import open_chfs
+
+        return await open_chfs(tier, survives=Survives.named(tier.survives))
+    from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
+
+    assert isinstance(tier, KvstoreTier)
+    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else Survives.named(tier.survives))
+
+
+async def _is_there(tier: PosixTier) -> bool:
+    return await left_behind_after(tier.deadline, tier.name, f"looking for {tier.path}", tier.path.is_dir)
+
+
+async def connect(state: State, tier: Tier) -> None:
+    """Open a tier, see that it belongs to this store and to no other writer, and learn what it holds.
+
+    Raises:
+        Conflict: it belongs to another store, or another writer holds it.
+        NotFound: there is no RAM of this store, and none to be made.
+        TierUnavailable, Corrupt: it cannot be read.
+    """
+    await refuse_other_file_system(state, tier)
+    marker, damaged = await marker_of(tier)
+    if state.marker is not None and marker is not None and marker.store != state.marker.store:
+        writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
+        if writes_ram or state.marker.owns(await store_of_steps(tier)):
+            marker, damaged = state.marker, True
+        elif tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
+            await _adopt(state, marker)
+        elif tier.ram is not None:
+            raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
+        else:
+            raise Conflict(
+                f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
+                f"{state.marker.store}); point the tier to a folder of its own"
+            )
+    writes = not state.read_only and state.manages(tier)
+    if writes and tier.ram is None and tier.lease is None:
+        lease = Lease(tier.store, tier.name, state.config.lease_ttl)
+        await lease.acquire()
+        tier.lease = lease
+    elif tier.lease is not None:
+        await tier.lease.renew()
+    if (marker is None or damaged) and state.marker is not None and writes:
+        await tier.mark(state.marker)
+    async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
+        known = marker or state.marker
+        await survey(tier, known.store if known is not None else None)
+        if state.ranks > 1 and tier.ram is not None:
+            tier.set_apart()
+        tier.marker = known
+    if tier.ram is not None:
+        await note_owner(state)
+        if writes and tier.ram.notice and state.ranks == 1:  # of several, rank 0 says it for all
+            _log.warning("%s", tier.ram.notice)
+
+
+async def reopen(state: State, tier: Tier) -> bool:
+    """Open a slower tier once more beside its store that fails, as after its file system was mounted anew.
+
+    True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
+    place where a file system is to be mounted, and is left alone. Raises as opening does.
+    """
+    if isinstance(tier.config, PosixTier) and not await _is_there(tier.config):
+        return False
+    return await whole(_reopen(state, tier))
+
+
+async def _reopen(state: State, tier: Tier) -> bool:
+    blobs = await tier.connect()
+    try:
+        found = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
+    except (NotFound, Corrupt, TierUnavailable):
+        found = None
+    if found is None or state.marker is None or found.store != state.marker.store:
+        await blobs.close()
+        return False
+    old, tier.blobs = tier.blobs, blobs
+    if tier.lease is not None:
+        tier.lease.store = blobs
+    if old is not None:
+        await old.close()
+    return True
+
+
+async def _adopt(state: State, marker: StoreMarker) -> None:
+    """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
+    state.marker, state.made_up = marker, False
+    for tier in state.tiers:
+        if tier.ram is None and tier.marker is not None and tier.marker != marker:
+            tier.marker = marker
+            if state.manages(tier):
+                await tier.mark(marker)
+    await mark_ram(state)
+
+
+async def identify(
+    state: State, found: Sequence[FoundRam] | None = None, folder: Path | None = None
+) -> list[tuple[Tier, TieredCkptError]]:
+    """Open every tier and settle whose store it is; returns the tiers that could not be, and why.
+
+    Args:
+        state: of the store.
+        found: the RAM that there is on the machines of all ranks; None to look on this one.
+        folder: the only RAM that counts, for an agent.
+
+    Raises `Conflict` where the tiers belong to two stores, or a writer's are a copy of another's.
+    """
+    failures: list[tuple[Tier, TieredCkptError]] = []
+    if not state.read_only:
+        _tell_doubts(state)
+    places = state.places = await places_of(state.config)
+    if found is None:
+        found = await find(state.config, places.values())
+    if folder is not None:
+        found = [each for each in found if each.folder == str(folder)]
+    slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
+    state.noted = _noted_elsewhere(found)
+
+    async def look(tier: Tier) -> StoreMarker | None:
+        try:
+            await refuse_other_file_system(state, tier)
+            return (await marker_of(tier))[0]
+        except TieredCkptError as error:
+            failures.append((tier, error))
+            return None
+
+    markers = await agreed(slower, await asyncio.gather(*(look(tier) for tier in slower)))
+    failed = [tier for tier, _ in failures]
+    choice = _chosen(
+        state,
+        [
+            SeenTier(tier.name, places.get(tier.name) or Place(location=""), tier not in failed, marker)
+            for tier, marker in zip(slower, markers, strict=True)
+        ],
+        found,
+    )
+    state.marker, state.made_up = choice.marker, choice.provisional
+    if state.role is Role.AGENT and state.marker is None:  # whose trainer knows better
+        state.marker = next((each.marker for each in found), None)
+    elif state.marker is None and not state.read_only:
+        state.marker, state.made_up = StoreMarker(store=str(uuid.uuid4())), True
+    state.noted = _noted_elsewhere([each for each in found if state.marker and each.store == state.marker.store])
+
+    async def join(tier: Tier) -> None:
+        try:
+            await connect(state, tier)
+        except TieredCkptError as error:
+            failures.append((tier, error))
+
+    await asyncio.gather(*(join(tier) for tier in slower if tier not in failed))
+    if slower != list(state.tiers):
+        await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
+    await drop_left_behind(state)
+    if not state.read_only:
+        _refuse_what_cannot_fit(state)
+        _tell_left(state, choice)
+    return failures
+
+
+def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Choice:
+    try:
+        return choose(seen, found, state.config)
+    except Conflict:
+        if not state.read_only:
+            raise
+    store = next(tier.marker.store for tier in seen if tier.marker is not None)  # whoever looks has the nearest
+    return choose([tier for tier in seen if tier.marker is None or tier.marker.store == store], found, state.config)
+
+
+def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
+    """The places of RAM's notes, as noted, where another file system is now."""
+    return {
+        place.location: place
+        for each in found
+        if each.owner is not None
+        for place in each.owner.places
+        if place.location in each.elsewhere
+    }
+
+
+def _tell_doubts(state: State) -> None:
+    for doubt in doubtful(state.config):
+        _log.warning("configuration: %s", explain([doubt]))
+    first = state.config.tiers[0]
+    if state.ranks == 1 and isinstance(first, RamTier) and first.replicas > 1:
+        _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
+
+
+def _tell_left(state: State, choice: Choice) -> None:
+    """Say of RAM that was of this folder, and is of another store, what may be done with it."""
+    first = state.config.tiers[0]
+    rooted = f" --root {first.path}" if isinstance(first, RamTier) and first.path is not None else ""
+    for store, group in choice.left.items():
+        steps = sorted({step for each in group for step in each.steps})
+        if not steps:
+            continue
+        newest = StepId(*steps[-1])
+        where = _common_place(state, group)
+        _log.warning(
+            "RAM at %s holds %d steps of another store (%s), up to %s, which was at %s before; it is left alone: "
+            "`tieredckpt adopt %s --ram %s%s` continues that store there, `tieredckpt forget %s%s` frees the memory",
+            *(group[0].folder, len(steps), store, newest, where, where, store, rooted, store, rooted),
+        )
+        state.events.emit(RamLeftAlone(store, group[0].folder, len(steps), newest.step, newest.serial))
+
+
+def _common_place(state: State, group: Sequence[FoundRam]) -> str:
+    """A location that both this store and RAM of another have."""
+    owner = group[0].owner
+    noted = [place.location for place in owner.places] if owner is not None else []
+    ours = {place.location for place in state.places.values()}
+    return next((where for where in noted if where in ours), noted[0] if noted else "")
+
+
+def _refuse_what_cannot_fit(state: State) -> None:
+    """Raise `Invalid` if no slower tier can hold a step as large as the newest; tell of single ones that cannot."""
+    newest = next(reversed(state.records().items()), None)
+    slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
+    if newest is None or not slower:
+        return
+    step, record = newest
+    small = [
+        (tier, tier.capacity)
+        for tier in slower
+        if tier.marker is not None  # else what it holds is not known
+        and tier.capacity is not None
+        and tier.capacity < record.nbytes
+        and all(held.record.nbytes < record.nbytes for held in tier.held.values())  # else its chunks are shared ones
+    ]
+    told = [
+        f"tier {tier.name!r} with its {format_size(capacity)} cannot hold a step as large as {step}, "
+        f"{format_size(record.nbytes)}; raise its capacity, or take the tier out"
+        for tier, capacity in small
+    ]
+    if len(small) == len(slower):
+        raise Invalid("\n".join(told))
+    for text in told:
+        _log.warning("%s", text)

@@ -1,0 +1,93 @@
+"""Whose store a tier holds, also where its marker was damaged: every step says so too, under a checksum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from tieredckpt.engine.tier.tier import MARKER_MAX, Tier
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StoreMarker, find_record
+
+__all__ = ["agreed", "marker_of", "store_of_steps"]
+
+_log = logging.getLogger("tieredckpt")
+
+_STEPS_ASKED = 8
+
+
+async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
+    """The marker of a tier, None for an empty tier, and whether it has to be written anew, as the steps say it was.
+
+    Raises:
+        Corrupt: it cannot be read, and the steps do not tell either; or it is of another format.
+        TierUnavailable: as the blob store does.
+    """
+    problem: Corrupt | None = None
+    try:
+        marker = await tier.open()
+    except Corrupt as error:
+        if await _is_of_another_format(tier):
+            raise
+        marker, problem = None, error
+    if marker is not None:
+        return marker, False
+    store = await store_of_steps(tier)
+    if store is not None:
+        _log.warning(
+            "tier %r has lost its marker (%s); its steps are of store %s", tier.name, problem or "it is missing", store
+        )
+        return StoreMarker(store=store), True
+    if problem is not None:
+        raise problem
+    return None, False
+
+
+async def store_of_steps(tier: Tier) -> str | None:
+    """The store that the newest steps of a tier belong to; None where there are none, or they disagree."""
+    found: list[StepId] = []
+    async for info in tier.store.list(layout.STEPS):
+        folder, _, name = info.key.rpartition("/")
+        parsed = layout.parse_step_folder(folder + "/")
+        if parsed is not None and name == layout.MANIFEST:
+            found.append(StepId(serial=parsed[1], step=parsed[0]))
+    stores: set[str] = set()
+    for step in sorted(found, reverse=True)[:_STEPS_ASKED]:
+        try:
+            stores.add(find_record(*await tier.read_index(step)).store)
+        except (Corrupt, NotFound):
+            continue
+    return stores.pop() if len(stores) == 1 else None
+
+
+async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
+    """The markers, where one of them is not what its own steps and another tier's marker say, as those say."""
+    stores = [marker.store if marker is not None else None for marker in markers]
+    result = list(markers)
+    if len({store for store in stores if store is not None}) < 2:
+        return result
+    for i, (tier, marker) in enumerate(zip(tiers, markers, strict=True)):
+        others = {store for j, store in enumerate(stores) if j != i}
+        if marker is None:
+            continue
+        try:
+            store = await store_of_steps(tier)
+        except TierUnavailable:
+            continue  # which is met again where it is reported
+        if store is not None and not marker.owns(store) and store in others:
+            _log.warning("tier %r: its marker says %s, its steps and another tier %s", tier.name, marker.store, store)
+            result[i] = StoreMarker(store=store)
+    return result
+
+
+async def _is_of_another_format(tier: Tier) -> bool:
+    """Whether a marker that this version refuses is a sound one of another version, which nobody is to replace."""
+    try:
+        data = await tier.store.get(layout.MARKER, limit=MARKER_MAX)
+        found = msgspec.json.decode(data, type=dict[str, str | int])
+    except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return found.get("format_version") not in (None, layout.FORMAT_VERSION) and isinstance(found.get("store"), str)

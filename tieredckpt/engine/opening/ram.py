@@ -1,0 +1,262 @@
+"""Finds the RAM of a store on this machine, opens it, and keeps its note of where the store's other tiers are.
+
+Which store's it is, `ram_choice` decides. A reader changes nothing of it. A writer moves what a version before has put
+elsewhere, and is refused where the RAM belongs to a store of whose folder this one is a copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.blobs.base import Survives
+from tieredckpt.blobs.ram.find import FoundRam, find_ram, judged, store_in
+from tieredckpt.blobs.ram.folder import RANK_FOLDER, keep_earlier_versions_out, move_in, ram_root, unfinished_moves
+from tieredckpt.blobs.ram.owner import Owner, Place, is_removed, read_owner, write_owner
+from tieredckpt.blobs.ram.places import place_of, places_of
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.concurrency import in_thread, left_behind_after, told_to_end
+from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.engine.opening.ram_choice import is_copy, is_of_ram_alone, notes
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, TierUnavailable
+
+__all__ = [
+    "attach_ram",
+    "find",
+    "is_of_a_copy",
+    "judged_within",
+    "keep_noted",
+    "mark_ram",
+    "note_owner",
+    "open_ram",
+    "ram_folder",
+    "ram_of",
+    "refuse_other_file_system",
+]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def ram_folder(state: State) -> Path:
+    """Where the RAM of this store is on this machine; of several ranks, each has a folder in it."""
+    if (ram := state.tiers[0].ram) is not None:
+        folder = Path(ram.location)
+        return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
+    config = state.tiers[0].config
+    assert isinstance(config, RamTier)
+    assert state.marker is not None
+    return ram_root(config.path) / state.marker.store
+
+
+async def find(config: StoreConfig, places: Collection[Place]) -> list[FoundRam]:
+    """All RAM of this user on this machine where the store's would be; `judged`, if it notes one of the places."""
+    first = config.tiers[0]
+    if not isinstance(first, RamTier):
+        return []
+    found = await in_thread(find_ram, ram_root(first.path))
+    return [await _judged(config, each) if notes([each], places) else each for each in found if not each.lost]
+
+
+async def ram_of(config: StoreConfig) -> list[FoundRam]:
+    """The RAM on this machine that notes a tier of a configuration; of one of RAM alone, what has its name."""
+    places = tuple((await places_of(config)).values())
+    found = await find(config, places)
+    return [each for each in found if notes([each], places) or (not places and is_of_ram_alone([each], config))]
+
+
+async def _judged(config: StoreConfig, found: FoundRam) -> FoundRam:
+    return await judged_within(min(tier.deadline for tier in config.tiers), found)
+
+
+async def judged_within(seconds: float, found: FoundRam) -> FoundRam:
+    """RAM with what is at the places that it notes now; those that do not answer in time still have the store."""
+    try:
+        return await left_behind_after(seconds, "ram", f"looking whose {found.folder} is", judged, found)
+    except TierUnavailable:
+        assert found.owner is not None
+        return msgspec.structs.replace(found, holding=tuple(place.location for place in found.owner.places))
+
+
+# -- opening ----------------------------------------------------------------------------------------------
+
+
+async def open_ram(state: State, *, sharers: int) -> RamStore:
+    """Open the RAM tier to write to it, or make it.
+
+    Args:
+        state: of a store whose identity is known.
+        sharers: how many ranks share the memory of this machine.
+
+    Raises:
+        Conflict: another process writes to it, or it is of the folder of which a tier of this store is a copy.
+        As `RamStore.open` else.
+    """
+    tier = state.tiers[0].config
+    assert isinstance(tier, RamTier)
+    assert state.marker is not None
+    top = ram_root(tier.path) / state.marker.store
+    places = tuple(state.places.values())
+    mine = await _of_this_store(state)
+    for each in mine:
+        if other := is_copy(each, places):
+            raise Conflict(
+                f"{_shown(places)} is a copy of the store at {other}, whose steps are in RAM at {each.folder}: two "
+                f"stores cannot go on under one identity; say `tieredckpt fork` with either folder to give it its own"
+            )
+    folder = top if state.ranks == 1 else top / f"{RANK_FOLDER}{state.rank}"
+    await in_thread(_move_in, state, top, mine)
+    there = await in_thread(store_in, folder)
+    if there is not None and there.store != state.marker.store:
+        raise Conflict(f"the RAM at {folder} is of another store, {there.store}; open that one, and it is moved")
+    capacity = tier.capacity if isinstance(tier.capacity, int) else None
+    store = await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
+    try:
+        await in_thread(keep_earlier_versions_out, top.parent, None if tier.path else state.config.identity, top.name)
+    except OSError as error:
+        _log.warning("a version before this one would not be refused the RAM at %s: %s", top, error)
+    return store
+
+
+async def attach_ram(state: State) -> RamStore:
+    """Open the RAM tier to read it beside its writer. Raises `NotFound` where there is none of this store's."""
+    places = tuple(state.places.values())
+    found = [each for each in await _of_this_store(state) if each.rank is None]
+    for each in found:
+        if other := is_copy(each, places):
+            raise NotFound(f"the RAM at {each.folder} is of the store at {other}, of which {_shown(places)} is a copy")
+    if not found:
+        raise NotFound(f"there is no RAM of this store below {ram_folder(state).parent}")
+    return await in_thread(RamStore.attach, Path(max(found, key=lambda each: each.used_at).folder))
+
+
+async def is_of_a_copy(state: State) -> bool:
+    """Whether the RAM of this store's identity is of another folder, of which a tier of this store is a copy."""
+    return any(is_copy(each, state.places.values()) for each in await _of_this_store(state))
+
+
+async def _of_this_store(state: State) -> list[FoundRam]:
+    """What is on this machine of the store's RAM, those of other ranks included, `judged`."""
+    assert state.marker is not None
+    tier = state.tiers[0].config
+    assert isinstance(tier, RamTier)
+    found = await in_thread(find_ram, ram_root(tier.path))
+    return [await _judged(state.config, each) for each in found if each.store == state.marker.store and not each.lost]
+
+
+def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
+    """Move what lies elsewhere than in the store's folder: of several ranks, each its own, the first all others'."""
+    neighbours = {f"{RANK_FOLDER}{rank}" for rank in state.neighbours}
+    left_over = unfinished_moves(top.parent).get(top.name)
+    for old in [*([left_over] if left_over else []), *(Path(each.folder) for each in found)]:
+        is_mine = old.name == f"{RANK_FOLDER}{state.rank}" if old.name in neighbours else state.is_first_of_node
+        new = top / old.name if old.name.startswith(RANK_FOLDER) else top
+        if not is_mine or old == new or not old.is_dir():
+            continue
+        if old != left_over and _is_taken(new):
+            _log.warning(
+                "the RAM at %s is of this store, and so is %s, which is used; the other is left alone", old, new
+            )
+            continue
+        _log.info("the RAM at %s is moved to %s", old, new)
+        try:
+            move_in(old, new)
+        except OSError as error:
+            kind = NoSpace if error.errno == errno.ENOSPC else TierUnavailable
+            raise kind(f"the RAM at {old} cannot be moved to {new}: {error.strerror}; move it by hand") from error
+
+
+def _is_taken(folder: Path) -> bool:
+    """Whether there is more in a store's folder than those of ranks."""
+    return folder.is_dir() and any(not path.name.startswith(RANK_FOLDER) for path in folder.iterdir())
+
+
+def _shown(places: Collection[Place]) -> str:
+    return ", ".join(place.location for place in places) or "this store"
+
+
+async def mark_ram(state: State) -> None:
+    """Mark RAM with the identity that the store turned out to have. A failure is met again at the next use."""
+    ram = state.tiers[0]
+    if ram.ram is not None and ram.ram.slab.writable and state.marker is not None:
+        before = ram.marker
+        ram.marker = state.marker
+        if before is not None and not state.marker.owns(before.store):  # by which its folder is called
+            ram.marker = msgspec.structs.replace(state.marker, forked_from=(before.store, *state.marker.ancestors))
+        with suppress(TieredCkptError):
+            await ram.mark(ram.marker)
+
+
+# -- the note ---------------------------------------------------------------------------------------------
+
+
+async def note_owner(state: State) -> None:
+    """Write down in RAM whose it is, if that changed. Raises nothing: without it RAM is only less easily found."""
+    ram = state.tiers[0].ram
+    if ram is None or state.read_only or not ram.slab.writable:
+        return
+    folder = Path(ram.location)
+    before = await in_thread(read_owner, folder)
+    known = {place.location: place for place in before.places} if before is not None else {}
+    places = [await _noted(state, tier, known) for tier in state.tiers[1:]]
+    owner = Owner(
+        label=state.config.name,
+        ranks=state.ranks,
+        places=tuple(place for place in places if place is not None),
+        used_at=time.time(),
+    )
+    state.noted = {place.location: place for place in owner.places}
+    try:
+        await in_thread(write_owner, folder, owner)
+    except OSError as error:
+        _log.warning("it could not be noted whose the RAM at %s is: %s", folder, error)
+
+
+async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | None:
+    """A tier's place; as it was noted before where the tier does not answer now."""
+    place = state.places.get(tier.name) if tier.marker is None else await place_of(tier.config)
+    if place is None:
+        return None
+    noted = known.get(place.location)
+    if noted is not None and noted.seen and place.inode is None and place.location.startswith("/"):
+        return noted  # what is seen now is not what the tier has: it is not mounted, or does not answer
+    if tier.marker is None:
+        return known.get(place.location, msgspec.structs.replace(place, inode=None, seen=False))
+    outlives = tier.survives if tier.blobs is not None else Survives.named(tier.config.survives or "process")
+    return msgspec.structs.replace(place, seen=outlives >= Survives.NODE, lasting=outlives >= Survives.NODE)
+
+
+async def keep_noted(state: State) -> None:
+    """Note anew whenever a tier is known that was not, until cancelled."""
+    noted: list[bool] | None = None  # what came while the store was opened may not be noted yet
+    while not told_to_end():
+        known = [tier.marker is not None for tier in state.tiers[1:]]
+        if known != noted:
+            await note_owner(state)
+            noted = known
+        await state.changed.wait()
+
+
+async def refuse_other_file_system(state: State, tier: Tier) -> None:
+    """Raise `TierUnavailable` if a tier is empty that had the store, and another file system is there than was.
+
+    It is to be mounted, or was replaced; what is written there meanwhile would fill the disk below, and be hidden.
+    """
+    if not state.noted or tier.config.kind == "ram":
+        return
+    now = await place_of(tier.config)
+    noted = None if now is None else state.noted.get(now.location)
+    if now is None or noted is None or now.inode is not None or not noted.seen or is_removed(noted, now):
+        return
+    raise TierUnavailable(
+        f"tier {tier.name!r}: {now.location} is empty and on another file system than the one that had the store; "
+        f"mount that one, or say `tieredckpt adopt {now.location}` if this one takes its place"
+    )

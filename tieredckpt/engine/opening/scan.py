@@ -1,0 +1,310 @@
+"""Finds out what a tier holds: steps by their manifests, chunks by the footers of packs, or both by catalogs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
+from tieredckpt.concurrency import together
+from tieredckpt.engine.tier.catalog_cache import Footers, believed, read_catalogs, stamp_of
+from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.format import layout, ocdbt, pack
+from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["look_again", "pack_table", "survey", "survey_again"]
+
+_log = logging.getLogger("tieredckpt")
+
+_PARALLEL_READS = 16
+_LISTINGS = 8
+"""How often a tier is listed at most that changes all the time."""
+_LARGE_INDEX = 32 << 20
+"""Bytes of an index of which not many are read at a time: they pass through memory whole."""
+
+
+async def survey(tier: Tier, store: str | None = None) -> None:
+    """Fill in what ``tier`` knows of its content, from nothing. Raises as its blob store does.
+
+    What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
+    takes the one before it if it turns out that it cannot be read. ``store`` is whose catalogs are believed.
+    """
+    tier.clear()
+    folders = await _list_steps(tier)
+    if tier.ram is None:
+        await _list_packs(tier)
+    catalogs = await read_catalogs(tier, store) if tier.ram is None and store is not None else []
+    footers, records = believed(tier, catalogs, folders)
+    unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
+    read = partial(_find_step, tier, folders)
+    await _all(partial(read, step) for step in unread if tier.index_bytes[step] <= _LARGE_INDEX)
+    for step in unread:
+        if tier.index_bytes[step] > _LARGE_INDEX:
+            await read(step)
+    rest = sorted(records)
+    while rest and (not tier.held or max(tier.held) < rest[-1]):
+        await read(rest.pop())
+    for step in rest:
+        record, btree_key = records[step]
+        tier.held[step] = Held(record, btree_key, whole=False)
+    if tier.slab_index is not None:
+        await _claim_extents(tier)
+        await _claim_unread(tier)
+        await _remove_strays(tier)
+    elif tier.ram is None:
+        unlisted = tier.packs.keys() - tier.catalogued.packs
+        await _all(partial(_find_chunks, tier, key, tier.packs[key], footers) for key in sorted(unlisted))
+        tier.spares.update(await asyncio.to_thread(_fill, tier, footers))
+
+
+async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
+    """By step, the files of its folder by name."""
+    found: dict[str, dict[str, BlobInfo]] = {}
+    async for info in tier.store.list(layout.STEPS):
+        folder, _, name = info.key.rpartition("/")
+        found.setdefault(folder, {})[name] = info
+    steps: dict[StepId, dict[str, BlobInfo]] = {}
+    for folder, files in found.items():
+        parsed = layout.parse_step_folder(folder + "/")
+        if parsed is not None:
+            step = StepId(serial=parsed[1], step=parsed[0])
+            steps[step] = files
+            if layout.MANIFEST in files:
+                tier.index_bytes[step] = sum(info.size for info in files.values())
+    return steps
+
+
+async def survey_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
+    """Learn which steps came to a tier, left it or were committed anew since `survey`; read those alone.
+
+    Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
+    one that comes too late to be listed: it is taken again until nothing has changed.
+
+    Args:
+        tier: surveyed before.
+        packs: learn which packs there are as well, though not what they hold.
+        but: steps that stay out of sight.
+
+    Returns:
+        Whether the tier holds steps of another store.
+
+    Raises as its blob store does; what was known is known on then.
+    """
+    foreign = False
+    for _ in range(_LISTINGS):
+        before = dict(tier.held)
+        await _list_again(tier, but)
+        new = [held for step, held in tier.held.items() if before.get(step) is not held]
+        foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
+        if not new and before.keys() == tier.held.keys():
+            break
+    if packs and tier.ram is None:
+        sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
+        for key in tier.packs.keys() - sizes.keys():
+            del tier.packs[key]
+        tier.packs.update(sizes)
+    return foreign and not await tier.probe()
+
+
+async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
+    folders = await _list_steps(tier)
+    committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
+    unknown = [step for step in committed if not _is_known(tier, step, folders[step])]
+    await _all(partial(_read_again, tier, step, folders[step]) for step in unknown)
+    for step in (tier.held.keys() | tier.damaged.keys()) - committed:
+        tier.drop(step)
+
+
+async def _read_again(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> None:
+    found = await _read_step(tier, step)
+    known_problem = step in tier.damaged
+    tier.drop(step)  # with all that is remembered of it
+    if found is None:
+        return
+    tier.index_bytes[step] = sum(info.size for info in files.values())
+    if isinstance(found, Held):
+        tier.held[step] = found
+        if (stamp := stamp_of(found.btree_key.rpartition("/")[2], files)) is not None:
+            tier.catalogued.stamps[step] = stamp
+        return
+    tier.damaged.condemn(step, found, tier.packs)
+    if not known_problem:
+        _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, found)
+
+
+def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:
+    held = tier.held.get(step)
+    if held is None:
+        return False
+    return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.catalogued.stamps.get(step)
+
+
+async def _list_packs(tier: Tier) -> None:
+    now = time.time()
+    async for info in tier.store.list(layout.PACKS):
+        if layout.parse_pack_key(info.key) is not None:
+            tier.packs[info.key] = info.size
+            tier.orphans[info.key] = info.modified or now
+
+
+def _fill(tier: Tier, footers: Footers) -> dict[bytes, list[Extent]]:
+    counts, tables = [np.empty(0, np.int64), *footers.counts], [np.empty(0, pack.RECORD), *footers.tables]
+    return tier.chunks.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
+
+
+async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Run all, a few at a time; the first error ends the others."""
+    limit = asyncio.Semaphore(_PARALLEL_READS)
+
+    async def limited(work: Callable[[], Awaitable[None]]) -> None:
+        async with limit:
+            await work()
+
+    await together([limited(work) for work in works])
+
+
+async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
+    match await _read_step(tier, step):
+        case Held() as held:
+            tier.held[step] = held
+            stamp = stamp_of(held.btree_key.rpartition("/")[2], folders[step])
+            if stamp is None:
+                tier.catalogued.timeless = True
+            elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
+                tier.catalogued.forget(step)
+        case TieredCkptError() as error:
+            tier.damaged.condemn(step, error, tier.packs)
+            tier.catalogued.forget(step)
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+
+
+async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
+    """The step as it is held, or what is wrong with its commit; None when it is not there any more."""
+    try:
+        manifest, btree, btree_key = await tier.read_index(step)
+        record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
+        if record.id != step:
+            raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
+    except (Corrupt, NotFound) as error:
+        return None if isinstance(error, NotFound) and await _left(tier, step) else error
+    return Held(record, btree_key)
+
+
+async def look_again(tier: Tier, step: StepId) -> bool:
+    """Read a commit once more that could not be read: a medium may fail, or lie, just once.
+
+    Returns whether it turned out to be gone. Raises `TierUnavailable`.
+    """
+    before = tier.damaged[step]
+    if isinstance(before, HalfDeleted):
+        return False  # the collector looks only whether it is there
+    found = await _read_step(tier, step)
+    if tier.damaged.get(step) is not before:
+        return False  # meanwhile it was evicted, or committed anew
+    if isinstance(found, Held):
+        del tier.damaged[step]
+        tier.held[step] = found
+        _log.warning("tier %r: %s can be read there after all", tier.name, step)
+    elif found is None:
+        tier.drop(step)
+    else:
+        tier.damaged[step] = found
+    return found is None
+
+
+async def _left(tier: Tier, step: StepId) -> bool:
+    """Whether the step's writer evicted it since it was listed: a reader beside it is no judge of that."""
+    try:
+        await tier.store.stat(layout.manifest_key(step.step, step.serial))
+    except NotFound:
+        return True
+    return False
+
+
+async def _claim_extents(tier: Tier) -> None:
+    """Count what every step of the slab uses, the newest first; those that cannot be read, or do not fit, leave it."""
+    assert tier.ram is not None
+    for step in sorted(tier.held, reverse=True):
+        try:
+            index = await tier.load_index(step)
+            if not _adopt(tier, index):
+                raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
+        except (Corrupt, NotFound) as error:
+            tier.condemn(step, error)
+    for step, problem in tuple(tier.damaged.items()):
+        _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
+        await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+        tier.drop(step)
+
+
+async def _claim_unread(tier: Tier) -> None:
+    """Count what steps use that an earlier process took out of RAM, and that somebody is still reading."""
+    assert tier.ram is not None
+    assert tier.slab_index is not None
+    for left in await asyncio.to_thread(tier.ram.still_read):
+        try:
+            index = await asyncio.to_thread(decode_step, left.manifest, left.index, ocdbt.read_root(left.manifest).path)
+        except Corrupt as error:
+            _log.warning("tier %r: a step that is still read there cannot be told: %s", tier.name, error)
+            continue
+        if _adopt(tier, index):
+            tier.unread.append((tier.slab_index, left.unread, list(unique_extents(index.arrays))))
+
+
+async def _remove_strays(tier: Tier) -> None:
+    """Delete what no committed step refers to: nobody else writes to RAM, so it was left by one that died."""
+    known = {held.btree_key for held in tier.held.values()}
+    known |= {layout.manifest_key(step.step, step.serial) for step in tier.held}
+    async for info in tier.store.list(layout.STEPS):
+        if info.key not in known:
+            await tier.store.delete(info.key)
+
+
+def _adopt(tier: Tier, index: StepIndex) -> bool:
+    """Count the step's use of its chunks in the slab; False, and nothing counted, if they do not fit."""
+    assert tier.slab_index is not None
+    assert tier.ram is not None
+    taken: list[bytes] = []
+    extents = unique_extents(index.arrays)
+    chunks = (chunk for array in index.arrays.values() for chunk in array.chunks)
+    if any(isinstance(chunk.where, Extent) and extents[chunk.digest] != chunk.where for chunk in chunks):
+        return False  # what lies at the other extent may belong to another step
+    for digest, extent in extents.items():
+        fits = extent.path == tier.ram.slab_key and tier.slab_index.adopt(digest, extent.offset, extent.length)
+        if not fits:
+            tier.slab_index.drop(taken)
+            return False
+        taken.append(digest)
+    return True
+
+
+async def pack_table(tier: Tier, key: str, size: int) -> NDArray[Any]:
+    """What the footer of a pack lists, of dtype `RECORD`. Raises `Corrupt`, `NotFound`, `TierUnavailable`."""
+    tail = bytearray(min(size, ALIGNMENT))
+    await tier.store.get_into(key, size - len(tail), memoryview(tail))
+    offset, length = pack.footer_range(bytes(tail), size)
+    footer = tail[len(tail) - length :] if length <= len(tail) else bytearray(length)
+    if length > len(tail):
+        await tier.store.get_into(key, offset, memoryview(footer))
+    return pack.decode_table(bytes(footer), size)
+
+
+async def _find_chunks(tier: Tier, key: str, size: int, footers: Footers) -> None:
+    try:
+        table = await pack_table(tier, key, size)
+    except (Corrupt, NotFound) as error:
+        tier.unlisted.add(key)
+        _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
+    else:
+        footers.add([key], np.array([len(table)]), table)

@@ -1,0 +1,60 @@
+"""Saves that a training left behind in RAM: it went on elsewhere from an older step, and gave their serials again.
+
+A trainer dies before its last saves were promoted, its node keeps them in RAM, and the job goes on without the node.
+When it comes back, what RAM holds is older than what the other tiers hold under the same serials.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StepRecord
+
+__all__ = ["drop_left_behind", "left_behind"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def left_behind(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
+    """Of the steps in RAM, those from a serial on that is another's on a slower tier, up to the next that both have.
+
+    What follows a step that both have was saved by a training that knew of it.
+    """
+    theirs = {step.serial: held.record for tier in state.tiers[1:] for step, held in tier.held.items()}
+    found: set[StepId] = set()
+    behind = False
+    for record in sorted(in_ram, key=lambda record: record.id):
+        if (other := theirs.get(record.serial)) is not None:
+            behind = not _same(record, other)
+        if behind:
+            found.add(record.id)
+            _log.warning(
+                "%s is dropped from RAM: the training has gone on elsewhere, and given its serial again", record.id
+            )
+    return found
+
+
+async def drop_left_behind(state: State) -> None:
+    """Take such steps out of RAM, or where nothing is written there, out of sight."""
+    first = state.tiers[0]
+    if first.ram is None:
+        return
+    for step in left_behind(state, [held.record for held in first.held.values()]):
+        if first.slab_index is None:
+            first.drop(step)
+            continue
+        digests = list(unique_extents((await first.load_index(step)).arrays))
+        index_key = first.held[step].btree_key
+        unread = await in_thread(first.ram.retire, layout.manifest_key(step.step, step.serial), index_key)
+        first.unread.append((first.slab_index, unread, digests))
+        first.drop(step)
+        await first.store.delete(index_key)
+
+
+def _same(record: StepRecord, other: StepRecord) -> bool:
+    return record.id == other.id and record.saved_at == other.saved_at

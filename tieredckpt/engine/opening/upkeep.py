@@ -1,0 +1,66 @@
+"""What goes on for as long as a store is open: leases are renewed, leftovers reclaimed, catalogs written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from tieredckpt.concurrency import told_to_end
+from tieredckpt.engine.opening.catalog_write import write_catalog
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import TieredCkptError
+
+__all__ = ["catalogue", "keep_catalogued", "keep_tidy", "renew_lease"]
+
+_log = logging.getLogger("tieredckpt")
+
+_CATALOG_EVERY = 60.0
+"""Seconds after which it is seen whether enough is new to be written down."""
+
+
+async def renew_lease(state: State, tier: Tier) -> None:
+    """Keep the lease of a tier from running out, until cancelled."""
+    while not told_to_end():
+        await asyncio.sleep(state.config.lease_ttl / 3)
+        if tier.lease is None or not tier.answers:
+            continue
+        try:
+            await tier.lease.renew()
+        except TieredCkptError as error:
+            state.report(tier, error)
+        except Exception as error:
+            _log.exception("tier %r: unexpected failure to renew the lease", tier.name)
+            state.report(tier, error)
+
+
+async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> None:
+    """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
+    while not told_to_end():
+        await asyncio.sleep(grace)
+        try:
+            await collect()
+        except TieredCkptError as error:
+            _log.warning("collection: %s", error)
+        except Exception:
+            _log.exception("collection: unexpected failure")
+
+
+async def keep_catalogued(tier: Tier) -> None:
+    """Write down what comes to a tier, so that the next opening need not read it; until cancelled."""
+    while not told_to_end():
+        await catalogue(tier)
+        await asyncio.sleep(_CATALOG_EVERY)
+
+
+async def catalogue(tier: Tier) -> None:
+    """Write down what came to a tier if that is enough; it costs the next opening time if that fails, and no more."""
+    if tier.ram is not None or tier.marker is None or not tier.healthy:
+        return
+    try:
+        await write_catalog(tier, tier.marker.store)
+    except TieredCkptError as error:
+        _log.warning("tier %r: no catalog was written: %s", tier.name, error)
+    except Exception:
+        _log.exception("tier %r: unexpected failure to write a catalog", tier.name)

@@ -1,0 +1,289 @@
+"""Copies one step to one tier: the chunks that the tier lacks, then the commit. Promotes, repairs, repacks."""
+
+from __future__ import annotations
+
+import time
+from collections import ChainMap
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing, suppress
+from functools import partial
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
+from tieredckpt.engine.promoting.dedupe import refer_to_intact
+from tieredckpt.engine.promoting.pack_writer import (
+    PACK_SIZE,
+    Batch,
+    Payload,
+    seal,
+    seal_all,
+    stored_size,
+    tail_size,
+    write_packs,
+)
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, TieredCkptError
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.units import format_size
+
+__all__ = ["batches", "copy_step", "have_room"]
+
+_SCRATCH_PACKS = 4
+"""A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
+
+_FIRST_PACK = 32 << 20
+"""Bytes of the first pack on a device that takes the slab's own memory: it idles until that pack is sealed."""
+_GROWTH = 4
+"""How many times as large the next pack may be, which one thread seals while the one before is being written."""
+
+Need = tuple[str, int]
+"""One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
+
+
+async def copy_step(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    again: bool = False,
+    leaving: AbstractSet[str] = frozenset(),
+    lost: dict[bytes, Extent] | None = None,
+) -> int:
+    """Bring a step to a durable tier, and return the bytes of the packs that it took.
+
+    Args:
+        state: of the engine.
+        collector: makes room.
+        step: held by some tier.
+        tier: the target.
+        again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
+        leaving: packs of the tier to which the step committed anew is to refer no more.
+        lost: chunks that are intact nowhere, and where the step committed anew goes on looking for them.
+
+    Raises:
+        NotFound: no tier holds the step, or it was evicted from this one before it was committed anew.
+        Corrupt: a chunk is intact nowhere; nothing was committed.
+        NoSpace, TierUnavailable: of the target; nothing was committed.
+    """
+    if step in tier.held and not again:
+        return 0
+    copy = partial(_copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
+    with state.promoting(tier):
+        return await (copy() if again else evicting_older(state, collector, step, tier, copy))
+
+
+async def _copy(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    again: bool,
+    leaving: AbstractSet[str],
+    lost: dict[bytes, Extent],
+) -> int:
+    begin = time.monotonic()
+    was_there = again or step in tier.damaged
+    async with StepSource.open(state, step) as source:
+        need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
+        await have_room(state, collector, step, tier, need)
+        async with needing(need), tier.guards_packs:
+            if step in tier.held and not again:
+                return 0
+            if again:
+                await _keep_own_extents(step, tier, leaving)
+            await refer_to_intact(state, tier, step, _sizes(source))
+            needs, sizes = _missing(source, tier, lost)
+            record, written, encoded = source.index.record, 0, None
+
+            async def encode(placed: dict[bytes, Extent]) -> None:
+                nonlocal encoded
+                located = _located(source.index.arrays, ChainMap(lost, placed, tier.chunks))
+                encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
+
+            if needs:
+                async with aclosing(batches(state, source, tier, needs, sizes)) as found:
+                    written = await write_packs(tier, found, None if was_there else encode)
+            # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
+            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
+            await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
+            # Before anybody can tell that it was evicted again.
+            state.tell_promoted(source.index.record, tier, written, begin, again=again)
+        return written
+
+
+async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
+    """Let the step go on referring to the bytes that it refers to now, but for those that were forgotten.
+
+    Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
+    """
+    with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
+        for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
+            if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
+                if (known := tier.chunks[digest]) != extent:
+                    tier.spares.setdefault(digest, []).append(known)
+                tier.chunks[digest] = extent
+
+
+def _sizes(source: StepSource) -> dict[bytes, int]:
+    return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
+
+
+def _missing(
+    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent]
+) -> tuple[dict[bytes, Need], dict[bytes, int]]:
+    """By digest, where each chunk occurs that the tier does not have and is not lost, and how many bytes it has."""
+    needs: dict[bytes, Need] = {}
+    sizes: dict[bytes, int] = {}
+    for key, array in source.index.arrays.items():
+        for ordinal, chunk in enumerate(array.chunks):
+            if not isinstance(chunk.where, Extent) or chunk.digest in lost:
+                continue
+            if not tier.has(chunk.digest, array.grid.cell_nbytes):
+                needs[chunk.digest] = (key, ordinal)
+                sizes[chunk.digest] = array.grid.cell_nbytes
+    return needs, sizes
+
+
+async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
+    """Have room on the tier for so many bytes of the step. Raises `NoSpace`."""
+    if not await make_room(state, collector, step, tier, need):
+        raise NoRoom.of(
+            f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "
+            f"needs {format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer "
+            f"steps",
+            need,
+        )
+
+
+def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:
+    """The same arrays, with every chunk where ``extents`` has it; small ones stay in the index."""
+    return {
+        key: ArrayIndex(
+            array.grid,
+            array.dtype,
+            [
+                Chunk(chunk.digest, extents[chunk.digest] if isinstance(chunk.where, Extent) else chunk.where)
+                for chunk in array.chunks
+            ],
+        )
+        for key, array in arrays.items()
+    }
+
+
+async def batches(
+    state: State, source: StepSource, target: Tier, needs: Mapping[bytes, Need], sizes: Mapping[bytes, int]
+) -> AsyncGenerator[Batch, None]:
+    """The missing chunks, sealed, a pack's worth at a time.
+
+    From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
+    tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
+    """
+    from_slab = source.tier.ram is not None
+    tails = state.scratch if source.tier.ram is not None and not source.tier.ram.slab.writable else None
+    traits = target.store.traits
+    limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
+    first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
+    tails_limit = state.scratch.capacity // _SCRATCH_PACKS if tails is not None else limit
+    threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
+    ordered = _in_storage_order(source, needs)
+    for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, tails_limit):
+        batch = Batch()
+        try:
+            if from_slab:
+                await _add_from_slab(state, source, batch, some, sizes, tails, threads)
+                threads = 1
+            else:
+                for digest, need in some:
+                    await _add_read(state, source, batch, need, sizes[digest], digest)
+        except BaseException:
+            await batch.lent.aclose()
+            raise
+        yield batch
+
+
+def _packs(
+    needs: Iterable[tuple[bytes, Need]], sizes: Mapping[bytes, int], first: int, limit: int, tails_limit: int
+) -> Iterator[list[tuple[bytes, Need]]]:
+    """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``.
+
+    No pack may be more than `_GROWTH` times as large as the one before. Their tails are at most ``tails_limit`` bytes.
+    """
+    pack: list[tuple[bytes, Need]] = []
+    most = min(first, limit)
+    room, room_for_tails = most, tails_limit
+    for digest, need in needs:
+        size, tail = stored_size(sizes[digest]), tail_size(sizes[digest])
+        if pack and (size > room or tail > room_for_tails):
+            yield pack
+            most = min(limit, most * _GROWTH)
+            pack, room, room_for_tails = [], most, tails_limit
+        pack.append((digest, need))
+        room -= size
+        room_for_tails -= tail
+    if pack:
+        yield pack
+
+
+async def _add_from_slab(
+    state: State,
+    source: StepSource,
+    batch: Batch,
+    some: Sequence[tuple[bytes, Need]],
+    sizes: Mapping[bytes, int],
+    tails: Scratch | None,
+    threads: int,
+) -> None:
+    """Add chunks where they lie in RAM, sealed by so many threads, there or in ``tails``.
+
+    What was damaged in RAM comes from elsewhere.
+    """
+    assert source.tier.ram is not None
+    slab = source.tier.ram.slab
+    payloads: list[Payload] = []
+    for digest, (key, ordinal) in some:
+        where = source.index.arrays[key].chunks[ordinal].where
+        assert isinstance(where, Extent)
+        memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
+        tail = None if tails is None else await batch.carve(tails, tail_size(sizes[digest]))
+        payloads.append(Payload(digest, sizes[digest], memory, tail))
+    changed = {payload.digest for payload in await seal_all(payloads, state.pool, threads)}
+    for payload, (digest, need) in zip(payloads, some, strict=True):
+        if digest not in changed:
+            batch.add(payload)
+            continue
+        key, ordinal = need
+        why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
+        source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
+        await _add_read(state, source, batch, need, sizes[digest], digest, bad=source.tier)
+
+
+async def _add_read(
+    state: State, source: StepSource, batch: Batch, need: Need, nbytes: int, digest: bytes, bad: Tier | None = None
+) -> None:
+    """Add a chunk that is read into scratch memory, from any tier but ``bad``, and sealed there."""
+    memory = await batch.borrow(state.scratch, stored_size(nbytes))
+    await source.read(*need, memory, bad=bad)
+    payload = Payload(digest, nbytes, memory)
+    await in_thread(seal, payload, pool=state.pool)
+    batch.add(payload)
+
+
+def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:
+    def place(item: tuple[bytes, Need]) -> tuple[str, int]:
+        key, ordinal = item[1]
+        where = source.index.arrays[key].chunks[ordinal].where
+        assert isinstance(where, Extent)
+        return where.path, where.offset
+
+    return sorted(needs.items(), key=place)

@@ -1,0 +1,83 @@
+"""Settles which copy of a chunk new commits refer to, where what a footer lists may be torn or damaged."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.restoring.source import read_chunk
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format.manifest import StepId, StepIndex
+
+__all__ = ["refer_to_intact", "undoubted"]
+
+_STEPS_ASKED = 4
+
+
+async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int]) -> None:
+    """Let new commits refer to an intact copy of each chunk that the tier may have, or to none.
+
+    A footer vouches for nothing. Where puts are not atomic it may be there without the chunks before it; and a
+    repair leaves the damaged copy in its pack while other chunks there are in use, beside the good copy or,
+    once that was collected, alone. So what an earlier process wrote is read before it is referred to, unless a
+    committed step refers to that very copy. The step itself and the newest ones are asked whether they do, which
+    has nearly all of what a training has again; to ask all would take longer than to read. The caller holds
+    ``tier.guards_packs``, or has noted the packs in ``tier.streamed_to``.
+
+    Args:
+        state: of the engine.
+        tier: a durable one.
+        step: that is to be committed; None where it has no identity yet.
+        sizes: bytes of each chunk that is to be referred to, by digest.
+
+    Raises `TierUnavailable` when a copy or an index could not be read.
+    """
+    unproven = await in_thread(_unproven, tier, sizes, pool=state.pool)
+    asked = [step] if step is not None and step in tier.held else []
+    asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.held if held != step))
+    for committed in asked:
+        if not unproven:
+            break
+        try:
+            index = await tier.load_index(committed)
+        except (Corrupt, NotFound):
+            continue  # it vouches for nothing
+        proven = await in_thread(_proven, tier, index, unproven, pool=state.pool)
+        unproven -= proven
+        tier.proven |= proven
+    for digest in unproven | (tier.spares.keys() & sizes.keys()):
+        known = tier.chunks.get(digest)
+        copies = [*([known] if known is not None else []), *tier.spares.get(digest, ())]
+        tier.forget(digest)
+        for extent in copies:
+            async with state.scratch.lend(sizes[digest]) as memory:
+                try:
+                    await read_chunk(state, tier, digest, extent, sizes[digest], memory)
+                except (Corrupt, NotFound):
+                    continue
+            tier.chunks[digest] = extent
+            tier.proven.add(digest)
+            break
+        tier.spares.pop(digest, None)
+
+
+def undoubted(tier: Tier, digest: bytes) -> bool:
+    """Whether a chunk may be referred to as it lies on the tier."""
+    known = digest in tier.chunks and digest not in tier.spares
+    return known and (digest in tier.proven or not tier.chunks.was_found(digest))
+
+
+def _unproven(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
+    """Those of the chunks that an earlier process wrote, as far as their footers tell."""
+    return {digest for digest in sizes if digest not in tier.proven and tier.chunks.was_found(digest)}
+
+
+def _proven(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
+    """Those of the chunks to which a committed step refers where they were found."""
+    extents = unique_extents(index.arrays)
+    return {digest for digest in digests & extents.keys() if tier.chunks.get(digest) == extents[digest]}

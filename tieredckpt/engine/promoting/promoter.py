@@ -1,0 +1,207 @@
+"""Keeps one tier up to date behind the training: connects it, promotes what is due, catches up after failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from tieredckpt.concurrency import told_to_end
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
+from tieredckpt.engine.keeping.policies import is_due
+from tieredckpt.engine.opening.connect import reopen
+from tieredckpt.engine.restoring.source import SilentSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.events import TierRecovered
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Promote", "Promoter"]
+
+Promote = Callable[[StepId, Tier], Coroutine[Any, Any, int]]
+"""Copies a step to a tier; returns the bytes written."""
+
+_log = logging.getLogger("tieredckpt")
+
+_LOOK_AGAIN = 30.0
+"""Seconds after which policies are asked again though nothing happened: an answer may depend on the time."""
+
+_SOURCE_RETRY = 2.0
+"""Seconds until a step that only a silent tier has the bytes of is tried again."""
+
+
+class Promoter:
+    """The background work of one tier. Lives on the engine's loop."""
+
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        tier: Tier,
+        connect: Callable[[Tier], Awaitable[None]],
+        promote: Promote,
+        tell_stuck: Callable[[StepId, Tier, Exception], None] | None = None,
+    ) -> None:
+        self.tier = tier
+        self.busy: StepId | None = None
+        self._copying: asyncio.Task[int] | None = None
+        self._state = state
+        self._collector = collector
+        self._connect = connect
+        self._copy = promote
+        self._tell_stuck = tell_stuck
+        self.stuck = tier.stuck
+        """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
+        self._retry_at: dict[StepId, float] = {}
+        """When those are tried again that a silent tier may have."""
+        self._unsure: set[StepId] = set()
+        """Steps whose deletion had failed before the tier was to be looked at anew."""
+        self._rests = 0
+        """How often nothing was found due."""
+        self._waiters = 0
+        """How many wait for that."""
+
+    def next_due(self, *, at_rest: bool = False) -> StepId | None:
+        """The step to promote next: the newest that is due, for it is the one a restart would take.
+
+        With ``at_rest``: the one that will be due when what is under way has ended.
+        """
+        state = self._state
+        if self.tier.index == 0:
+            return None
+        view = state.view(at_rest=at_rest)
+        waiting = {step for nearer in state.tiers[: self.tier.index] for step in nearer.held} | self.tier.damaged.keys()
+        waiting -= self.tier.held.keys() | self.stuck.keys()
+        return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
+
+    async def rest(self) -> None:
+        """Return when it has looked anew and found nothing due, or when its tier fails."""
+        before = self._rests
+        self._waiters += 1
+        try:
+            self._state.changed.beat()
+            await self._state.changed.until(lambda: self._rests != before or self.tier.error is not None)
+        finally:
+            self._waiters -= 1
+
+    def give_way(self, step: StepId) -> None:
+        """Interrupt the promotion of an older step, if one is under way; it is begun again when it is next."""
+        if self.busy is not None and self.busy < step and self._copying is not None:
+            self._copying.cancel()
+
+    async def run(self) -> None:
+        """Work until cancelled. Errors of the tier are reported and retried, never raised."""
+        while not told_to_end():
+            try:
+                if self.tier.error is not None:
+                    # Nothing but time brings a failed tier back.
+                    await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
+                    await self._come_back_to_full()
+                await self._collector.evictor.find_out(self.tier)
+                step = self.next_due()
+                if step is not None:
+                    await self._promote(step)
+                    continue
+                self._succeeded()
+                self._rests += 1
+                if self._waiters:
+                    self._state.changed.beat()
+                soonest = min(self._retry_at.values(), default=math.inf) - time.monotonic()
+                await self._state.changed.wait(min(soonest, _LOOK_AGAIN))
+                self._forget_silence()  # not before all else is done, or a tier that works would never be told to
+            except TieredCkptError as error:
+                self._state.report(self.tier, error)
+            except Exception as error:
+                _log.exception("tier %r: unexpected failure", self.tier.name)
+                self._state.report(self.tier, error)
+
+    async def _come_back(self) -> None:
+        """See that a tier that failed works, is still the one that it was, and still ours; else open it anew."""
+        tier = self.tier
+        if await self._is_itself():
+            return
+        if tier.marker is None and tier.blobs is not None and tier.ram is None:
+            await reopen(self._state, tier)
+        tier.marker = None  # what it holds is not known
+        self._unsure.update(step for step, error in tier.damaged.items() if isinstance(error, HalfDeleted))
+        await self._connect(tier)
+        self._collector.evictor.tell_gone(self._unsure, tier)
+        self._unsure.clear()
+
+    async def _come_back_to_full(self) -> None:
+        """`_come_back`; a device without room for a lease gives up an older step for one that is due."""
+        try:
+            await self._come_back()
+        except NoSpace:
+            due = self.next_due()
+            if self.tier.marker is None or due is None:
+                raise
+            if not await evict_older(self._state, self._collector, due, self.tier, 0):
+                raise
+            await self._come_back()
+
+    async def _is_itself(self) -> bool:
+        tier = self.tier
+        if tier.marker is None:
+            return False
+        try:
+            if not await tier.probe():
+                return False
+            if tier.lease is not None:
+                await tier.lease.renew()  # which shows besides that it can be written to
+        except TierUnavailable:
+            # Nobody mounts shared memory again: where that went away it is made anew.
+            if tier.ram is None and not await reopen(self._state, tier):
+                raise
+            return False
+        return True
+
+    async def _promote(self, step: StepId) -> None:
+        self.busy = step
+        try:
+            with self._state.promoting(self.tier):  # from now on, not from when the task first runs
+                self._copying = asyncio.create_task(self._copy(step, self.tier))
+                try:
+                    await self._copying
+                except asyncio.CancelledError:
+                    mine = asyncio.current_task()
+                    if mine is None or mine.cancelling():
+                        raise
+                    return  # it gave way
+            self._succeeded()
+            await self._collector.settle(self.tier)
+        except NoRoom as error:
+            if not any(held > step and self._state.on_line(held.serial) for held in self.tier.held):
+                raise
+            # As if it had come and left for those: they are newer, and fill the tier.
+            _log.warning("%s does not come to tier %r, which newer ones fill: %s", step, self.tier.name, error)
+            self.tier.dismissed.add(step)
+            if self._tell_stuck is not None:
+                self._tell_stuck(step, self.tier, error)
+        except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
+            if step in self._state.records() and step not in self.tier.dismissed:  # was not evicted meanwhile
+                _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
+                self.stuck[step] = error
+                if self._tell_stuck is not None:
+                    self._tell_stuck(step, self.tier, error)
+                if isinstance(error, (SilentSource, RanksUnavailable)):
+                    self._retry_at[step] = time.monotonic() + _SOURCE_RETRY
+        finally:
+            self.busy = self._copying = None
+            self._state.changed.beat()
+
+    def _forget_silence(self) -> None:
+        for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:
+            del self._retry_at[step], self.stuck[step]
+
+    def _succeeded(self) -> None:
+        if self.tier.recover():
+            _log.info("tier %r works again", self.tier.name)
+            self._state.events.emit(TierRecovered(self.tier.name))
+            self._state.changed.beat()

@@ -1,0 +1,84 @@
+"""Waits until steps have reached the tiers that they are due on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from tieredckpt.engine.keeping.policies import is_due
+from tieredckpt.engine.promoting.promoter import Promoter
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["reached", "settled"]
+
+
+async def reached(
+    state: State,
+    promoters: Mapping[str, Promoter],
+    step: StepId,
+    name: str,
+    news: Callable[[Tier], Awaitable[None]] | None = None,
+) -> None:
+    """Return when the tier holds the step; ``news`` waits until something changed, and raises when nothing will.
+
+    Raises:
+        NotFound: it is not going to: not due there, evicted before, or no such tier.
+        TieredCkptError: what keeps the tier from it.
+    """
+    tier = state.tier(name)
+    while step not in tier.held:
+        promoter = promoters.get(name)
+        if step in state.failed:
+            raise _again(state.failed[step], "")
+        if step in state.undecided:
+            await (state.changed.wait() if news is None else news(tier))
+            continue
+        if step in tier.stuck:
+            raise _again(tier.stuck[step], f"{step} cannot reach tier {name!r}: ")
+        if step not in state.records():
+            raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
+        if tier.error is not None:
+            raise _again(tier.error, f"{step} is not on tier {name!r}: ")
+        if tier.config.kind == "ram":
+            raise NotFound(
+                f"{step} is not in tier {name!r}: it was too large for the slab and went past it, or has left it "
+                f"since; {' and '.join(repr(other.name) for other in state.holders(step))} has it"
+            )
+        if not (is_due(state, step, tier) or (promoter is not None and promoter.busy == step)):
+            raise NotFound(
+                f"{step} is not due on tier {name!r} by its policy {tier.config.promote!r}; "
+                f"store.promote({step.step}, {name!r}) sends it there all the same"
+            )
+        await (state.changed.wait() if news is None else news(tier))
+
+
+async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
+    """Return when every tier has what is due on it.
+
+    Raises:
+        TieredCkptError: a tier that still lacks a step failed; the others have theirs.
+    """
+    while True:
+        before = state.promotions_ended
+        for promoter in promoters.values():
+            await promoter.rest()
+        if any(tier.promotions for tier in state.tiers):
+            await state.changed.wait()
+        elif state.promotions_ended == before:  # else a step may be due now that no other is on its way
+            break
+    for promoter in promoters.values():
+        if promoter.tier.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
+            raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {due}: ")
+        for step, error in promoter.stuck.items():
+            if step in state.records():
+                raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
+
+
+def _again(error: Exception, prefix: str) -> TieredCkptError:
+    """The tier's error once more, for one caller, with the step it concerns in front."""
+    kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
+    copy = kind(prefix + str(error))
+    copy.__cause__ = error
+    return copy

@@ -1,0 +1,321 @@
+"""Brings a step of many ranks to a shared tier: the leader orders, every rank writes its part, the leader commits.
+
+The leader knows from the parts which rank has which chunk, and what the tier has already. So it tells every rank
+which chunks to write, each chunk to one of the ranks that have it, so that all write about as much. A rank writes
+them as packs and then its part, durably, and answers. The leader reads the parts, merges them and writes the one
+commit. Whatever fails before that, on whatever rank, leaves nothing that a reader would see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+
+from tieredckpt.concurrency import in_thread, outlast, together
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import evicting_older, needing
+from tieredckpt.engine.promoting.copy_step import batches, copy_step, have_room
+from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
+from tieredckpt.engine.promoting.pack_writer import stored_size, write_packs
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.commit.merged import placed, without_places
+from tieredckpt.engine.ranks.commit.parts import (
+    check_found,
+    encode_own,
+    encode_written,
+    extents_of,
+    holders,
+    merge_parts,
+    share_out,
+)
+from tieredckpt.engine.ranks.commit.vote import Agreement
+from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.messages import Done, Failed, Failure, Promote
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.events import CommitFailed
+from tieredckpt.format import layout
+from tieredckpt.format.digest import SIZE, digest
+from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.merging import show_ranks
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Commits"]
+
+_log = logging.getLogger("tieredckpt")
+
+_PART_MAX = 1 << 30
+"""Bytes of the largest part that is read."""
+_PARALLEL_READS = 16
+
+
+class Commits:
+    """Orders promotions and carries them out, as one rank does. Lives on the engine's loop."""
+
+    def __init__(self, state: State, collector: Collector, team: Team, agreement: Agreement) -> None:
+        self._state = state
+        self._collector = collector
+        self._team = team
+        self._agreement = agreement
+        self._ordered = 0
+        self.homes: dict[StepId, dict[int, int]] = {}
+        """At the leader, of steps of former runs: who answers for each part now, by the rank that saved it."""
+        self.folders: dict[StepId, dict[int, Tier]] = {}
+        """Of steps of former runs: the RAM with each part that this rank answers for."""
+        self._carrying_out: dict[tuple[StepId, str], asyncio.Task[None]] = {}
+        """By step and tier: several tiers get one step at a time."""
+        self.written: dict[tuple[StepId, str], int] = {}
+        """Bytes of the packs that this rank wrote of a step to a tier."""
+
+    # -- the leader ---------------------------------------------------------------------------------------
+
+    async def promote(self, step: StepId, tier: Tier) -> int:
+        """Bring a step to a shared tier; the bytes of the packs that all ranks wrote.
+
+        Raises as `copy_step`; `RanksUnavailable` when ranks are silent, `Conflict` when their parts do not fit.
+        """
+        parts = self._agreement.parts.get(step)
+        if parts is None or step not in self._state.tiers[0].held:
+            return await copy_step(self._state, self._collector, step, tier)
+        was_there = step in tier.damaged
+        try:
+            return await self.commit(step, tier, parts)
+        except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
+            if was_there and not tier.keeps(step):
+                raise  # it was evicted meanwhile, and stays away
+            others = (other for other in self._state.holders(step) if other is not tier and other.config.kind != "ram")
+            if not any(other.answers for other in others):
+                raise
+        return await copy_step(self._state, self._collector, step, tier)
+
+    async def commit_streamed(self, step: StepId, name: str, parts: Mapping[int, bytes]) -> None:
+        """Commit a step that RAM could not hold, where ranks have streamed their parts; failures are told."""
+        failure: TieredCkptError | None = None
+        try:
+            await self.commit(step, self._state.tier(name), parts)
+        except TieredCkptError as error:
+            failure = error
+        await self._agreement.settle(step, failure)
+
+    async def commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> int:
+        """See `promote`; ``parts`` are what the ranks have, encoded, by rank."""
+        if step in tier.held:
+            return 0
+        begin = time.monotonic()
+        try:
+            with self._state.promoting(tier):
+                commit = partial(self._commit, step, tier, parts, begin)
+                return await evicting_older(self._state, self._collector, step, tier, commit)
+        except Exception as error:
+            ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
+            self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
+            self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
+            raise
+
+    async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
+        """The bytes written; 0 where another promotion of the step came first."""
+        was_there = step in tier.damaged
+        find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
+        ranks, sizes = await find()
+        counted_on = set(tier.packs)
+        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
+        await have_room(self._state, self._collector, step, tier, need)
+        # To the end: nothing is collected that ranks refer to, or have just written.
+        async with needing(need), tier.guards_packs:
+            if step in tier.held:
+                return 0
+            if counted_on - tier.packs.keys():  # the steps that made room had chunks of this one
+                ranks, sizes = await find()
+            await refer_to_intact(self._state, tier, step, sizes)
+            lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
+            shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
+            done = await self._order(step, tier, parts, shares, sizes)
+            index = await self._merged(step, tier, done, parts)
+            await commit_file.commit(tier, index.record, index.arrays, only_anew=was_there)
+            if step in self._state.undecided:  # it did not fit into RAM
+                self._state.branch.committed(index.record)
+            # Before anybody can tell that it was evicted again.
+            self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
+            for array in index.arrays.values():
+                for chunk in array.chunks:
+                    if isinstance(chunk.where, Extent):
+                        tier.chunks.setdefault(chunk.digest, chunk.where)
+            await self._remove_parts(step, tier, tuple(parts))
+        return sum(nbytes for each in done for nbytes in each.packs.values())
+
+    async def _order(
+        self,
+        step: StepId,
+        tier: Tier,
+        parts: Mapping[int, bytes],
+        shares: Mapping[int, Sequence[bytes]],
+        sizes: Mapping[bytes, int],
+    ) -> list[Done]:
+        """Let every rank write its share and its part, and wait until all have."""
+        self._ordered += 1
+        number, team = self._ordered, self._team
+        todo: dict[int, dict[int, bytes]] = {rank: {} for rank in range(team.size)}
+        homes = self.homes.get(step, {})
+        for part in parts:
+            todo[homes.get(part, part)][part] = b"".join(shares.get(part, ()))
+        for rank in team.others:
+            await team.coordinator.post([rank], f"todo/{number}", messages.encode(todo[rank]))
+        team.tell(Promote(number, step.step, step.serial, tier.name))
+        largest = max((sum(sizes[digest] for digest in share) for share in shares.values()), default=0)
+        patience = team.deadline + largest / tier.config.min_bandwidth
+        mine = asyncio.ensure_future(self._contribute(step, tier, todo[LEADER]))
+        missing: Sequence[int] = ()
+        try:
+            came = await team.gather(f"done/{number}", b"", timeout=patience)
+        except RanksMissing as error:
+            came, missing = error.came, error.ranks
+        except BaseException:
+            mine.cancel()
+            await outlast(asyncio.gather(mine, return_exceptions=True))
+            raise
+        done: dict[int, Done] = {rank: messages.decode(data, Done) for rank, data in came.items() if rank != LEADER}
+        done[LEADER] = await mine
+        for each in done.values():
+            for key, nbytes in each.packs.items():
+                tier.packs[key] = nbytes
+                tier.orphans[key] = time.time()  # until the commit refers to it
+        if missing:
+            raise RanksUnavailable(
+                f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write what they have of it within "
+                f"{patience:.0f} s",
+                missing,
+            )
+        for rank, each in sorted(done.items()):
+            if each.failure is not None:
+                text = each.failure.text if rank == LEADER else f"rank {rank}: {each.failure.text}"
+                raise Failure(each.failure.kind, text, each.failure.ranks or (rank,)).error()
+        return [done[rank] for rank in sorted(done)]
+
+    async def _merged(self, step: StepId, tier: Tier, done: Sequence[Done], parts: Mapping[int, bytes]) -> StepIndex:
+        """The step with all chunks where they lie on the tier, once each rank's part is there as it was written."""
+        expected = {part: found for each in done for part, found in each.parts.items()}
+        written: dict[int, bytes] = {}
+        reading = asyncio.Semaphore(_PARALLEL_READS)
+
+        async def read(rank: int) -> None:
+            promised, nbytes = expected[rank]
+            async with reading:
+                key = layout.part_key(step.step, step.serial, rank)
+                # What is wrong here is the tier's and not the step's, for the rank still has its part.
+                anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
+                try:
+                    written[rank] = await tier.store.get(key, limit=min(nbytes, _PART_MAX))
+                except (Corrupt, NotFound) as error:
+                    raise TierUnavailable(anew) from error
+            if digest(written[rank]) != promised:
+                raise TierUnavailable(anew)
+
+        await together([read(rank) for rank in parts])
+
+        kept = self._agreement.wholes.get(step)
+
+        def merged() -> StepIndex:
+            whole = without_places(merge_parts(parts)) if kept is None else kept
+            return placed(whole, extents_of(written), tier.chunks)
+
+        index = await in_thread(merged, pool=self._state.pool)
+        check_found(index, tier.packs)
+        return index
+
+    async def _remove_parts(self, step: StepId, tier: Tier, ranks: Sequence[int]) -> None:
+        with suppress(TieredCkptError):  # what is left is a stray, and collected as such
+            await together([tier.store.delete(layout.part_key(step.step, step.serial, rank)) for rank in ranks])
+
+    # -- every rank ---------------------------------------------------------------------------------------
+
+    def carry_out(self, order: Promote) -> None:
+        """Write what the leader ordered, beside everything else, and answer it. An older order for it there ends."""
+        step = StepId(order.serial, order.step)
+        self._carrying_out = {what: task for what, task in self._carrying_out.items() if not task.done()}
+        before = self._carrying_out.get((step, order.tier))
+        if before is not None:
+            before.cancel()
+        self._carrying_out[step, order.tier] = self._team.start(self._carry_out(step, order, before), f"part of {step}")
+
+    async def _carry_out(self, step: StepId, order: Promote, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await outlast(asyncio.gather(before, return_exceptions=True))
+        team, tier = self._team, self._state.tier(order.tier)
+        data = await team.coordinator.take(LEADER, f"todo/{order.number}", timeout=team.deadline)
+        todo: dict[int, bytes] = messages.decode(data, dict[int, bytes])
+        async with tier.guards_packs:
+            with self._state.promoting(tier):
+                done = await self._contribute(step, tier, todo)
+            for known in (tier.packs, tier.chunks, tier.orphans):
+                known.clear()  # the leader's to know: nothing here hears of what becomes of them
+        await team.coordinator.post([LEADER], f"done/{order.number}", messages.encode(done))
+
+    async def _contribute(self, step: StepId, tier: Tier, todo: Mapping[int, bytes]) -> Done:
+        """Write the packs and parts that are asked of this rank."""
+        begin = time.monotonic()
+        streamed = await self._streamed_packs(step, tier)
+        before = tier.packs.keys() - streamed.keys()
+        tier.packs.update(streamed)
+        found: dict[int, tuple[bytes, int]] = {}
+        failure = None
+        try:
+            if tier.blobs is None:
+                await tier.open()
+            for part, digests in todo.items():
+                written = await self._write(step, tier, part, digests)
+                await tier.store.put(layout.part_key(step.step, step.serial, part), [written])
+                found[part] = digest(written), len(written)
+        except TieredCkptError as error:
+            failure = Failure.of(error)
+        except Exception as error:
+            _log.exception("%s: the part for tier %r could not be written", step, tier.name)
+            failure = Failure.of(error)
+        packs = {key: nbytes for key, nbytes in tier.packs.items() if key not in before}
+        self.written[step, tier.name] = sum(packs.values())
+        return Done(packs, found, time.monotonic() - begin, failure)
+
+    async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
+        """The packs of a part that was streamed to the tier when it was saved, which the leader does not know."""
+        streamed = self._state.streamed.get(step)
+        if streamed is None or streamed.tier is not tier:
+            return {}
+        with suppress(TieredCkptError):  # a pack that is gone is missed by the leader, who says so
+            return {path: (await tier.store.stat(path)).size for path in streamed.packs}
+        return {}
+
+    async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes) -> bytes:
+        """Write some chunks of a part as packs; the part, encoded."""
+        streamed = self._state.streamed.get(step)
+        if streamed is not None and streamed.tier is tier:
+            return await in_thread(encode_own, streamed.index, pool=self._state.pool)
+        wanted = {digests[start : start + SIZE] for start in range(0, len(digests), SIZE)}
+        async with StepSource.open(self._state, step, only=self._home(step, part)) as source:
+            needs: dict[bytes, tuple[str, int]] = {}
+            sizes: dict[bytes, int] = {}
+            for key, array in source.index.arrays.items():
+                for ordinal, chunk in enumerate(array.chunks):
+                    if chunk.digest in wanted and isinstance(chunk.where, Extent):
+                        needs[chunk.digest] = (key, ordinal)
+                        sizes[chunk.digest] = array.grid.cell_nbytes
+            if lacking := wanted - needs.keys():
+                raise NotFound(f"{step}: {len(lacking)} chunks of the part of rank {part} are not in RAM any more")
+            written: dict[bytes, Extent] = {}
+
+            async def note(placed: Mapping[bytes, Extent]) -> None:
+                written.update(placed)  # for a save that streams to the tier may let it forget them meanwhile
+
+            if needs:
+                async with aclosing(batches(self._state, source, tier, needs, sizes)) as sealed:
+                    await write_packs(tier, sealed, note)
+            return await in_thread(encode_written, source.index, written, pool=self._state.pool)
+
+    def _home(self, step: StepId, part: int) -> Tier:
+        return self.folders.get(step, {}).get(part, self._state.tiers[0])

@@ -1,0 +1,303 @@
+"""Makes one step of what every rank has saved by itself: all have their parts and they fit, or there is no step.
+
+A save returns without a word to anybody. Behind it, every rank tells the leader what it has: step, serial and
+its part, which names all chunks by their digests. Once all have, and their parts fit together, the leader tells
+*agreed*: from then on the step counts as held. Otherwise it tells *failed*: every rank lets its part go, and all
+continue with one serial, so that the next save works.
+
+Ranks may skip a save, or make it long after the others. So that what they say of different saves is never
+mixed up, an *attempt* is named by the step, by how often that step was saved, and by the number of the last
+restore that all ranks began together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.commit.merged import Whole, Wholes, without_places
+from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
+from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.messages import Agreed, Failed, Failure, Save
+from tieredckpt.engine.state.state import State
+from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
+from tieredckpt.events import CommitFailed, StepAgreed
+from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.merging import show_ranks
+
+__all__ = ["Agreement", "Missed", "Steps"]
+
+_log = logging.getLogger("tieredckpt")
+
+Steps = tuple[tuple[int, int], ...]
+"""Serials and step numbers."""
+
+
+class Missed(Exception):
+    """The other ranks have given this save up already."""
+
+
+class Agreement:
+    """What the ranks agree on after each save, as one of them sees it. Lives on the engine's loop.
+
+    ``commit_streamed`` commits a step on the shared tier to which ranks have streamed their parts. ``gone`` gives the
+    steps that have left this rank's RAM since it was asked before, and ``forget`` counts such steps of other ranks as
+    not held there.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        evictor: Evictor,
+        team: Team,
+        commit_streamed: Callable[[StepId, str, Mapping[int, bytes]], Awaitable[None]],
+        gone: Callable[[], Steps],
+        forget: Callable[[Steps], Awaitable[None]],
+    ) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._team = team
+        self._commit_streamed = commit_streamed
+        self._gone = gone
+        self._forget = forget
+        self.parts: dict[StepId, dict[int, bytes]] = {}
+        """At the leader: the encoded parts of the steps that RAM holds, by rank."""
+        self.wholes = Wholes()
+        """At the leader: what the parts make together."""
+        self._restores = 0
+        """Number of the last restore."""
+        self._saves: Counter[int] = Counter()
+        """How often each step was saved since the last restore."""
+        self._saving: set[str] = set()
+        """Attempts that are being copied here."""
+        self._announced: dict[str, StepId] = {}
+        """Attempts of which this rank has its part, and that the leader has not decided on."""
+        self._missed: dict[str, str] = {}
+        """Attempts that failed before this rank had its part of them, and why."""
+        self._open: set[str] = set()
+        """At the leader: the attempts that it is deciding on."""
+
+    # -- this rank's saves --------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> str:
+        """Name the attempt that a save of ``step`` is. Raises `Missed` when the others have given it up."""
+        attempt = f"{self._restores}.{step}.{self._saves[step]}"
+        self._saves[step] += 1
+        if (reason := self._missed.pop(attempt, None)) is not None:
+            raise Missed(reason)
+        self._saving.add(attempt)
+        if self._team.leads:
+            self._open.add(attempt)
+        return attempt
+
+    def restore_begins(self, number: int) -> None:
+        """All ranks begin the restore of that number together: saves are counted anew."""
+        self._restores = number
+        self._saves.clear()
+        self._missed.clear()
+
+    def saved(self, attempt: str, step: StepId, index: StepIndex, tier: str | None) -> None:
+        """Tell the leader, behind the training, that this rank has its part: in RAM, or streamed to ``tier``."""
+        self._saving.discard(attempt)
+        self._announced[attempt] = step
+        self._state.undecided.add(step)
+        origin = self._state.branch.continued_by(step).origin
+        restored = 0 if origin is None else origin.step.serial
+        self._team.start(self._announce(attempt, step, index, tier, restored), f"agreement on {step}")
+
+    async def _announce(self, attempt: str, step: StepId, index: StepIndex, tier: str | None, restored: int) -> None:
+        if (reason := self._missed.pop(attempt, None)) is not None:  # the others gave up while it was copied
+            await self._let_go(attempt, reason)
+            return
+        part = await in_thread(encode_own, index, pool=self._state.pool)
+        save = Save(step.serial, self._state.last_serial, part, tier, gone=self._gone(), origin=restored)
+        await self._say(attempt, step, save)
+
+    def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
+        """Tell the leader, behind the training, that this rank has nothing."""
+        self._saving.discard(attempt)
+        self._missed.pop(attempt, None)
+        save = Save(0, self._state.last_serial, failure=Failure.of(error), gone=self._gone())
+        self._team.start(self._say(attempt, StepId(0, step), save), f"agreement on step {step}")
+
+    async def _say(self, attempt: str, step: StepId, save: Save) -> None:
+        if self._team.leads:
+            await self._decide(attempt, step, save)
+            return
+        deadline = asyncio.get_running_loop().time() + self._team.patience
+        try:
+            await self._team.gather(f"saved/{attempt}", messages.encode(save))
+        except RanksUnavailable as error:
+            self._doubt(attempt, step, str(error))
+            return
+        while attempt in self._announced and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await self._state.changed.wait(left)
+        self._doubt(attempt, step, f"rank {LEADER} has not decided on it within {self._team.deadline:g} s")
+
+    def _doubt(self, attempt: str, step: StepId, reason: str) -> None:
+        """Wait no more; the part stays, should the leader come back and decide."""
+        if attempt in self._announced:
+            self._team.missed([LEADER])
+            self._state.undecided.discard(step)
+            self._state.branch.failed(step)
+            self._fail(step, (LEADER,), reason)
+
+    # -- the leader's decision ----------------------------------------------------------------------------
+
+    async def _decide(self, attempt: str, step: StepId, mine: Save) -> None:
+        saves = {LEADER: mine}
+        try:
+            await self._gather(attempt, saves)
+            parts = {rank: save.part for rank, save in saves.items()}
+            whole = await in_thread(_merged, parts, pool=self._state.pool)
+        except (RanksUnavailable, TieredCkptError) as error:
+            self._open.discard(attempt)
+            ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
+            failed = Failed(
+                step=step.step,
+                serial=max(save.serial for save in saves.values()),
+                tier=None,
+                ranks=tuple(ranks),
+                reason=str(error),
+                attempt=attempt,
+                last_serial=self._after(saves),
+                open=tuple(self._open),
+            )
+            self._team.tell(failed)
+            await self.apply_failed(failed)
+            return
+        self._open.discard(attempt)
+        self.wholes.keep(whole)
+        tier = next((save.tier for save in saves.values() if save.tier is not None), None)
+        if tier is None:
+            self.parts[step] = parts
+        agreed = Agreed(attempt, messages.brief(whole.record), tier is None, tuple(self._open))
+        self._team.tell(agreed)
+        await self.apply_agreed(agreed)
+        if tier is not None:
+            await self._commit_streamed(step, tier, parts)
+
+    async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
+        """What every rank has to say of its save; raises when not all have saved the same step."""
+        team = self._team
+        mine = messages.encode(saves[LEADER])
+        missing: Sequence[int] = ()
+        try:
+            came = await team.gather(f"saved/{attempt}", mine)
+        except RanksMissing as error:
+            came, missing = error.came, error.ranks
+        saves.update({rank: messages.decode(data, Save) for rank, data in came.items()})
+        for save in saves.values():
+            await self._forget(save.gone)
+        if missing:
+            raise RanksUnavailable(f"{_named(missing)} not saved it within {team.deadline:g} s", missing)
+        failures = {rank: save.failure for rank, save in saves.items() if save.failure is not None}
+        if failures:
+            told = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:4])
+            raise RanksUnavailable(f"{_named(failures)} not saved it ({told})", failures)
+        serials = {save.serial for save in saves.values()}
+        if len(serials) > 1:
+            late = [rank for rank, save in saves.items() if save.serial != max(serials)]
+            raise RanksUnavailable(f"{_named(late)} skipped a save before; from now on all count alike again", late)
+        other = [rank for rank, save in saves.items() if save.origin != saves[LEADER].origin]
+        if other:
+            raise Conflict(
+                f"{_named(other)} not restored last what rank {LEADER} has; restore is a call of all ranks: make it on "
+                f"all of them again"
+            )
+        streamed = {save.tier for save in saves.values() if save.tier is not None}
+        if len(streamed) > 1:
+            raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
+
+    def _after(self, saves: Mapping[int, Save]) -> int:
+        """The serial that all ranks continue from; the leader may have a save less than the others."""
+        known = max(self._state.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
+        return known if saves[LEADER].serial else known + 1
+
+    # -- what was decided ---------------------------------------------------------------------------------
+
+    async def apply_agreed(self, agreed: Agreed) -> None:
+        """Count the step as held; without all parts in RAM, it is once it was committed on a shared tier."""
+        step = agreed.record.id
+        self._announced.pop(agreed.attempt, None)
+        self._state.failed.pop(step, None)
+        self._state.last_serial = max(self._state.last_serial, step.serial)
+        if agreed.in_ram:
+            self._state.undecided.discard(step)
+            self._state.branch.committed(agreed.record)
+            self._state.tiers[0].agree(agreed.record)
+        else:
+            self._state.undecided.add(step)  # until it is on the tier
+        self._state.events.emit(StepAgreed(step.step, step.serial, agreed.record.nbytes))
+        await self._forget_older(step, agreed.open)
+        self._state.changed.beat()
+
+    async def apply_failed(self, failed: Failed) -> None:
+        """Let this rank's part go, and continue with the serial that all others continue with."""
+        self._state.last_serial = max(self._state.last_serial, failed.last_serial)
+        if failed.attempt in self._announced:
+            await self._give_up(failed.attempt, failed.ranks, failed.reason)
+        else:
+            if self._is_to_come(failed.attempt):
+                self._missed[failed.attempt] = failed.reason
+            self._fail(StepId(failed.serial, failed.step), failed.ranks, failed.reason)
+        await self._forget_older(StepId(failed.serial, failed.step), failed.open)
+
+    def _is_to_come(self, attempt: str) -> bool:
+        """Whether this rank is still at an attempt, or will come to it."""
+        restores, step, nth = map(int, attempt.split("."))
+        return attempt in self._saving or (restores == self._restores and nth >= self._saves[step])
+
+    async def settle(self, step: StepId, failure: TieredCkptError | None) -> None:
+        """A step that did not fit into RAM is on a shared tier now, or will not get there."""
+        if step in self._state.undecided:
+            await self._drop(step, failure)
+
+    async def _drop(self, step: StepId, failure: TieredCkptError | None) -> None:
+        self._state.undecided.discard(step)
+        self._state.branch.failed(step)
+        self._state.streamed.pop(step, None)
+        if failure is not None:
+            self._state.failed[step] = failure
+        await self._evictor.let_part_go(step, self._state.tiers[0])
+        self._state.changed.beat()
+
+    async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:
+        self._fail(self._announced[attempt], ranks, reason)
+        await self._let_go(attempt, reason)
+
+    async def _let_go(self, attempt: str, reason: str) -> None:
+        step = self._announced.pop(attempt)
+        await self._drop(step, _not_committed(step, reason))
+
+    def _fail(self, step: StepId, ranks: Sequence[int], reason: str) -> None:
+        _log.error("%s of %d ranks was not committed: %s", step, self._team.size, reason)
+        if step.serial:
+            self._state.failed[step] = _not_committed(step, reason)
+        self._state.events.emit(CommitFailed(step.step, step.serial, None, tuple(ranks), reason))
+        self._state.changed.beat()
+
+    async def _forget_older(self, step: StepId, opened: Sequence[str]) -> None:
+        """Give up what this rank saved before and the leader did not: it decides in the order of its own saves."""
+        for attempt, before in tuple(self._announced.items()):
+            if before.serial and before < step and attempt not in opened and not self._team.leads:
+                await self._give_up(attempt, (LEADER,), f"rank {LEADER} has not saved it")
+
+
+def _merged(parts: Mapping[int, bytes]) -> Whole:
+    return without_places(merge_parts(parts))
+
+
+def _not_committed(step: StepId, reason: str) -> RanksUnavailable:
+    return RanksUnavailable(f"{step} was not committed: {reason}; the next save is made as if this one had not been")
+
+
+def _named(ranks: Sequence[int] | Mapping[int, object]) -> str:
+    """``ranks 1, 2 have``, ``rank 3 has``."""
+    return f"{show_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

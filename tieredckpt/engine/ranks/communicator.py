@@ -1,0 +1,245 @@
+"""How the ranks of a training speak: small messages with deadlines and, where it can be, bulk bytes.
+
+A *coordinator* is one rank's end of that. `Solo` is the one of a training with a single process; those over
+other engines are in `tieredckpt.engine.coordinators`. What several ranks do together is written here once,
+as functions over any coordinator: `gather`, `broadcast`, `exchange`, `barrier`. In all of them rank 0 leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from tieredckpt.engine.ranks.inbox import Inbox
+from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
+from tieredckpt.format.merging import show_ranks
+
+__all__ = [
+    "LEADER",
+    "LONGER",
+    "Coordinator",
+    "RanksMissing",
+    "Solo",
+    "barrier",
+    "broadcast",
+    "exchange",
+    "gather",
+    "node_of_this_process",
+]
+
+LEADER = 0
+"""The rank that decides where one must."""
+
+LONGER = 2.0
+"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
+
+
+class RanksMissing(RanksUnavailable):
+    """Some ranks did not answer; what the others said is kept."""
+
+    def __init__(self, message: str, ranks: Collection[int], came: Mapping[int, bytes] | None = None) -> None:
+        super().__init__(message, sorted(ranks))
+        self.came = dict(came or {})
+        """By rank, at the leader of a gather; empty elsewhere."""
+
+
+@runtime_checkable
+class Coordinator(Protocol):
+    """One rank's end of what connects the ranks. Everything belongs on the event loop that opened it.
+
+    What foreign libraries block on, they block on threads of the coordinator's own. The trainer's groups,
+    communicators and devices are not touched; it may run its collectives meanwhile.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0 to ``size - 1``."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def node(self) -> str:
+        """Identity of this machine: ranks with the same one share its memory, and are lost with it together."""
+
+    @property
+    def bulk(self) -> bool:
+        """Whether `send` and `receive` work."""
+
+    async def open(self, *, timeout: float) -> None:
+        """Meet all other ranks, in a session of their own: nothing that was posted before is ever taken.
+
+        Raises `RanksMissing` (at the leader; where it is missing itself, `RanksUnavailable`) after ``timeout``
+        seconds, `Invalid` where the engine below cannot be used, with what to do.
+        """
+
+    async def close(self) -> None:
+        """Leave the session and remove what is left of it. Idempotent; every other call raises `Closed` then.
+
+        Does not wait for the others. A message that was posted and not taken by then may be lost.
+        """
+
+    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
+        """Send a small message (up to some MiB) to some ranks, which may include this one.
+
+        A topic is posted once for each pair of ranks in a session. Never waits for the receivers, dead ones
+        included. Raises `RanksUnavailable` when the engine below does not answer.
+        """
+
+    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
+        """The message of a rank, once it is there; it is taken once.
+
+        Raises `RanksUnavailable` after ``timeout`` seconds; the message may still be taken by a later call.
+        Cancelled, it has taken nothing.
+        """
+
+    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Send bytes that `receive` takes with the same tag, in the order of the calls for each pair and tag.
+
+        May wait for the receiver. On return the memory is free. After an error, `RanksUnavailable`, no more
+        bulk goes between the two; messages do.
+        """
+
+    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Fill ``memory``, whose length is that of the bytes sent. Errors as `send`; what was filled is undefined."""
+
+
+class Solo:
+    """The coordinator of a training with one process."""
+
+    def __init__(self, *, node: str | None = None) -> None:
+        self.rank, self.size, self.bulk = LEADER, 1, False
+        self.node = node or node_of_this_process()
+        self._inbox = Inbox()
+
+    async def open(self, *, timeout: float) -> None:
+        """There is nobody to wait for."""
+
+    async def close(self) -> None:
+        """Take no more."""
+        self._inbox.close()
+
+    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
+        """Keep the message, if it is for oneself."""
+        self._inbox.check_open()
+        if LEADER in to:
+            self._inbox.arrived(LEADER, topic, data)
+
+    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
+        """What was posted to oneself."""
+        return await self._inbox.take(source, topic, timeout)
+
+    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """There is nobody to send to."""
+        raise Invalid(f"a training of one rank sends nothing in bulk, and nothing to rank {to}")
+
+    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """There is nobody to receive from."""
+        raise Invalid(f"a training of one rank receives nothing in bulk, and nothing from rank {source}")
+
+
+def node_of_this_process() -> str:
+    """``TIEREDCKPT_NODE`` where that is set, else host name and boot id."""
+    named = os.environ.get("TIEREDCKPT_NODE")
+    if named:
+        return named
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return socket.gethostname()
+    return f"{socket.gethostname()}/{boot}"
+
+
+async def gather(
+    coordinator: Coordinator, topic: str, data: bytes, *, timeout: float, among: Sequence[int] | None = None
+) -> dict[int, bytes]:
+    """What every rank says, by rank, at the leader; the others post theirs and get an empty dict.
+
+    With ``among``, the leader waits for those ranks alone. Raises `RanksMissing` there, with what came, when some have
+    said nothing within ``timeout`` seconds.
+    """
+    if coordinator.rank != LEADER:
+        await coordinator.post([LEADER], topic, data)
+        return {}
+    sources = range(1, coordinator.size) if among is None else among
+    answers = await asyncio.gather(*(_answer(coordinator, source, topic, timeout) for source in sources))
+    came = {LEADER: data}
+    missing = []
+    for source, answer in zip(sources, answers, strict=True):
+        if answer is None:
+            missing.append(source)
+        else:
+            came[source] = answer
+    if missing:
+        raise RanksMissing(_missing(missing, topic, timeout), missing, came)
+    return came
+
+
+async def _answer(coordinator: Coordinator, source: int, topic: str, timeout: float) -> bytes | None:
+    try:
+        return await coordinator.take(source, topic, timeout=timeout)
+    except RanksUnavailable:
+        return None
+
+
+def _missing(ranks: Sequence[int], topic: str, timeout: float) -> str:
+    return (
+        f"{len(ranks)} of the ranks have not sent {topic!r} within {timeout:.1f} s: {show_ranks(ranks)}; they died, "
+        "hang or are slow: see their logs, and raise `rank_deadline` if they are only slow"
+    )
+
+
+async def broadcast(coordinator: Coordinator, topic: str, data: bytes | None, *, timeout: float) -> bytes:
+    """What the leader says, at every rank; ``data`` counts at the leader alone, which waits for nobody."""
+    if coordinator.rank != LEADER:
+        return await coordinator.take(LEADER, topic, timeout=timeout)
+    if data is None:
+        raise Invalid(f"the leader broadcasts {topic!r} and was given nothing to say")
+    await coordinator.post(range(1, coordinator.size), topic, data)
+    return data
+
+
+class _Told(msgspec.Struct, array_like=True):
+    """What the leader tells at the end of an exchange: everything, or who was missing."""
+
+    said: list[bytes]
+    missing: list[int]
+
+
+async def exchange(coordinator: Coordinator, topic: str, data: bytes, *, timeout: float) -> list[bytes]:
+    """What every rank says, in the order of the ranks, at every rank.
+
+    The leader waits ``timeout`` seconds for the others, and tells them when some are missing: then all raise
+    `RanksMissing`. Where the leader is missing itself, the others raise `RanksUnavailable` a little later.
+    """
+    if coordinator.rank == LEADER:
+        try:
+            came = await gather(coordinator, topic, data, timeout=timeout)
+        except RanksMissing as error:
+            told = msgspec.msgpack.encode(_Told([], list(error.ranks)))
+            await coordinator.post(range(1, coordinator.size), topic, told)
+            raise
+        said = [came[rank] for rank in range(coordinator.size)]
+        await coordinator.post(range(1, coordinator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
+        return said
+    await coordinator.post([LEADER], topic, data)
+    answer = await coordinator.take(LEADER, topic, timeout=timeout + LONGER)
+    try:
+        told_by_leader = msgspec.msgpack.decode(answer, type=_Told)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"what the leader told in {topic!r} cannot be read: {error}") from error
+    if told_by_leader.missing:
+        raise RanksMissing(_missing(told_by_leader.missing, topic, timeout), told_by_leader.missing)
+    return told_by_leader.said
+
+
+async def barrier(coordinator: Coordinator, topic: str, *, timeout: float) -> None:
+    """Return when every rank has come here. Raises as `exchange`."""
+    await exchange(coordinator, topic, b"", timeout=timeout)

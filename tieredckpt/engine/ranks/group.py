@@ -1,0 +1,325 @@
+"""The ranks of a store: who they are, and their logs, by which all hear what was decided, and the leader what is new.
+
+Rank 0 leads. What it decides it tells in numbered messages, which every other rank applies in their order; what
+takes long is done beside that, so that the log is never held up. What another rank wants the leader to know it
+reports in the same way. Where a rank must answer, it does so under a topic that both sides know, and the leader
+waits for it no longer than the store's ``rank_deadline``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from tieredckpt.concurrency import outlast
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.communicator import LEADER, LONGER, Coordinator, RanksMissing, exchange, gather
+from tieredckpt.engine.ranks.messages import Closing, Failure, Logged, Reported
+from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
+
+__all__ = ["Team", "bow_out", "consult"]
+
+_log = logging.getLogger("tieredckpt")
+
+M = TypeVar("M")
+
+_LISTEN_AGAIN = 60.0
+"""Seconds after which a rank that hears nothing asks its coordinator anew."""
+_POST_AGAIN = 1.0
+"""Seconds until a rank tries again to tell what could not be told."""
+_LAST_WORDS = 5.0
+"""Seconds that the leader gives the others to take what it said last."""
+
+
+class Team:
+    """The ranks of a store, as one of them sees them. Lives on the engine's loop."""
+
+    def __init__(self, coordinator: Coordinator, *, deadline: float) -> None:
+        self.coordinator = coordinator
+        self.rank = coordinator.rank
+        self.size = coordinator.size
+        self.leads = coordinator.rank == LEADER
+        self.deadline = deadline
+        """Seconds that the ranks wait for each other."""
+        self.nodes: tuple[str, ...] = ()
+        """The machine of every rank, by rank."""
+        self._silent: set[int] = set()
+        """Ranks that were waited for in vain, and were not heard since."""
+        self._left = False
+        self._told = 0
+        self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._posting: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for what the leader decides."""
+        return self.deadline + LONGER
+
+    @property
+    def others(self) -> range:
+        """All ranks but the leader."""
+        return range(1, self.size)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks of this machine, this one included."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Meet the others. Raises `RanksUnavailable` when some do not come, `Invalid` as the coordinator does."""
+        await self.coordinator.open(timeout=self.deadline)
+        nodes = await exchange(self.coordinator, "nodes", self.coordinator.node.encode(), timeout=self.deadline)
+        self.nodes = tuple(node.decode() for node in nodes)
+
+    def begin(
+        self, apply: Callable[[Logged], Awaitable[None]], hear: Callable[[int, Reported], Awaitable[None]]
+    ) -> None:
+        """Send what is told from now on, and ``apply`` every message of the leader, one after another.
+
+        At the leader, ``hear`` every message of each other rank, one after another.
+        """
+        self._posting = asyncio.create_task(self._post(), name="tieredckpt log of the ranks")
+        if self.leads:
+            for rank in self.others:
+                self.start(self._listen(rank, Reported, partial(hear, rank)), f"log of rank {rank}")
+        else:
+            self._listening = asyncio.create_task(
+                self._listen(LEADER, Logged, apply), name=f"tieredckpt log of rank {LEADER}"
+            )
+
+    async def part(self) -> None:
+        """Wait until all others close too, for what was ordered may need this rank still.
+
+        Waits no longer than the deadline, and not for whom others have waited in vain already. Raises nothing.
+        """
+        try:
+            await (self._let_all_go() if self.leads else self._ask_to_go())
+        except (TieredCkptError, TimeoutError) as error:
+            _log.warning("the ranks did not close together: %s", error)
+
+    async def close(self) -> None:
+        """Leave, whatever the others do."""
+        self._left = True
+        tasks = [task for task in (self._posting, self._listening, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await outlast(asyncio.gather(*tasks, return_exceptions=True))
+        try:
+            await self.coordinator.close()
+        except TieredCkptError as error:
+            _log.warning("the coordinator of the ranks: %s", error)
+
+    async def _let_all_go(self) -> None:
+        there = [rank for rank in self.others if rank not in self._silent]
+        try:
+            await gather(self.coordinator, "close", b"", timeout=self.deadline, among=there)
+        finally:
+            self.tell(Closing())
+            async with asyncio.timeout(_LAST_WORDS):
+                await self._outbox.join()
+        await gather(self.coordinator, "closed", b"", timeout=_LAST_WORDS, among=there)
+
+    async def _ask_to_go(self) -> None:
+        await self.coordinator.post([LEADER], "close", b"")
+        if self._listening is not None and not self.deserted:
+            async with asyncio.timeout(2 * self.deadline + _LAST_WORDS):  # the leader may wait for others as long
+                await asyncio.wait([self._listening])
+        await self.coordinator.post([LEADER], "closed", b"")
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Do something beside everything else; it ends with the team."""
+        task = asyncio.create_task(_logged(work, name), name=f"tieredckpt {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """As `start`, for what a call that is cancelled leaves to do; nothing where the team was left before."""
+        if self._left:
+            work.close()
+        else:
+            self.start(work, name)
+
+    # -- who is there -------------------------------------------------------------------------------------
+
+    @property
+    def deserted(self) -> bool:
+        """Whether this rank has waited for the leader in vain, and has not heard it since."""
+        return LEADER in self._silent
+
+    def missed(self, ranks: Iterable[int]) -> None:
+        """Take note that ranks were waited for in vain."""
+        self._silent.update(ranks)
+
+    async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
+        """As `gather` among all ranks, within the deadline or ``timeout`` seconds; who is silent is taken note of."""
+        try:
+            came = await gather(self.coordinator, topic, data, timeout=self.deadline if timeout is None else timeout)
+        except RanksMissing as error:
+            self._silent.difference_update(error.came)
+            self.missed(error.ranks)
+            raise
+        self._silent.difference_update(came)
+        return came
+
+    # -- the log ------------------------------------------------------------------------------------------
+
+    def tell(self, message: Logged) -> None:
+        """Let every other rank know, in the order of the calls. Of the leader alone; waits for nobody."""
+        self._put(message)
+
+    def report(self, message: Reported) -> None:
+        """Let the leader know, in the order of the calls. Of the other ranks; waits for nobody."""
+        self._put(message)
+
+    def _put(self, message: Logged | Reported) -> None:
+        self._told += 1
+        self._outbox.put_nowait((f"log/{self._told}", messages.encode(message)))
+
+    async def all_told(self) -> None:
+        """Return when what was told so far is on its way: the trainer may keep this process from running next."""
+        if self.leads:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.deadline):
+                    await self._outbox.join()
+
+    async def _post(self) -> None:
+        while True:
+            topic, data = await self._outbox.get()
+            # The others wait for this one before they hear the next, and nothing but time mends it.
+            while not await self._posted(topic, data):  # noqa: ASYNC110
+                await asyncio.sleep(_POST_AGAIN)
+            self._outbox.task_done()
+
+    async def _posted(self, topic: str, data: bytes) -> bool:
+        try:
+            await self.coordinator.post(self.others if self.leads else [LEADER], topic, data)
+        except RanksUnavailable as error:
+            _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
+            return False
+        return True
+
+    async def _listen(self, source: int, kind: M, apply: Callable[[Any], Awaitable[None]]) -> None:
+        """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
+        heard = 0
+        # All that the leader listens to together make it look as often as one: each asking anew is a look at once.
+        again = _LISTEN_AGAIN * (len(self.others) if self.leads else 1)
+        while True:
+            try:
+                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=again)
+            except RanksUnavailable:
+                continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
+            except Closed:
+                return
+            heard += 1
+            self._silent.discard(source)
+            message: object = None
+            try:
+                message = messages.decode(data, kind)
+                if isinstance(message, Closing):
+                    return
+                await apply(message)
+            except Exception:
+                _log.exception("rank %d: what rank %d told (%s) was not carried out", self.rank, source, message)
+
+
+async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await work
+    except Closed:
+        _log.info("%s ended with the store", name)
+    except Exception:
+        _log.exception("%s: unexpected failure", name)
+
+
+async def consult(
+    team: Team, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
+) -> bytes:
+    """Do something on every rank, let the leader decide on what all have to say of it, and return its verdict.
+
+    ``decide`` runs at the leader alone. Where the work fails on a rank, or the leader cannot decide, all raise that
+    error, with the rank's number in front. Raises `RanksUnavailable` when ranks are silent past the deadline. Where
+    this is cancelled, the others hear so at once.
+    """
+    try:
+        said, failure = await _outcome(work)
+        answer = messages.encode((said, None if failure is None else Failure.of(failure)))
+        if team.leads:
+            return await _lead(team, topic, answer, failure, decide)
+        with _rather(failure):
+            await team.coordinator.post([LEADER], topic, answer)
+    except asyncio.CancelledError:
+        team.start_last(bow_out(team, topic), f"leaving of {topic}")
+        raise
+    with _rather(failure):
+        told = await team.coordinator.take(LEADER, topic, timeout=team.patience)
+    if failure is not None:
+        raise failure
+    verdict, problem = messages.decode_said(told)
+    if problem is not None:
+        raise problem.error()
+    return verdict
+
+
+async def bow_out(team: Team, topic: str) -> None:
+    """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
+    failure = Failure.of(RanksUnavailable(f"rank {team.rank} has given up {topic!r}", [team.rank]))
+    await team.coordinator.post(team.others if team.leads else [LEADER], topic, messages.encode((b"", failure)))
+
+
+@contextmanager
+def _rather(failure: Exception | None) -> Iterator[None]:
+    """Raise what failed on this rank, if anything did, and not that the leader does not answer."""
+    try:
+        yield
+    except RanksUnavailable:
+        if failure is not None:
+            raise failure from None
+        raise
+
+
+async def _outcome(work: Awaitable[bytes]) -> tuple[bytes, Exception | None]:
+    try:
+        return await work, None
+    except Exception as error:
+        return b"", error
+
+
+async def _lead(
+    team: Team,
+    topic: str,
+    answer: bytes,
+    failure: Exception | None,
+    decide: Callable[[dict[int, bytes]], Awaitable[bytes]],
+) -> bytes:
+    """The leader's end of a consultation, whose own work had that ``failure`` or none."""
+    verdict, problem = b"", None
+    cause = failure
+    try:
+        verdict = await decide(_heard(await team.gather(topic, answer)))
+    except Exception as error:
+        cause = failure or error
+        problem = Failure.of(cause)
+        if not isinstance(cause, TieredCkptError) and failure is None:
+            _log.exception("rank %d could not decide on %s", LEADER, topic)
+    await team.coordinator.post(team.others, topic, messages.encode((verdict, problem)))
+    if cause is not None:
+        raise cause
+    return verdict
+
+
+def _heard(came: dict[int, bytes]) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for rank, data in sorted(came.items()):
+        found[rank], problem = messages.decode_said(data)
+        if problem is not None:
+            raise Failure(problem.kind, f"rank {rank}: {problem.text}", problem.ranks or (rank,)).error()
+    return found

@@ -1,0 +1,281 @@
+"""Opens a store of several ranks: the leader looks at the shared tiers, every rank at its own RAM.
+
+The leader opens all tiers as a store of one rank does, with its lease and its survey. What it finds it tells the
+others, which open the shared tiers without either. Every rank then tells what parts of steps are in the RAM that
+it answers for: its own, and folders of former ranks on its machine. Steps whose parts are all there count as held
+by RAM; parts that can never become whole are let go.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.blobs.ram.folder import RANK_FOLDER
+from tieredckpt.blobs.ram.places import places_of
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.opening.connect import connect
+from tieredckpt.engine.opening.ram import find
+from tieredckpt.engine.opening.stale_ram import left_behind
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.commit.commit import Commits
+from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
+from tieredckpt.engine.ranks.commit.vote import Agreement
+from tieredckpt.engine.ranks.group import Team, consult
+from tieredckpt.engine.ranks.messages import Catalog, HeldStep, Opened, brief
+from tieredckpt.engine.ranks.restore.node_ram import folders_of_ranks, look_into
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
+from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+
+__all__ = ["Opening", "adopt_catalog", "catalog_of", "discard_unused"]
+
+_log = logging.getLogger("tieredckpt")
+
+Parts = dict[tuple[int, int], dict[int, bytes]]
+"""By serial and step, and by the rank that saved it, every part encoded."""
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What the leader found on the shared tiers."""
+
+    marker: StoreMarker
+    catalogs: tuple[Catalog, ...]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A part in RAM."""
+
+    serial: int
+    step: int
+    rank: int
+    part: bytes
+
+
+class _InRam(msgspec.Struct, frozen=True):
+    """What a rank has in RAM, and what is lost there against ordinary shared memory, for people."""
+
+    parts: list[_Part]
+    notice: str
+
+
+class Opening:
+    """How a rank opens its store with the others. ``open_tiers`` opens all tiers as a store of one rank does."""
+
+    def __init__(
+        self,
+        state: State,
+        evictor: Evictor,
+        team: Team,
+        agreement: Agreement,
+        commits: Commits,
+        open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
+    ) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._team = team
+        self._agreement = agreement
+        self._commits = commits
+        self._open_tiers = open_tiers
+        self._folders: dict[tuple[int, int], dict[int, Tier]] = {}
+        """Where the parts are that this rank told of."""
+        self.leftovers: list[Tier] = []
+        """The RAM of former ranks of this machine, at the rank that answers for it."""
+
+    async def open(self) -> None:
+        """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
+        team, state = self._team, self._state
+        found: _Found = messages.decode(await consult(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
+        verdict = await consult(team, "open/parts", self._follow(found), self._decide)
+        opened: Opened = messages.decode(verdict, Opened)
+        for record in opened.whole:
+            state.tiers[0].agree(record)
+        for step in tuple(state.tiers[0].parts):
+            if tuple(step) not in opened.kept:
+                _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, team.rank)
+                await self._evictor.let_part_go(step, state.tiers[0])
+        await self._let_leftovers_go(
+            {*(record.id for record in opened.whole), *(StepId(*kept) for kept in opened.kept)}
+        )
+        state.last_serial = opened.last_serial
+        state.branch.adopt(opened.line, max(state.records(), default=None))
+
+    async def close(self) -> None:
+        """Read the RAM of former ranks no more."""
+        while self.leftovers:
+            await self.leftovers.pop().disconnect()
+
+    # -- the shared tiers ---------------------------------------------------------------------------------
+
+    async def _tell_ram(self) -> bytes:
+        """What RAM there is on this machine, before any is opened; one rank of the machine tells."""
+        state = self._state
+        state.places = await places_of(state.config)
+        found = await find(state.config, state.places.values()) if state.is_first_of_node else []
+        return messages.encode(found)
+
+    async def _open_all(self, said: dict[int, bytes]) -> bytes:
+        """At the leader: settle whose store it is, open all tiers, and tell what the shared ones hold."""
+        state = self._state
+        found: list[FoundRam] = []
+        for data in said.values():
+            found += messages.decode(data, list[FoundRam])
+        await self._open_tiers(found)
+        assert state.marker is not None
+        shared = [tier for tier in state.tiers if tier.config.kind != "ram"]
+        return messages.encode(_Found(state.marker, tuple(catalog_of(tier) for tier in shared)))
+
+    async def _follow(self, found: _Found) -> bytes:
+        """Open what the leader has found, and tell of this rank's RAM."""
+        if not self._team.leads:
+            await self._open_as_follower(found)
+        return await self._own_parts()
+
+    async def _open_as_follower(self, found: _Found) -> None:
+        state = self._state
+        state.marker = found.marker
+        for catalog in found.catalogs:
+            tier = state.tier(catalog.tier)
+            adopt_catalog(tier, catalog, state.marker)
+            await self._see(tier)
+        first = state.tiers[0]
+        if first.config.kind == "ram":
+            try:
+                await connect(state, first)
+            except (Conflict, Invalid):
+                raise
+            except TieredCkptError as error:
+                state.report(first, error)
+
+    async def _see(self, tier: Tier) -> None:
+        """Open a shared tier, and see that it is the one that the leader sees."""
+        try:
+            seen = await tier.open()
+        except TieredCkptError as error:
+            _log.warning(
+                "rank %d cannot open tier %r, and tries again when it needs it: %s", self._team.rank, tier.name, error
+            )
+            return
+        if tier.marker is not None and (seen is None or seen.store != tier.marker.store):
+            raise Conflict(
+                f"tier {tier.name!r} at {tier.store.location} is not what rank 0 sees under that name: every tier but "
+                f"RAM is shared by all ranks, so put it where all machines have the same"
+            )
+
+    # -- RAM ----------------------------------------------------------------------------------------------
+
+    async def _own_parts(self) -> bytes:
+        """The parts in the RAM that this rank answers for: its own, and for its machine that of former ranks."""
+        state, team = self._state, self._team
+        await self._collect_parts(state.tiers[0], tuple(state.tiers[0].parts))
+        if team.neighbours[0] == team.rank:
+            for folder in await in_thread(partial(folders_of_ranks, state, but=team.neighbours)):
+                if (tier := await look_into(state, folder)) is not None:
+                    self.leftovers.append(tier)
+                    await self._collect_parts(tier, tuple(tier.held))
+        parts = []
+        for (serial, step), by_rank in self._folders.items():
+            for rank, tier in by_rank.items():
+                index = await tier.load_index(StepId(serial, step))
+                parts.append(_Part(serial, step, rank, await in_thread(encode_own, index, pool=state.pool)))
+        ram = state.tiers[0].ram
+        return messages.encode(_InRam(parts, "" if ram is None else ram.notice))
+
+    async def _collect_parts(self, tier: Tier, steps: tuple[StepId, ...]) -> None:
+        for step in steps:
+            try:
+                rank = (await tier.load_index(step)).record.rank or 0
+            except (Corrupt, NotFound) as error:
+                _log.warning("%s of a former run cannot be read in RAM: %s", step, error)
+                continue
+            self._folders.setdefault((step.serial, step.step), {}).setdefault(rank, tier)
+
+    async def _decide(self, said: dict[int, bytes]) -> bytes:
+        """Which steps are whole in the RAM of all ranks together, and what of the rest is worth keeping."""
+        state = self._state
+        parts: Parts = {}
+        homes: dict[tuple[int, int], dict[int, int]] = {}
+        told: dict[int, _InRam] = {rank: messages.decode(data, _InRam) for rank, data in said.items()}
+        _tell_notices({rank: each.notice for rank, each in told.items() if each.notice})
+        for rank, each in told.items():
+            for found in each.parts:
+                step = found.serial, found.step
+                if found.rank not in parts.setdefault(step, {}) or found.rank == rank:  # its own before a copy of it
+                    parts[step][found.rank] = found.part
+                    homes.setdefault(step, {})[found.rank] = rank
+        records: dict[tuple[int, int], StepRecord] = {}
+        for step, by_rank in sorted(parts.items()):
+            try:
+                records[step] = (await in_thread(merge_parts, by_rank, pool=state.pool)).record
+            except (Conflict, Corrupt) as error:
+                _log.warning("%s is not whole in RAM: %s", StepId(*step), error)
+        forked = left_behind(state, records.values())
+        whole = []
+        for step, record in records.items():
+            if record.id in forked:
+                del parts[step]
+                continue
+            whole.append(brief(record))
+            self._agreement.parts[record.id] = parts[step]
+            self._commits.homes[record.id] = homes[step]
+        for record in whole:
+            state.tiers[0].agree(record)
+        state.adopt_line()
+        held = {tuple(step) for tier in state.tiers for step in tier.held}
+        last = max([state.last_serial, *(serial for serial, _ in parts)])
+        kept = tuple(step for step in parts if step in held)
+        return messages.encode(Opened(tuple(whole), kept, last, state.branch.line))
+
+    async def _let_leftovers_go(self, kept: set[StepId]) -> None:
+        """Give back the memory of former ranks that holds nothing of use; remember what the rest holds."""
+        for step, by_rank in self._folders.items():
+            if StepId(*step) in kept:
+                self._commits.folders[StepId(*step)] = by_rank
+        await discard_unused(self.leftovers, kept)
+
+
+def _tell_notices(notices: dict[int, str]) -> None:
+    """Say once what is true for several ranks: at the leader, in the words of the first of them."""
+    if notices:
+        first = min(notices)
+        _log.warning("ranks %s: %s", ", ".join(map(str, sorted(notices))), notices[first])
+
+
+async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
+    """Give back the memory of those folders of former ranks that hold none of the steps."""
+    for tier in tuple(leftovers):
+        if tier in leftovers and not kept & tier.held.keys() and not tier.pins:
+            leftovers.remove(tier)
+            folder = Path(tier.store.location)
+            await tier.disconnect()
+            if folder.name.startswith(RANK_FOLDER):
+                try:
+                    await in_thread(RamStore.discard, folder)
+                except TieredCkptError as error:
+                    _log.info("the RAM of a former rank stays: %s", error)
+
+
+def catalog_of(tier: Tier) -> Catalog:
+    """What the leader knows of a shared tier."""
+    return Catalog(
+        tier.name,
+        tier.marker is not None,
+        tuple(HeldStep(brief(held.record), held.btree_key) for held in tier.held.values()),
+        tuple((step.serial, step.step, str(error)) for step, error in tier.damaged.items()),
+    )
+
+
+def adopt_catalog(tier: Tier, catalog: Catalog, marker: StoreMarker) -> None:
+    """Know of a shared tier what the leader knows."""
+    tier.clear()
+    tier.marker = marker if catalog.known else None
+    tier.held.update({held.id: Held(held.record, held.btree_key) for held in catalog.steps})
+    tier.damaged.update({StepId(serial, step): Corrupt(text) for serial, step, text in catalog.damaged})

@@ -1,0 +1,399 @@
+"""What a store of several ranks does together with the others, and what it hears from the leader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.policies import is_due, waits_for_promotion
+from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.opening.ram import mark_ram
+from tieredckpt.engine.ranks.commit.commit import Commits
+from tieredckpt.engine.ranks.commit.vote import Agreement, Missed
+from tieredckpt.engine.ranks.communicator import LEADER
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.messages import (
+    Agreed,
+    Asks,
+    Damaged,
+    Evicted,
+    Failed,
+    Failure,
+    HeldStep,
+    Here,
+    Logged,
+    Met,
+    Promote,
+    Promoted,
+    Replicate,
+    Replicated,
+    Reported,
+    RollCall,
+    SaveAt,
+    Signalled,
+    Stuck,
+    TierNews,
+    Wanted,
+    Withdraws,
+    brief,
+)
+from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of, discard_unused
+from tieredckpt.engine.ranks.replicas.replication import Replicas, replicates
+from tieredckpt.engine.ranks.reports import Reports
+from tieredckpt.engine.ranks.restore.restore import Restores
+from tieredckpt.engine.ranks.schedule import Plan
+from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.state.branch import Origin
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.errors import Conflict, NoSpace, NotFound, RanksUnavailable, TierUnavailable
+from tieredckpt.events import (
+    CommitFailed,
+    Event,
+    SaveSkipped,
+    StepAgreed,
+    StepEvicted,
+    StepPromoted,
+    TierFailed,
+    TierRecovered,
+)
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.replicated import split
+
+__all__ = ["Ranked"]
+
+
+class Ranked:
+    """One rank's share of a store of several. Lives on the engine's loop.
+
+    ``open_tiers``, ``look_up`` and ``promote_at_once`` are what a store of one rank does.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        team: Team,
+        open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
+        look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
+        promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
+    ) -> None:
+        self._state = state
+        self._collector = collector
+        self.team = team
+        self.agreement = Agreement(state, collector.evictor, team, self._commit_streamed, self.take_gone, self._forget)
+        self.commits = Commits(state, collector, team, self.agreement)
+        self.opening = Opening(state, collector.evictor, team, self.agreement, self.commits, open_tiers)
+        self.restores = Restores(
+            state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
+        )
+        self.reports = Reports(state, collector, team, promote_at_once)
+        first = state.config.tiers[0]
+        self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
+        self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._gone: list[tuple[int, int]] = []
+        """Serial and step of what this rank has let go from RAM, for the leader."""
+        self._heard_at = 0.0
+        """When the leader last told something."""
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    async def open(self) -> None:
+        """Open the store with the others."""
+        await self.opening.open()
+        if self.replicas is not None:
+            await self.replicas.open()
+        self._unsubscribe = self._state.events.subscribe(self._tell if self.team.leads else self._note)
+        self._loop = asyncio.get_running_loop()
+        self.team.begin(self._apply, self._hear)
+        if self.replicas is not None and self.team.leads:
+            self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
+
+    async def close(self) -> None:
+        """Leave the others."""
+        await self.team.close()
+        self._unsubscribe()
+        await self.opening.close()
+
+    async def save(
+        self,
+        step: int,
+        flat: Flat,
+        replicated: Sequence[str],
+        save: Callable[[Flat], Awaitable[Saved]],
+        origin: Origin | None,
+    ) -> Saved:
+        """Save this rank's part by ``save``, and let the ranks agree on the step behind the training.
+
+        ``origin`` is the last restore before the save was called.
+        """
+        state, saved = self._state, None
+        try:
+            attempt = self.agreement.begin(step)
+        except Missed as missed:
+            reason = f"step {step} was not saved: {missed}"
+            self._count_as_saved(step, origin)
+            state.events.emit(SaveSkipped(step, reason))
+            return Saved(StepId(state.last_serial, step), None, 0, 0, 0.0, reason)
+        nodes, size = self.team.nodes, state.config.chunk_size
+        try:
+            own = await in_thread(partial(split, flat, replicated, rank=self.team.rank, nodes=nodes, chunk_size=size))
+            saved = await save(own)
+            if saved.tier is None:
+                self._count_as_saved(step, origin)
+                self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
+                return saved
+            streamed = state.streamed.get(saved.step)
+            index = streamed.index if streamed is not None else await state.tiers[0].load_index(saved.step)
+        except BaseException as error:
+            if saved is not None:
+                state.branch.failed(saved.step)
+            self._count_as_saved(step, origin)
+            self.agreement.not_saved(attempt, step, error)
+            raise
+        self.agreement.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
+        return saved
+
+    def _count_as_saved(self, step: int, origin: Origin | None) -> None:
+        """Let the schedule see what it sees on ranks that have saved it, or the next is not saved together."""
+        self._state.branch.count_from(origin)
+        self._state.observed = replace(self._state.observed, last_save_step=step, last_save_at=self._state.now())
+
+    def _tell_plan(self, step: int) -> None:
+        if self._loop is not None:  # asked from the trainer's thread
+            self._loop.call_soon_threadsafe(self.team.tell, SaveAt(step))
+
+    def _save_at(self, order: SaveAt) -> None:
+        late = self.plan.told(order.step)
+        if late is not None:
+            with suppress(Missed):
+                attempt = self.agreement.begin(late)
+                self.agreement.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
+
+    async def settled(self) -> None:
+        """Return when the ranks have agreed on every save, and the leader has done what is due.
+
+        Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
+        """
+        state = self._state
+        if self.team.deserted:
+            raise RanksUnavailable(f"rank {LEADER} is silent, so nothing more gets to shared tiers", [LEADER])
+        begin = time.monotonic()
+        while state.undecided:
+            await self.heard_more(min(state.undecided), state.tiers[-1], begin)
+        begin = time.monotonic()
+        while not self.team.leads and (due := self._due()) is not None:
+            step, tier = due
+            if tier.error is not None:
+                raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.error}")
+            await self.heard_more(step, tier, begin)
+        for tier in state.tiers:
+            for step, error in tier.stuck.items():
+                if not self.team.leads and step in state.records() and step not in tier.held:
+                    raise Failure.of(error).error()
+
+    async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
+        """Wait until something changed, for a step that a tier lacks and since when (monotonic) that is waited for.
+
+        Raises `RanksUnavailable` when the leader has not told anything for longer than the step may take.
+        """
+        state = self._state
+        if self.team.leads:
+            await state.changed.wait()
+            return
+        record = state.records().get(step)
+        if record is not None:
+            nbytes = record.nbytes
+        else:
+            nbytes = state.streamed[step].index.record.nbytes * self.team.size if step in state.streamed else 0
+        patience = self.team.patience + nbytes / tier.config.min_bandwidth
+        left = max(since, self._heard_at) + patience - time.monotonic()
+        if left <= 0:
+            self.team.missed([LEADER])
+            raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
+        await state.changed.wait(left)
+
+    def _due(self) -> tuple[StepId, Tier] | None:
+        """A step that the leader is still to bring to a shared tier."""
+        state = self._state
+        view = state.view(at_rest=True)
+        for tier in state.tiers:
+            for step in state.records():
+                if step not in tier.stuck and is_due(state, step, tier, view):
+                    return step, tier
+        return None
+
+    async def _commit_streamed(self, step: StepId, tier: str, parts: Mapping[int, bytes]) -> None:
+        await self.commits.commit_streamed(step, tier, parts)
+
+    # -- what has left RAM --------------------------------------------------------------------------------
+
+    def _note(self, event: Event) -> None:
+        """Remember what this rank let go from RAM: the step is whole there no more."""
+        if isinstance(event, StepEvicted) and event.tier == self._state.tiers[0].name:
+            self._gone.append((event.serial, event.step))
+
+    def take_gone(self) -> tuple[tuple[int, int], ...]:
+        gone, self._gone = tuple(self._gone), []
+        return gone
+
+    def _still_gone(self, gone: tuple[tuple[int, int], ...]) -> None:
+        self._gone += gone
+
+    async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
+        """At the leader: steps of which another rank has let its part go are in RAM no more."""
+        first = self._state.tiers[0]
+        for serial, step in gone:
+            found = StepId(serial, step)
+            if first.config.kind == "ram" and found in first.held:
+                await self._collector.evictor.let_part_go(found, first)
+                self._state.events.emit(StepEvicted(step, serial, first.name))
+
+    # -- what the leader tells ----------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        """Let the other ranks know what happened to steps and shared tiers."""
+        state = self._state
+        if isinstance(event, CommitFailed) and event.tier is None:
+            self.plan.failed(event.step)
+        elif isinstance(event, StepAgreed):
+            self.team.start(self._let_former_steps_go(), "eviction of steps of former ranks")
+            if self.replicas is not None:
+                self.replicas.saved(StepId(event.serial, event.step))
+        elif isinstance(event, StepPromoted):
+            tier = state.tier(event.tier)
+            held = tier.held.get(StepId(event.serial, event.step))
+            if held is not None:
+                told = HeldStep(brief(held.record), held.btree_key)
+                self.team.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
+        elif isinstance(event, StepEvicted):
+            step = StepId(event.serial, event.step)
+            if event.tier == state.tiers[0].name and state.tiers[0].config.kind == "ram":
+                self.agreement.parts.pop(step, None)
+                self.agreement.wholes.forget(step)
+                self._give_back()
+            self.team.tell(Evicted(event.step, event.serial, event.tier))
+        elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
+            self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
+        elif isinstance(event, TierRecovered) and state.tier(event.tier).config.kind != "ram":
+            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.marker))
+
+    def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
+        """Let the other ranks know that a step cannot come to a tier for now."""
+        self.team.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
+
+    async def _apply(self, message: Logged) -> None:
+        state = self._state
+        self._heard_at = time.monotonic()
+        match message:
+            case Agreed():
+                await self.agreement.apply_agreed(message)
+            case Failed(tier=None):
+                await self.agreement.apply_failed(message)
+            case Failed():
+                await self._not_promoted(message)
+            case Promote():
+                self.commits.carry_out(message)
+            case Promoted():
+                await self._promoted(message)
+            case Evicted():
+                await self._evicted(message)
+            case Stuck():
+                step = StepId(message.serial, message.step)
+                state.tier(message.tier).stuck[step] = message.failure.error()
+            case SaveAt():
+                self._save_at(message)
+            case TierNews():
+                self._tier_news(message)
+            case RollCall() | Met():
+                self.restores.meeting.apply(message)
+            case Replicate() if self.replicas is not None:
+                self.replicas.apply_order(message)
+            case Replicated() if self.replicas is not None:
+                await self.replicas.apply_news(message)
+        state.changed.beat()
+
+    async def _hear(self, rank: int, message: Reported) -> None:
+        """At the leader: what another rank reports."""
+        match message:
+            case Asks() | Here() | Withdraws():
+                self.restores.meeting.heard(rank, message)
+            case Damaged() | Signalled() | Wanted():
+                self.reports.heard(rank, message)
+
+    async def _not_promoted(self, failed: Failed) -> None:
+        assert failed.tier is not None
+        step = StepId(failed.serial, failed.step)
+        reason = f"{step} was not committed on tier {failed.tier!r}: {failed.reason}"
+        self._state.events.emit(CommitFailed(step.step, step.serial, failed.tier, failed.ranks, failed.reason))
+        await self.agreement.settle(step, RanksUnavailable(reason, failed.ranks))
+
+    async def _promoted(self, promoted: Promoted) -> None:
+        record, step = promoted.held.record, promoted.held.id
+        tier = self._state.tier(promoted.tier)
+        tier.drop(step)  # with what is remembered of its index, if it was committed anew
+        tier.held[step] = Held(record, promoted.held.btree_key)
+        if step in self._state.undecided:  # it did not fit into RAM
+            self._state.branch.committed(record)
+        tier.used_elsewhere = promoted.used
+        tier.dismissed.discard(step)
+        tier.stuck.pop(step, None)
+        await self.agreement.settle(step, None)
+        written = self.commits.written.pop((step, tier.name), 0)
+        self._state.events.emit(
+            StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, promoted.seconds, promoted.lag)
+        )
+
+    async def _evicted(self, evicted: Evicted) -> None:
+        step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
+        if tier.config.kind == "ram":
+            if step not in tier.held:
+                return
+            await self._collector.evictor.let_part_go(step, tier)
+            self._give_back()
+        else:
+            tier.drop(step)
+            tier.dismissed.add(step)
+        self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
+        if tier.config.kind == "ram":
+            self._gone.remove((step.serial, step.step))  # the leader knows
+
+    def _tier_news(self, news: TierNews) -> None:
+        tier = self._state.tier(news.tier)
+        if news.failure is not None:
+            tier.error = news.failure.error()
+            self._state.events.emit(TierFailed(tier.name, tier.error, news.retry_in))
+            return
+        tier.error = None
+        if news.marker is not None and news.marker != self._state.marker:
+            self._state.marker = news.marker
+            self.team.start(mark_ram(self._state), "mark of RAM")
+        if news.catalog is not None and self._state.marker is not None:
+            adopt_catalog(tier, news.catalog, self._state.marker)
+        self._state.events.emit(TierRecovered(tier.name))
+
+    async def _let_former_steps_go(self) -> None:
+        """At the leader: steps of former ranks take memory that no save can use; a newer one replaces them."""
+        first = self._state.tiers[0]
+        for step, homes in tuple(self.commits.homes.items()):
+            if step not in first.held:
+                del self.commits.homes[step]
+                continue
+            needed = why_not(self._state, step, first) or waits_for_promotion(self._state, step, first)
+            if any(part != home for part, home in homes.items()) and not needed:
+                with suppress(Conflict, NotFound):
+                    await self._collector.evictor.evict(step, first)
+
+    def _give_back(self) -> None:
+        """Give back the memory of former ranks that holds nothing any more, beside everything else."""
+        if self.opening.leftovers:
+            held = set(self._state.tiers[0].held)
+            self.team.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")

@@ -1,0 +1,338 @@
+"""Copies of ranks' parts in the RAM of other nodes: how one is given, and how one is kept.
+
+A rank offers what its part of a step consists of; the keeper answers which chunks it lacks, gets those into the
+slab that it has for that rank, verifies each, and commits the part as the rank itself did. A replica folder has
+the format of every RAM tier, so that whoever restores reads it as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.messages import Failure
+from tieredckpt.engine.restoring.source import pinned
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
+from tieredckpt.format.digest import SIZE, digest_array
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
+from tieredckpt.units import format_size
+
+__all__ = ["Pace", "Refused", "Transfer", "give", "keep"]
+
+_log = logging.getLogger("tieredckpt")
+
+_TAGS = 8192
+"""Transfers between two ranks that are under way at once differ in this many numbers."""
+_AHEAD = 2
+"""Chunks that are verified while the next one comes."""
+
+Bytes = npt.NDArray[np.uint8]
+MakeRoom = Callable[[Tier, Callable[[], bool]], Awaitable[object]]
+"""Lets older steps go from a tier until there is room enough, as far as they may."""
+
+
+class Pace:
+    """Holds transfers back to a rate, in bytes a second, all together; None for none."""
+
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._rate, self._clock, self._sleep = rate, clock, sleep
+        self._free_at = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until what was taken before has used up its share of time. Nothing is saved up while idle."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        begin = max(now, self._free_at)
+        self._free_at = begin + nbytes / self._rate
+        await self._sleep(begin - now)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One part on its way from one rank to another; both sides say the same."""
+
+    coordinator: Coordinator
+    number: int
+    """New for every transfer between the two."""
+    timeout: float
+    """Seconds to wait for the other side, each time."""
+
+    @property
+    def tag(self) -> int:
+        """Odd, where exchanges of chunks have even ones; MPI grants no more than 32,767 of them."""
+        return 2 * (self.number % _TAGS) + 1
+
+    def topic(self, what: str) -> str:
+        return f"replica/{self.number}/{what}"
+
+
+class Refused(TieredCkptError):
+    """The rank that was to keep a part could not."""
+
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(f"rank {rank}: {failure.text}")
+        self.rank = rank
+        self.failure = failure
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What a keeper lacks, as digests one after another; or why it cannot keep the part."""
+
+    lacks: bytes = b""
+    failure: Failure | None = None
+
+
+async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: int, pace: Pace) -> int:
+    """Let rank ``to`` have the part of a step that lies on ``tier``, one in RAM; returns the bytes sent.
+
+    Raises:
+        NotFound: it is not there any more.
+        RanksUnavailable: the other rank does not answer.
+        Refused: the other rank says why it cannot keep it.
+    """
+    coordinator = transfer.coordinator
+    try:
+        async with pinned(tier, step):
+            index = await tier.load_index(step)
+            await coordinator.post([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
+            lacks = await _take_answer(transfer, "lacks", to)
+            sent = await _send(transfer, tier, index, lacks, to, pace)
+            await _take_answer(transfer, "kept", to)
+            return sent
+    except NotFound:
+        await coordinator.post([to], transfer.topic("offer"), b"")
+        raise
+
+
+async def _take_answer(transfer: Transfer, what: str, source: int) -> list[bytes]:
+    data = await transfer.coordinator.take(source, transfer.topic(what), timeout=transfer.timeout)
+    answer: _Answer = messages.decode(data, _Answer)
+    if answer.failure is not None:
+        raise Refused(source, answer.failure)
+    return [answer.lacks[at : at + SIZE] for at in range(0, len(answer.lacks), SIZE)]
+
+
+def _offer(index: StepIndex) -> bytes:
+    """All of a part but the bytes of its chunks; small ones are in the index and go with it."""
+    arrays = {
+        key: PartArray(
+            array.grid,
+            array.dtype,
+            [(digest, None if isinstance(where, Extent) else where) for digest, where in array.chunks],
+        )
+        for key, array in index.arrays.items()
+    }
+    return encode_part(Part(index.record, arrays))
+
+
+async def _send(transfer: Transfer, tier: Tier, index: StepIndex, lacks: Sequence[bytes], to: int, pace: Pace) -> int:
+    assert tier.ram is not None
+    extents = unique_extents(index.arrays)
+    sizes = _sizes(index.arrays)
+    sent = 0
+    for digest in lacks:
+        if digest not in extents:
+            raise Corrupt(f"rank {to} asks for a chunk that {index.record.id} has not")
+        nbytes = sizes[digest]
+        await pace.take(nbytes)
+        memory = memoryview(tier.ram.slab.bytes_at(extents[digest].offset, nbytes))
+        await transfer.coordinator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
+        sent += nbytes
+    return sent
+
+
+async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_room: MakeRoom) -> StepId:
+    """Take the part of a step that rank ``source`` gives, and commit it on ``tier``, one in RAM; returns the step.
+
+    Raises:
+        NotFound: the other rank has it no more.
+        RanksUnavailable: the other rank does not answer.
+        NoSpace: it does not fit, with the numbers; the other rank is told.
+        Corrupt: what came is not what was saved; the other rank is told.
+    """
+    coordinator = transfer.coordinator
+    offer = await coordinator.take(source, transfer.topic("offer"), timeout=transfer.timeout)
+    if not offer:
+        raise NotFound(f"rank {source} let the part go that it was to give")
+    told = "lacks"
+    taken = _Taken(tier)
+    try:
+        part = await in_thread(decode_part, offer, f"the part offered by rank {source}", pool=state.pool)
+        step = part.record.id
+        if tier.has_own(step):
+            await _tell(transfer, "lacks", source, _Answer())
+        else:
+            sizes = _sizes(part.arrays)
+            await _have_room(tier, step, sizes, make_room)
+            await in_thread(taken.have_memory, sizes)
+            lacks = taken.reserve(sizes)
+            await _tell(transfer, "lacks", source, _Answer(b"".join(lacks)))
+            told = "kept"
+            await _receive(state, transfer, taken, lacks, source)
+            await commit_file.commit(tier, part.record, taken.located(part.arrays))
+            taken.committed = True
+        await _tell(transfer, "kept", source, _Answer())
+    except TieredCkptError as error:
+        await _tell(transfer, told, source, _Answer(failure=Failure.of(error)))
+        raise
+    finally:
+        taken.end()
+    return step
+
+
+async def _tell(transfer: Transfer, what: str, to: int, answer: _Answer) -> None:
+    await transfer.coordinator.post([to], transfer.topic(what), messages.encode(answer))
+
+
+def _sizes(arrays: Mapping[str, PartArray] | Mapping[str, ArrayIndex]) -> dict[bytes, int]:
+    """Bytes of every chunk that does not lie in the index, by digest, in the order of the arrays."""
+    return {
+        digest: array.grid.cell_nbytes
+        for array in arrays.values()
+        for digest, where in array.chunks
+        if not isinstance(where, bytes)
+    }
+
+
+async def _have_room(tier: Tier, step: StepId, sizes: Mapping[bytes, int], make_room: MakeRoom) -> None:
+    assert tier.ram is not None
+    assert tier.slab_index is not None
+    slab, chunks = tier.ram.slab, tier.slab_index
+
+    def need() -> int:
+        return sum(stored_size(nbytes) for digest, nbytes in sizes.items() if not chunks.holds(digest))
+
+    await make_room(tier, lambda: slab.room >= need())
+    if slab.room < need():
+        raise NoSpace(
+            f"a copy of {step} needs {format_size(need())} in {tier.store.location}, which has "
+            f"{format_size(slab.room)} of {format_size(slab.capacity)} left beside what must stay; give tier "
+            f"{tier.name!r} a larger capacity"
+        )
+
+
+@dataclass
+class _Taken:
+    """What a part that is being kept uses of the slab: chunks that were there, and extents for those to come."""
+
+    tier: Tier
+    uses: list[bytes] = field(default_factory=list)
+    extents: dict[bytes, tuple[int, Bytes]] = field(default_factory=dict)
+    """Of chunks that have not come yet."""
+    places: dict[bytes, Extent] = field(default_factory=dict)
+    committed: bool = False
+
+    @property
+    def _index(self) -> SlabIndex:
+        assert self.tier.slab_index is not None
+        return self.tier.slab_index
+
+    def have_memory(self, sizes: Mapping[bytes, int]) -> None:
+        """Let the slab grow in one go for what is not there. Blocking."""
+        assert self.tier.ram is not None
+        slab = self.tier.ram.slab
+        lacking = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if self._index.find(digest) is None)
+        with suppress(NoSpace):  # then it is the first extent that is refused
+            slab.reserve(slab.used + lacking)
+
+    def reserve(self, sizes: Mapping[bytes, int]) -> list[bytes]:
+        """Use what is there, and have an extent for all else, whose digests are returned. Raises `NoSpace`."""
+        for digest, nbytes in sizes.items():
+            offset = self._index.take(digest)
+            if offset is not None:
+                self._use(digest, offset, nbytes)
+                continue
+            found = self._index.allocate(nbytes)
+            if found is None:
+                raise NoSpace(
+                    f"the slab at {self.tier.store.location} has no piece of {format_size(nbytes)} left for a "
+                    f"replica; give tier {self.tier.name!r} a larger capacity"
+                )
+            self.extents[digest] = found
+        return list(self.extents)
+
+    def arrived(self, digest: bytes) -> None:
+        """Count a chunk as there: its extent has its bytes."""
+        offset, memory = self.extents.pop(digest)
+        self._use(digest, self._index.add(digest, offset, memory.size), memory.size)
+
+    def _use(self, digest: bytes, offset: int, nbytes: int) -> None:
+        assert self.tier.ram is not None
+        self.uses.append(digest)
+        self.places[digest] = Extent(self.tier.ram.slab_key, offset, nbytes)
+
+    def located(self, arrays: Mapping[str, PartArray]) -> dict[str, ArrayIndex]:
+        """The arrays of the part, with every chunk where it lies here."""
+        return {
+            key: ArrayIndex(
+                array.grid,
+                array.dtype,
+                [
+                    Chunk(digest, where if isinstance(where, bytes) else self.places[digest])
+                    for digest, where in array.chunks
+                ],
+            )
+            for key, array in arrays.items()
+        }
+
+    def end(self) -> None:
+        """Give back what no commit uses."""
+        for offset, memory in self.extents.values():
+            self._index.release(offset, memory.size)
+        self.extents.clear()
+        if not self.committed:
+            self._index.drop(self.uses)
+            self.uses.clear()
+
+
+async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Iterable[bytes], source: int) -> None:
+    """Fill the extents. All that was asked for is taken, whatever is wrong with it: the next is to be the next."""
+    checking: set[asyncio.Task[bool]] = set()
+    wrong = 0
+    try:
+        for digest in lacks:
+            _, memory = taken.extents[digest]
+            await transfer.coordinator.receive(source, memoryview(memory), tag=transfer.tag, timeout=transfer.timeout)
+            checking.add(asyncio.create_task(_check(state, taken, digest, memory)))
+            if len(checking) > _AHEAD:
+                done, checking = await asyncio.wait(checking, return_when=asyncio.FIRST_COMPLETED)
+                wrong += sum(not task.result() for task in done)
+    finally:
+        if checking:
+            done, _ = await asyncio.wait(checking)
+            wrong += sum(not task.result() for task in done)
+    if wrong:
+        raise Corrupt(f"{wrong} of the chunks that rank {source} gave for a replica are not what was saved")
+
+
+async def _check(state: State, taken: _Taken, digest: bytes, memory: Bytes) -> bool:
+    if await in_thread(digest_array, memory, pool=state.pool) != digest:
+        return False
+    taken.arrived(digest)
+    return True

@@ -1,0 +1,374 @@
+"""Keeps the newest step in the RAM of several nodes, behind the training: who gives what to whom, and when.
+
+The leader knows which rank has which part, in its own RAM or kept for another. Whenever a newer step was agreed on,
+or parts are missing where they should be, it orders the copies of one step, and every rank carries out those that
+it gives or takes. Older copies go when all of a newer step has arrived, so that a whole step is always there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeGuard
+
+import msgspec
+
+from tieredckpt.blobs.memory import memory_limit
+from tieredckpt.blobs.ram.folder import RANK_FOLDER
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.concurrency import in_thread
+from tieredckpt.config.tiers import RamTier, TierConfig
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.opening.scan import survey
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.commit.commit import Commits
+from tieredckpt.engine.ranks.communicator import LEADER, exchange, gather
+from tieredckpt.engine.ranks.group import Team, consult
+from tieredckpt.engine.ranks.messages import Failure, Replicate, Replicated
+from tieredckpt.engine.ranks.replicas.copy_part import Pace, Refused, Transfer, give, keep
+from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.events import ReplicationFailed, StepReplicated
+from tieredckpt.format.manifest import StepId
+from tieredckpt.units import format_size
+
+__all__ = ["Replicas", "replica_folder", "replicates"]
+
+_log = logging.getLogger("tieredckpt")
+
+_SUFFIX = ".replica"
+_LACKING = b"lacking"
+"""What a rank says that cannot keep anything."""
+
+
+def replicates(tier: TierConfig) -> TypeGuard[RamTier]:
+    """Whether a tier's parts are to be kept on several nodes."""
+    return isinstance(tier, RamTier) and tier.replicas > 1
+
+
+def replica_folder(own: Path, rank: int) -> Path:
+    """Where a rank whose own RAM folder is ``own`` keeps the parts of another."""
+    return own.parent / f"{RANK_FOLDER}{rank}{_SUFFIX}"
+
+
+class _Has(msgspec.Struct, array_like=True, frozen=True):
+    """The steps of which a rank has parts: its own, and those that it keeps, by rank."""
+
+    own: list[StepId]
+    kept: dict[int, list[StepId]]
+
+
+class _Copied(msgspec.Struct, frozen=True):
+    """How a rank has carried out its part of an order."""
+
+    sent: int = 0
+    failure: Failure | None = None
+    ranks: tuple[int, ...] = ()
+    """Those that it is for."""
+
+
+class Replicas:
+    """What one rank does so that parts survive the loss of a node. Lives on the engine's loop; the leader leads."""
+
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        team: Team,
+        commits: Commits,
+        config: RamTier,
+    ) -> None:
+        self._state = state
+        self._collector = collector
+        self._team = team
+        self._config = config
+        self._commits = commits
+        """Knows where the parts of former runs are."""
+        self._pace = Pace(config.rate_limit)
+        self._placed: tuple[tuple[int, ...], ...] = ()
+        self.kept: dict[int, Tier] = {}
+        """The tiers that hold the parts of other ranks, by rank."""
+        self._has: dict[StepId, dict[int, set[int]]] = {}
+        """At the leader: by step and part, the ranks that have it."""
+        self._tried: set[StepId] = set()
+        """At the leader: steps whose copies failed; the next step is tried again."""
+        self._ordered = 0
+
+    @property
+    def copies(self) -> int:
+        """On how many nodes every part is kept, as far as there are nodes."""
+        return 1 + max((len(keepers) for keepers in self._placed), default=0)
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Find out who keeps what, and have room for it. A call of all ranks, on which all succeed or none does.
+
+        Raises:
+            Invalid, NoSpace: the memory for the replicas is not there, with the numbers.
+            RanksUnavailable: a rank does not answer.
+        """
+        team = self._team
+        racks = await self._racks()
+        standing = [racks[node] if racks is not None else node for node in dict.fromkeys(team.nodes)]
+        possible = copies_possible(standing, self._config.replicas)
+        if not team.coordinator.bulk:
+            possible = 1
+            _log.warning(
+                "parts are not replicated, for these ranks send nothing in bulk: use torch.distributed or MPI for that"
+            )
+        elif possible < self._config.replicas:
+            _log.warning(
+                "parts are kept on %d nodes and not on %d: the %d ranks run on %d nodes in %d places",
+                *(possible, self._config.replicas, team.size, len(standing), len(set(standing))),
+            )
+        self._placed = place_ranks(team.nodes, possible, racks)
+        if await consult(team, "replicas/open", self._open_all(), self._learn) == _LACKING:
+            self._placed = ()
+            _log.warning("parts are not replicated until the store is opened again: a rank has no memory for them")
+
+    async def _racks(self) -> dict[str, str] | None:
+        """The rack of every node, where any has one that is named; others are racks of their own."""
+        mine = messages.encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
+        told = await exchange(self._team.coordinator, "replicas/rack", mine, timeout=self._team.deadline)
+        named: dict[str, str | None] = {}
+        for node, data in zip(self._team.nodes, told, strict=True):
+            named[node] = messages.decode(data, str | None)
+        if not any(named.values()):
+            return None
+        return {node: name or f"rack of {node}" for node, name in named.items()}
+
+    async def _open_all(self) -> bytes:
+        self._check_fits()
+        own = self._own
+        try:
+            for ward in [rank for rank, keepers in enumerate(self._placed) if self._team.rank in keepers]:
+                await self._open_kept(ward)
+        except TierUnavailable as error:
+            _log.warning("rank %d keeps no replicas: %s", self._team.rank, error)
+            return _LACKING
+        has = _Has(
+            [step for step in {*own.held, *own.parts} if own.has_own(step)],
+            {ward: [*tier.parts] for ward, tier in self.kept.items()},
+        )
+        return messages.encode(has)
+
+    def _check_fits(self) -> None:
+        """Raise `Invalid` if this machine has not the memory for its own parts and those that it keeps."""
+        capacity, ranks = self._config.capacity, len(self._team.neighbours)
+        limit, source = memory_limit()
+        if isinstance(capacity, int) and self.copies > 1 and capacity * ranks * self.copies > limit:
+            raise Invalid(
+                f"{self.copies} replicas of {ranks} ranks on {self._team.coordinator.node} with a capacity of "
+                f"{format_size(capacity)} each take {format_size(capacity * ranks * self.copies)}, and {source} is "
+                f"{format_size(limit)}; lower `capacity` or `replicas` of tier {self._own.name!r}"
+            )
+
+    async def _learn(self, said: dict[int, bytes]) -> bytes:
+        """At the leader: which rank has what; or that some rank cannot keep anything, so that none does."""
+        if _LACKING in said.values():
+            return _LACKING
+        for rank, data in said.items():
+            has: _Has = messages.decode(data, _Has)
+            for part, steps in ({rank: has.own} | has.kept).items():
+                for step in steps:
+                    self._note(step, part, rank)
+        for step, homes in self._commits.homes.items():
+            for part, rank in homes.items():
+                self._note(step, part, rank)
+        return b""
+
+    async def _open_kept(self, ward: int) -> None:
+        own = self._own
+        if own.ram is None:
+            raise TierUnavailable(f"tier {own.name!r} could not be opened there")
+        folder = replica_folder(Path(own.ram.location), ward)
+        capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
+        sharers = len(self._team.neighbours) * self._config.replicas
+
+        async def connect() -> RamStore:
+            return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
+
+        tier = self.kept[ward] = Tier(own.name, own.index, self._config, connect)
+        marker = await tier.open()
+        assert self._state.marker is not None
+        if marker != self._state.marker:
+            await tier.mark(self._state.marker)
+        await survey(tier)
+        tier.set_apart()
+        tier.marker = self._state.marker
+
+    @property
+    def _own(self) -> Tier:
+        return self._state.tiers[0]
+
+    async def close(self, *, remove: bool) -> None:
+        """Let the kept parts go: for the next process, or for good."""
+        for tier in self.kept.values():
+            if remove and tier.ram is not None:
+                await asyncio.to_thread(tier.ram.remove)
+            if tier.blobs is not None:
+                await tier.blobs.close()
+        self.kept.clear()
+
+    # -- the leader ---------------------------------------------------------------------------------------
+
+    def saved(self, step: StepId) -> None:
+        """All ranks have agreed on a step, so each has its own part of it."""
+        for rank in range(self._team.size):
+            self._note(step, rank, rank)
+
+    def _note(self, step: StepId, part: int, rank: int) -> None:
+        self._has.setdefault(step, {}).setdefault(part, set()).add(rank)
+
+    async def lead(self) -> None:
+        """Order copies whenever some are missing, until cancelled. Of the leader alone."""
+        if self.copies == 1:
+            return
+        while True:
+            order = self._next()
+            if order is None:
+                await self._state.changed.wait()
+                continue
+            await self._carry_out_by_all(order)
+
+    def _next(self) -> Replicate | None:
+        """The copies of the newest step that lack, if they can be made."""
+        step = max((step for step in self._own.held if self._state.on_line(step.serial)), default=None)
+        if step is None or step in self._tried or self._own.held[step].record.ranks != self._team.size:
+            return None
+        has = self._has.get(step, {})
+        if len(has) < self._team.size:
+            return None  # a part is nowhere in RAM
+        copies = [
+            (part, min(has[part], key=lambda rank: (rank != part, rank)), rank)
+            for part, keepers in enumerate(self._placed)
+            for rank in (part, *keepers)
+            if rank not in has[part]
+        ]
+        if not copies and self._state.replicated.get(step) == self.copies:
+            return None
+        self._ordered += 1
+        return Replicate(self._ordered, step.step, step.serial, tuple(copies))
+
+    async def _carry_out_by_all(self, order: Replicate) -> None:
+        step = StepId(order.serial, order.step)
+        begin = time.monotonic()
+        self._team.tell(order)
+        topic, failure, sent = f"replicas/done/{order.number}", None, 0
+        patience = self._team.deadline + self._own.held[step].record.nbytes / self._slowest
+        mine = messages.encode(await self._copy(order))
+        ranks: tuple[int, ...] = ()
+        try:
+            came = await gather(self._team.coordinator, topic, mine, timeout=patience)
+            for data in came.values():
+                copied: _Copied = messages.decode(data, _Copied)
+                sent += copied.sent
+                failure = failure or copied.failure
+                ranks = tuple(sorted({*ranks, *copied.ranks}))
+        except TieredCkptError as error:
+            failure = Failure.of(error)
+            ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
+        if failure is None:
+            for part, _, rank in order.copies:
+                self._note(step, part, rank)
+                if rank == part:
+                    self._commits.homes.get(step, {}).pop(part, None)
+            self._has = {known: has for known, has in self._has.items() if known >= step}
+        else:
+            self._tried.add(step)
+        seconds = time.monotonic() - begin
+        news = Replicated(order.step, order.serial, self.copies, sent, seconds, failure, ranks)
+        self._team.tell(news)
+        await self.apply_news(news)
+
+    @property
+    def _slowest(self) -> float:
+        """Bytes a second below which a rank that still copies counts as silent."""
+        return min(self._config.min_bandwidth, self._config.rate_limit or self._config.min_bandwidth)
+
+    # -- every rank ---------------------------------------------------------------------------------------
+
+    def apply_order(self, order: Replicate) -> None:
+        """Do what an order of the leader asks of this rank, behind everything else."""
+        self._team.start(self._copy_and_tell(order), f"copies of step {order.step}")
+
+    async def _copy_and_tell(self, order: Replicate) -> None:
+        copied = messages.encode(await self._copy(order))
+        await self._team.coordinator.post([LEADER], f"replicas/done/{order.number}", copied)
+
+    async def _copy(self, order: Replicate) -> _Copied:
+        step = StepId(order.serial, order.step)
+        giving = [self._give(order, step, part, to) for part, giver, to in order.copies if giver == self._team.rank]
+        taking = [self._keep(order, part, giver) for part, giver, to in order.copies if to == self._team.rank]
+        ended = await asyncio.gather(*giving, *taking, return_exceptions=True)
+        failures = [end for end in ended if isinstance(end, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, TieredCkptError):
+                _log.error("%s: unexpected failure of a copy", step, exc_info=failure)
+        sent = sum(end for end in ended[: len(giving)] if isinstance(end, int))
+        return _Copied(sent, Failure.of(failures[0]) if failures else None, self._at_fault(failures))
+
+    def _at_fault(self, failures: Sequence[BaseException]) -> tuple[int, ...]:
+        found: set[int] = set()
+        for failure in failures:
+            if isinstance(failure, RanksUnavailable):
+                found.update(failure.ranks)
+            else:
+                found.add(failure.rank if isinstance(failure, Refused) else self._team.rank)
+        return tuple(sorted(found))
+
+    def _transfer(self, order: Replicate, part: int) -> Transfer:
+        number = order.number * self._team.size + part
+        return Transfer(self._team.coordinator, number, self._team.deadline)
+
+    async def _give(self, order: Replicate, step: StepId, part: int, to: int) -> int:
+        here = [
+            self._own if part == self._team.rank else self.kept.get(part),
+            self._commits.folders.get(step, {}).get(part),
+        ]
+        tier = next((tier for tier in here if tier is not None and tier.has_own(step)), self._own)
+        return await give(self._state, self._transfer(order, part), tier, step, to, self._pace)
+
+    async def _keep(self, order: Replicate, part: int, source: int) -> None:
+        transfer = self._transfer(order, part)
+        if part != self._team.rank:
+            await keep(self._state, transfer, self.kept[part], source, self._let_older_go)
+            return
+        step = await keep(self._state, transfer, self._own, source, self._collector.make_room)
+        self._own.agree(self._own.held[step].record if step in self._own.held else self._own.parts[step].record)
+        self._state.changed.beat()
+
+    async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
+        """What goes to make room: never the step of which all copies are known to be there, or else the newest."""
+        whole_ones = self._state.replicated or {max(tier.parts, default=None)}
+        for step in sorted(tier.parts):
+            if enough():
+                return
+            if step not in whole_ones:
+                await self._collector.evictor.let_part_go(step, tier)
+
+    async def apply_news(self, news: Replicated) -> None:
+        """The copies of a step are complete, and older ones may go; or they are not."""
+        step = StepId(news.serial, news.step)
+        if news.failure is not None:
+            error = news.failure.error()
+            _log.warning("%s could not be copied to other nodes: %s", step, error)
+            self._state.events.emit(ReplicationFailed(news.step, news.serial, news.ranks, error))
+            return
+        self._state.replicated = {step: news.copies}
+        for tier in self.kept.values():
+            for older in [held for held in tier.parts if held < step]:
+                try:
+                    await self._collector.evictor.let_part_go(older, tier)
+                except TieredCkptError as error:
+                    _log.warning("a copy of %s stays: %s", older, error)
+        self._state.events.emit(StepReplicated(news.step, news.serial, news.copies, news.sent, news.seconds))
+        self._state.changed.beat()

@@ -1,0 +1,151 @@
+"""What ranks report to the leader, which acts for all: damage on shared tiers, signals, and steps that they want there.
+
+A rank that finds damage on a shared tier reads around it, and one whose machine is taken away may be the only one
+that was warned; but who writes to shared tiers, and asks the policies, is the leader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.ranks.communicator import LEADER
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.messages import Damaged, Signalled, Wanted
+from tieredckpt.engine.repairing.repair import heal, heal_index
+from tieredckpt.engine.restoring.source import Damage, StepSource, read_chunk
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, decode_step
+
+__all__ = ["Reports"]
+
+_log = logging.getLogger("tieredckpt")
+
+_PATIENCE = 5.0
+"""Seconds that a rank gives the leader to bring a step to a tier, before it asks again."""
+
+
+class Reports:
+    """Sends reports to the leader, and carries them out there. Lives on the engine's loop.
+
+    ``promote_at_once`` brings a step to a tier before all others.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        team: Team,
+        promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
+    ) -> None:
+        self._state = state
+        self._collector = collector
+        self._team = team
+        self._promote_at_once = promote_at_once
+        self._guards_mending = asyncio.Lock()
+        self._promoting: set[tuple[StepId, str]] = set()
+
+    # -- every other rank ---------------------------------------------------------------------------------
+
+    def signalled(self, name: str, *, on: bool) -> None:
+        """This rank's trainer has raised a signal, or withdrawn it."""
+        if not self._team.leads:
+            self._team.report(Signalled(name, on))
+
+    def damaged(
+        self, step: StepId, damage: Iterable[Damage], unreadable: Iterable[tuple[Tier, TieredCkptError]]
+    ) -> None:
+        """This rank has read around damage; what is on tiers that the leader manages is reported."""
+        found: dict[str, set[bytes]] = {}
+        for each in damage:
+            if not self._state.manages(each.tier):
+                found.setdefault(each.tier.name, set()).add(each.digest)
+        for name, digests in found.items():
+            self._team.report(Damaged(step.step, step.serial, name, tuple(digests)))
+        for tier, error in unreadable:
+            if not self._state.manages(tier) and not isinstance(error, TierUnavailable):
+                self._team.report(Damaged(step.step, step.serial, tier.name, ()))
+
+    async def promote(self, step: StepId, tier: Tier) -> None:
+        """Have the leader bring a step to a shared tier at once.
+
+        Raises `RanksUnavailable` when it is not there soon; the leader may still be at it, and may be asked again.
+        """
+        self._team.report(Wanted(step.step, step.serial, tier.name))
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self._state.changed.until(lambda: step in tier.held)
+        except TimeoutError:
+            what = f"rank {LEADER} has not brought {step} to tier {tier.name!r} within {_PATIENCE:.0f} s"
+            raise RanksUnavailable(what, [LEADER]) from None
+
+    # -- the leader ---------------------------------------------------------------------------------------
+
+    def heard(self, rank: int, said: Damaged | Signalled | Wanted) -> None:
+        """Act on what a rank reports, beside everything else."""
+        match said:
+            case Signalled():
+                _log.info("rank %d: signal %r is %s", rank, said.name, "raised" if said.on else "withdrawn")
+                self._state.signal(said.name, on=said.on)
+                self._state.changed.beat()
+            case Damaged():
+                self._team.start(self._mend(rank, said), f"mending of what rank {rank} found")
+            case Wanted():
+                self._team.start(self._promote(said), f"promotion that rank {rank} asked for")
+
+    async def _promote(self, wanted: Wanted) -> None:
+        step, tier = StepId(wanted.serial, wanted.step), self._state.tier(wanted.tier)
+        if (step, tier.name) in self._promoting or step in tier.held:  # all ranks may have been warned
+            return
+        self._promoting.add((step, tier.name))
+        try:
+            await self._promote_at_once(step, tier)
+        except TieredCkptError as error:  # who wants it asks again while there is time
+            _log.warning("%s could not be brought to tier %r at once: %s", step, tier.name, error)
+        finally:
+            self._promoting.discard((step, tier.name))
+
+    async def _mend(self, rank: int, told: Damaged) -> None:
+        """Mend what the leader finds damaged itself: of many ranks that met it the first is right, or none is."""
+        step, tier = StepId(told.serial, told.step), self._state.tier(told.tier)
+        async with self._guards_mending:
+            if step not in tier.held:
+                return
+            _log.warning("rank %d found damage of %s on tier %r", rank, step, tier.name)
+            try:
+                if told.digests:
+                    await heal(self._state, self._collector, step, await self._look_at(step, tier, set(told.digests)))
+                else:
+                    await self._look_at_index(step, tier)
+            except TieredCkptError as error:
+                _log.error("%s could not be mended on tier %r: %s", step, tier.name, error)
+
+    async def _look_at(self, step: StepId, tier: Tier, digests: set[bytes]) -> list[Damage]:
+        """Those of the chunks that are not on the tier as they should be."""
+        found: list[Damage] = []
+        async with StepSource.open(self._state, step, only=tier) as source:
+            for key, array in source.index.arrays.items():
+                nbytes = array.grid.cell_nbytes
+                for chunk in array.chunks:
+                    if chunk.digest not in digests:
+                        continue
+                    digests.discard(chunk.digest)
+                    async with self._state.scratch.lend(aligned(nbytes)) as memory:
+                        try:
+                            await read_chunk(self._state, tier, chunk.digest, chunk.where, nbytes, memory)
+                        except (Corrupt, NotFound) as error:
+                            found.append(Damage(tier, chunk.digest, layout.array_key(key), error))
+        return found
+
+    async def _look_at_index(self, step: StepId, tier: Tier) -> None:
+        try:
+            await in_thread(decode_step, *await tier.read_index(step), pool=self._state.pool)
+        except (Corrupt, NotFound) as error:
+            await heal_index(self._state, self._collector, step, tier, error, tier.indexes.get(step))

@@ -1,0 +1,49 @@
+"""Bulk for ranks that can only post: bytes go as messages, one piece after the other, each when the last was taken.
+
+Far slower than an engine that sends in bulk, and still better than a step that cannot be had: used for what is in
+other machines' RAM and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.errors import RanksUnavailable
+
+__all__ = ["Posted"]
+
+_PIECE = 1 << 20
+
+
+class Posted:
+    """Sends and receives as a `Coordinator` with bulk does, by the messages of one that has none."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._sent: Counter[tuple[int, int]] = Counter()
+        """Pieces so far, by the receiver and the tag."""
+        self._received: Counter[tuple[int, int]] = Counter()
+
+    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Return when the receiver has taken everything. Raises `RanksUnavailable`."""
+        deadline = time.monotonic() + timeout
+        for start in range(0, len(memory), _PIECE):
+            self._sent[to, tag] += 1
+            topic = f"bulk/{tag}/{self._sent[to, tag]}"
+            await self._coordinator.post([to], topic, bytes(memory[start : start + _PIECE]))
+            await self._coordinator.take(to, f"{topic}/taken", timeout=max(0.0, deadline - time.monotonic()))
+
+    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Fill the memory. Raises `RanksUnavailable`."""
+        deadline = time.monotonic() + timeout
+        for start in range(0, len(memory), _PIECE):
+            self._received[source, tag] += 1
+            topic = f"bulk/{tag}/{self._received[source, tag]}"
+            piece = await self._coordinator.take(source, topic, timeout=max(0.0, deadline - time.monotonic()))
+            into = memory[start : start + _PIECE]
+            if len(piece) != len(into):
+                raise RanksUnavailable(f"rank {source} has sent {len(piece)} bytes instead of {len(into)}", [source])
+            into[:] = piece
+            await self._coordinator.post([source], f"{topic}/taken", b"")

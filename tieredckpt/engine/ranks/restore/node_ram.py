@@ -1,0 +1,96 @@
+"""The RAM of other ranks on this machine, as far as it can be read: of those that live, and of former ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.ram.folder import RANK_FOLDER
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.opening.ram import ram_folder
+from tieredckpt.engine.opening.scan import survey
+from tieredckpt.engine.restoring.source import Near, pinned
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import StepId
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["attached", "folders_of_ranks", "look_into", "near"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
+    """The RAM folders of this store on this machine but those of some ranks; blocking."""
+    if state.tiers[0].config.kind != "ram" or state.marker is None:
+        return []
+    top = ram_folder(state)
+    skipped = {f"{RANK_FOLDER}{rank}" for rank in but}
+    found = [path for path in sorted(top.glob(f"{RANK_FOLDER}*")) if path.name not in skipped and path.is_dir()]
+    return [top, *found] if (top / "slab.json").is_file() else found
+
+
+async def look_into(state: State, folder: Path) -> Tier | None:
+    """The steps in a RAM folder of another rank, to be read; None if there is nothing that this store can use."""
+
+    async def connect() -> BlobStore:
+        return await asyncio.to_thread(RamStore.attach, folder)
+
+    tier = Tier(state.tiers[0].name, 0, state.tiers[0].config, connect)
+    async with AsyncExitStack() as unless_used:
+        unless_used.push_async_callback(tier.disconnect)
+        try:
+            marker = await tier.open()
+            if marker is not None and state.marker is not None and marker.store == state.marker.store:
+                await survey(tier)
+            if tier.held:
+                unless_used.pop_all()
+                return tier
+        except TieredCkptError as error:
+            _log.info("the RAM of another rank at %s cannot be read: %s", folder, error)
+    return None
+
+
+@asynccontextmanager
+async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[list[Tier]]:
+    """All RAM on this machine that has something of a step, kept from reuse meanwhile: first what is ``known``."""
+    found = [tier for tier in known if tier.ram is not None and tier.has_own(step)]
+    async with AsyncExitStack() as until_read:
+        for folder in await in_thread(folders_of_ranks, state):
+            if any(tier.ram is not None and tier.store.location == str(folder) for tier in known):
+                continue
+            if (tier := await look_into(state, folder)) is not None:
+                until_read.push_async_callback(tier.disconnect)
+                if step in tier.held:
+                    found.append(tier)
+        pins = AsyncExitStack()
+        await until_read.enter_async_context(pins)
+        pinned_ones = []
+        for tier in found:
+            with suppress(TieredCkptError):  # it has just left
+                await pins.enter_async_context(pinned(tier, step))
+                pinned_ones.append(tier)
+        yield pinned_ones
+
+
+@asynccontextmanager
+async def near(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[Near]:
+    """Where the chunks of a step are in the RAM of this machine, by digest; they stay there meanwhile."""
+    found: dict[bytes, tuple[Tier, Extent]] = {}
+    async with attached(state, step, tuple(known)) as folders:
+        for tier in folders:
+            try:
+                index = await tier.load_index(step)
+            except (Corrupt, NotFound, TierUnavailable) as error:
+                _log.warning("%s: a part in RAM cannot be opened: %s", step, error)
+                continue
+            for digest, extent in unique_extents(index.arrays).items():
+                found.setdefault(digest, (tier, extent))
+        yield found

@@ -1,0 +1,152 @@
+"""What ranks do for each other in a restore: who has a chunk in RAM gives it, one reads for all what none has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.restore.message_bulk import Posted
+from tieredckpt.engine.ranks.restore.plan import Stock, Task
+from tieredckpt.engine.ranks.restore.transfer import Passing, Terms, agree_on_tasks, decline
+from tieredckpt.engine.restoring.pieces import Piece
+from tieredckpt.engine.restoring.source import Near, StepSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Sharing"]
+
+_ROUNDS = 3
+_TAGS = 8192
+"""Even tags: copies of parts have odd ones, and MPI grants no more than 32,767."""
+_TRANSFERS_IN_DEADLINE = 4
+"""A rank that waits in vain for another, and then reads, is not to keep all others waiting until they give it up."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Sharing:
+    """One rank's end of restores that all ranks make together. Lives on the engine's loop."""
+
+    def __init__(self, state: State, team: Team) -> None:
+        self._state = state
+        self._team = team
+        self._restore = 0
+        self._round = _ROUNDS
+
+    def begin(self, restore: int) -> None:
+        """Be ready for the exchanges of a restore, whose number is the same on all ranks."""
+        self._restore, self._round = restore, 0
+
+    def leave(self, *, within: bool = False) -> list[int]:
+        """Take no part in what is left of a restore that has failed here; the exchanges to `decline`.
+
+        With ``within``, the one that is under way is among them at the leader: no other rank can go on without it.
+        """
+        under_way = within and self._team.leads and self._round > 0
+        first = self._number + (0 if under_way else 1)
+        self._round = _ROUNDS
+        return list(range(first, self._number + 1))
+
+    async def decline(self, exchanges: Sequence[int]) -> None:
+        """Let the others not wait for this rank in exchanges that it takes no part in."""
+        for number in exchanges:
+            await decline(self._team.coordinator, number)
+
+    @property
+    def _number(self) -> int:
+        """Of the last exchange. Failures on the way leave it the same on all ranks."""
+        return self._restore * (_ROUNDS + 1) + self._round
+
+    async def take(self, source: StepSource, pieces: list[Piece], sources: dict[str, int]) -> list[Piece]:
+        """Get chunks that are not in this machine's RAM; a call of all ranks that restore the step of ``source``.
+
+        Args:
+            source: of the step; what it has ``near`` is given to others.
+            pieces: that this rank needs, none of them inline; each that comes is put where it goes.
+            sources: the bytes that came, by tier and `tieredckpt.engine.ranks.restore.transfer.PEERS`; added to.
+
+        Returns:
+            What is left for this rank to read: what did not come, and what it alone needs and nobody has in RAM.
+        """
+        wanted: dict[bytes, list[Piece]] = {}
+        for piece in pieces:
+            wanted.setdefault(piece.chunk.digest, []).append(piece)
+        place = _Place(source, wanted, source.near or {})
+        came: dict[bytes, str] = {}
+        rotten: set[bytes] = set()
+        # Once more as long as there is something to do: who was given what is damaged gets it from another.
+        while self._round < _ROUNDS:
+            tasks = await self._agree(source, place, came.keys(), rotten)
+            if tasks is None:
+                self._round = _ROUNDS
+                break
+            passing = self._passing(place)
+            came |= await passing.run(tasks)
+            rotten |= passing.rotten
+        for digest, name in came.items():
+            sources[name] = sources.get(name, 0) + sum(piece.wanted for piece in wanted[digest])
+        return [piece for piece in pieces if piece.chunk.digest not in came]
+
+    async def _agree(
+        self, source: StepSource, place: _Place, came: Collection[bytes], rotten: Collection[bytes]
+    ) -> list[Task] | None:
+        team, again = self._team, self._round > 0
+        needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
+        # What is near and needed all the same is damaged here.
+        has = [digest for digest in place.near if digest not in place.wanted and digest not in rotten]
+        # Messages alone are for what cannot be had otherwise.
+        worth = team.coordinator.bulk or not self._is_shared(source.step)
+        stock = Stock(needs, has) if worth else Stock({})
+        terms = Terms(group=self._state.config.restore_group, reads=not again, worth=worth)
+        self._round += 1
+        timeout = team.deadline / _TRANSFERS_IN_DEADLINE if again else team.deadline
+        return await agree_on_tasks(team.coordinator, self._number, stock, terms, timeout=timeout)
+
+    def _passing(self, place: _Place) -> Passing:
+        team = self._team
+        return Passing(
+            rank=team.rank,
+            bulk=team.coordinator if team.coordinator.bulk else Posted(team.coordinator),
+            tag=2 * (self._number % _TAGS),
+            timeout=team.deadline / _TRANSFERS_IN_DEADLINE,
+            scratch=self._state.scratch,
+            pool=self._state.pool,
+            held=place.held,
+            read=place.read,
+            place=place.put,
+        )
+
+    def _is_shared(self, step: StepId) -> bool:
+        """Whether a tier that all ranks reach has the step."""
+        return any(tier.config.kind != "ram" and tier.answers for tier in self._state.holders(step))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the chunks of an exchange lie, and where they go."""
+
+    source: StepSource
+    wanted: Mapping[bytes, Sequence[Piece]]
+    near: Near
+
+    def held(self, digest: bytes) -> Bytes | None:
+        tier, extent = self.near.get(digest, (None, None))
+        if tier is None or extent is None or tier.ram is None:
+            return None
+        try:
+            return tier.ram.slab.bytes_at(extent.offset, extent.length)
+        except Corrupt:
+            return None
+
+    async def read(self, digest: bytes, memory: Bytes) -> str:
+        piece = self.wanted[digest][0]
+        return (await self.source.read(piece.key, piece.ordinal, memory)).name
+
+    def put(self, digest: bytes, memory: Bytes) -> None:
+        for piece in self.wanted[digest]:
+            piece.put(memory)

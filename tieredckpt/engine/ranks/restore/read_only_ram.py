@@ -1,0 +1,86 @@
+"""What a process that only looks on sees of the RAM of a training's ranks, as far as they are on its machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.opening.ram import is_of_a_copy
+from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
+from tieredckpt.engine.ranks.restore.node_ram import folders_of_ranks, look_into, near
+from tieredckpt.engine.restoring.source import ChosenStep
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Held
+from tieredckpt.errors import Conflict, Corrupt, NotFound
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["look_on", "seen_in_ram"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+async def look_on(state: State) -> None:
+    """Where nothing is written: count steps as held by RAM of which all parts are in folders of ranks here.
+
+    Those that were counted before, and are not whole any more, count no more.
+    """
+    first = state.tiers[0]
+    if not state.read_only or first.config.kind != "ram" or state.marker is None:
+        return
+    if await is_of_a_copy(state):
+        return
+    parts: dict[StepId, dict[int, bytes]] = {}
+    for folder in await in_thread(_folders, state):
+        tier = await look_into(state, folder)
+        if tier is None:
+            continue
+        try:
+            for step in tuple(tier.held):
+                try:
+                    index = await tier.load_index(step)
+                except (Corrupt, NotFound) as error:
+                    _log.info("%s cannot be read in the RAM of a rank: %s", step, error)
+                    continue
+                if index.record.rank is not None:
+                    parts.setdefault(step, {})[index.record.rank] = await in_thread(encode_own, index, pool=state.pool)
+        finally:
+            await tier.disconnect()
+    whole: dict[StepId, ChosenStep] = {}
+    for step, by_rank in parts.items():
+        try:
+            merged = await in_thread(merge_parts, by_rank, pool=state.pool)
+        except (Conflict, Corrupt) as error:
+            _log.info("%s is not whole in the RAM of this machine: %s", step, error)
+            continue
+        whole[step] = ChosenStep(step, first, merged, partial(near, state, step))
+    for step in state.looked_on:
+        if step not in whole and not first.has_own(step):
+            first.drop(step)
+    state.looked_on = whole
+    for step, chosen in whole.items():
+        first.held.setdefault(step, Held(chosen.index.record, ""))
+
+
+def seen_in_ram(state: State) -> Hashable:
+    """What tells that `look_on` would find something else than the last time; blocking, and reads no step."""
+    first = state.tiers[0]
+    if first.config.kind != "ram" or state.marker is None:
+        return None
+    found: list[Hashable] = [state.marker.store]
+    for folder in _folders(state):
+        for manifest in sorted(folder.glob(f"{layout.STEPS}*/{layout.MANIFEST}")):
+            with suppress(OSError):  # it has just been evicted
+                seen = manifest.stat()
+                found.append((str(manifest), seen.st_ino, seen.st_mtime_ns))
+    return tuple(found)
+
+
+def _folders(state: State) -> list[Path]:
+    """The RAM of ranks; not the one that is open here, which has no part of a step."""
+    ram = state.tiers[0].ram
+    return [folder for folder in folders_of_ranks(state) if ram is None or str(folder) != ram.location]

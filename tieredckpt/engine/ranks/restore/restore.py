@@ -1,0 +1,254 @@
+"""Restores of several ranks: all take one step, which the leader chooses, and all succeed or none does.
+
+Once all have called for it (`rendezvous`), the leader tells with its choice the index of the whole
+step, so that nobody else reads it. Each rank then reads the chunks that it needs, from RAM of its machine where they
+are there, and says how that ended. A rank that is cancelled on the way says so, and the others fail at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.ranks import messages
+from tieredckpt.engine.ranks.commit.parts import merge_parts
+from tieredckpt.engine.ranks.commit.vote import Agreement, Steps
+from tieredckpt.engine.ranks.communicator import LEADER
+from tieredckpt.engine.ranks.group import Team, bow_out, consult
+from tieredckpt.engine.ranks.messages import Chosen
+from tieredckpt.engine.ranks.open import Opening
+from tieredckpt.engine.ranks.restore.node_ram import near
+from tieredckpt.engine.ranks.restore.peers import Sharing
+from tieredckpt.engine.ranks.restore.rendezvous import Meeting
+from tieredckpt.engine.restoring.lookup import Wanted
+from tieredckpt.engine.restoring.source import ChosenStep
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
+
+__all__ = ["Restores"]
+
+_log = logging.getLogger("tieredckpt")
+
+_PIECE = 4 << 20
+"""Bytes of an index that go in one message."""
+
+T = TypeVar("T")
+Index = tuple[bytes, bytes, str]
+"""Manifest of a step, its nodes, and their key."""
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """What a rank wants to restore, and what its RAM has no more."""
+
+    wanted: Wanted
+    gone: Steps
+
+
+class Restores:
+    """Chooses with the other ranks what to restore. Lives on the engine's loop.
+
+    ``look_up`` finds a step as a store of one rank does; ``gone`` gives what has left this rank's RAM since it was
+    asked before, ``still_gone`` takes back what the leader may not have heard, and ``forget`` counts such steps of
+    other ranks as not held there.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        team: Team,
+        agreement: Agreement,
+        opening: Opening,
+        look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
+        gone: Callable[[], Steps],
+        still_gone: Callable[[Steps], None],
+        forget: Callable[[Steps], Awaitable[None]],
+    ) -> None:
+        self._state = state
+        self._team = team
+        self._agreement = agreement
+        self._opening = opening
+        self._look_up = look_up
+        self._gone = gone
+        self._still_gone = still_gone
+        self._forget = forget
+        self.meeting = Meeting(team, agreement.restore_begins, self._stay_away)
+        self._sharing = Sharing(state, team)
+        self._guards_restore = asyncio.Lock()
+        self._number = 0
+        """Of the restore under way, the same on all ranks."""
+        self._found = False
+        """Whether there is a step to restore, so that all ranks are to say whether they can read it."""
+        self._begun = False
+        """Whether this rank has said that it can read, or cannot."""
+        self._reading = False
+        """Whether all ranks read."""
+        self._index: Index = (b"", b"", "")
+
+    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
+        """The step that all ranks restore, and its record; once in a restore.
+
+        Raises as the leader's search; `Invalid` where the ranks do not want the same.
+        """
+        topic = f"restore/{self._number}"
+        gone = self._gone()
+        try:
+            verdict = await consult(self._team, topic, _said(_Asked(wanted, gone)), self._choose)
+        except BaseException:
+            self._still_gone(gone)
+            raise
+        chosen: Chosen = messages.decode(verdict, Chosen)
+        if chosen.step is None:
+            self._state.chosen = None
+            return None
+        self._found = True
+        manifest, btree = await self._pass_index(topic, chosen)
+        index = await in_thread(decode_step, manifest, btree, chosen.btree_key, pool=self._state.pool)
+        found = StepId(chosen.serial, chosen.step)
+        self._sharing.begin(self._number)
+        known = (self._state.tiers[0], *self._opening.leftovers)
+        here = partial(near, self._state, found, known)
+        self._state.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._sharing.take)
+        return found, index.record
+
+    async def together(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do this rank's work of a restore; raises when it fails on any rank, for then none has restored.
+
+        Raises `RanksUnavailable` when not all ranks call this.
+        """
+        result: list[T] = []
+
+        async def mine() -> bytes:
+            try:
+                result.append(await work())
+            except asyncio.CancelledError:
+                self._leave_behind()
+                raise
+            except Exception as error:
+                if self._found and not self._begun:
+                    await self.begin(error)
+                if self._reading:
+                    await self._sharing.decline(self._sharing.leave())
+                raise
+            return b""
+
+        async with self._guards_restore:
+            self._number = await self.meeting.meet()
+            self._found = self._begun = self._reading = False
+            try:
+                await consult(self._team, f"restored/{self._number}", mine(), _agree)
+            finally:
+                self._state.chosen = None
+        return result[0]
+
+    async def begin(self, failure: Exception | None = None) -> None:
+        """Begin to read, once all ranks can: where one cannot, none waits for what that one was to pass on."""
+        self._begun = True
+
+        async def ready() -> bytes:
+            if failure is not None:
+                raise failure
+            return b""
+
+        await consult(self._team, f"reading/{self._number}", ready(), _agree)
+        self._reading = True
+
+    # -- who gives up -------------------------------------------------------------------------------------
+
+    def _leave_behind(self) -> None:
+        """Let the others not wait for this rank in the restore that was cancelled here."""
+        topics = [] if self._begun else [f"reading/{self._number}"]
+        exchanges = self._sharing.leave(within=True) if self._begun else []
+        self._team.start_last(self._bow_out(topics, exchanges), f"leaving of restore {self._number}")
+
+    def _stay_away(self, number: int) -> None:
+        """Let the others not wait for this rank in a restore for which it had asked, and does no more."""
+        topics = [f"{phase}/{number}" for phase in ("restore", "reading", "restored")]
+        self._team.start_last(self._bow_out(topics, ()), f"leaving of restore {number}")
+
+    async def _bow_out(self, topics: Sequence[str], exchanges: Sequence[int]) -> None:
+        for topic in topics:
+            await bow_out(self._team, topic)
+        await self._sharing.decline(exchanges)
+
+    # -- which --------------------------------------------------------------------------------------------
+
+    async def _choose(self, said: dict[int, bytes]) -> bytes:
+        asked: dict[int, _Asked] = {rank: messages.decode(data, _Asked) for rank, data in said.items()}
+        for each in asked.values():
+            await self._forget(each.gone)
+        ours = asked[LEADER].wanted
+        for rank, each in asked.items():
+            if each.wanted != ours:
+                raise Invalid(
+                    f"rank {rank} restores {_shown(each.wanted)}, rank {LEADER} {_shown(ours)}; "
+                    f"all ranks restore one step, whole or not, with one `resume`"
+                )
+        found = await self._look_up(ours.step)
+        if found is None:
+            return messages.encode(Chosen(None))
+        step, _ = found
+        tier, self._index = await self._whole_index(step)
+        manifest, btree, btree_key = self._index
+        return messages.encode(Chosen(step.step, step.serial, tier.name, btree_key, (len(manifest), len(btree))))
+
+    async def _whole_index(self, step: StepId) -> tuple[Tier, Index]:
+        """The index of a whole step from the nearest tier that has a readable one. Raises the last one's error."""
+        problem: TieredCkptError = NotFound(f"no tier holds {step}")
+        for tier in self._state.holders(step):
+            try:
+                if tier.config.kind == "ram":
+                    return tier, await in_thread(self._index_of_parts, step, pool=self._state.pool)
+                return tier, await tier.read_index(step)
+            except (Conflict, Corrupt, NotFound, TierUnavailable) as error:
+                _log.warning("%s cannot be opened on tier %r: %s", step, tier.name, error)
+                problem = error
+        raise problem
+
+    def _index_of_parts(self, step: StepId) -> Index:
+        parts = self._agreement.parts.get(step)
+        if parts is None:
+            raise NotFound(f"the parts of {step} in RAM are not known any more")
+        merged = merge_parts(parts)
+        btree_key = layout.btree_key(step.step, step.serial)
+        index = encode_step(merged.record, merged.arrays, btree_path=btree_key, checksum=False)
+        return index.manifest, index.btree, btree_key
+
+    async def _pass_index(self, topic: str, chosen: Chosen) -> tuple[bytes, bytes]:
+        """The index of the chosen step, which the leader has, at all ranks."""
+        team, total = self._team, sum(chosen.sizes)
+        count = -(-total // _PIECE)
+        if team.leads:
+            data = self._index[0] + self._index[1]
+            self._index = (b"", b"", "")
+            for piece in range(count):
+                part = data[piece * _PIECE : (piece + 1) * _PIECE]
+                await team.coordinator.post(team.others, f"{topic}/index/{piece}", part)
+        else:
+            pieces = [
+                await team.coordinator.take(LEADER, f"{topic}/index/{piece}", timeout=team.deadline)
+                for piece in range(count)
+            ]
+            data = b"".join(pieces)
+        return data[: chosen.sizes[0]], data[chosen.sizes[0] :]
+
+
+async def _said(asked: _Asked) -> bytes:
+    return messages.encode(asked)
+
+
+async def _agree(_: dict[int, bytes]) -> bytes:
+    return b""
+
+
+def _shown(wanted: Wanted) -> str:
+    step = "the newest step" if wanted.step is None else f"step {wanted.step}"
+    return f"{step if wanted.whole else f'some keys of {step}'} with resume={wanted.resume}"

@@ -1,0 +1,280 @@
+"""Carries out the plan of an exchange: chunks are read, given and received, each verified where it arrives.
+
+Whatever goes wrong on the way costs time and no more: a chunk that does not come as it should is left to the
+caller, who reads it from a tier. See `tieredckpt.engine.ranks.restore.plan` for the order that keeps ranks from waiting
+for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.ranks.communicator import LEADER, Coordinator, RanksMissing, gather
+from tieredckpt.engine.ranks.restore.plan import (
+    Stock,
+    Task,
+    decode_stock,
+    decode_tasks,
+    encode_stock,
+    encode_tasks,
+    plan,
+)
+from tieredckpt.engine.scratch import Scratch
+from tieredckpt.errors import Corrupt, RanksUnavailable, TieredCkptError
+from tieredckpt.format.digest import digest_array
+
+__all__ = ["PEERS", "Bulk", "Passing", "Terms", "agree_on_tasks", "decline"]
+
+_log = logging.getLogger("tieredckpt")
+
+Bytes = npt.NDArray[np.uint8]
+
+PEERS = "peers"
+"""Where bytes came from that another rank gave; takes the place of a tier's name."""
+
+_IN_FLIGHT = 32
+"""Chunks on their way at a time, if the memory for them is there."""
+
+
+class Bulk(Protocol):
+    """What carries bytes between ranks: a `Coordinator` that can, or what takes its place."""
+
+    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """See `Coordinator.send`."""
+
+    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """See `Coordinator.receive`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the leader plans an exchange by; what other ranks say does not count."""
+
+    group: int | None = None
+    reads: bool = True
+    """Both as `tieredckpt.engine.ranks.restore.plan.plan` takes them."""
+    worth: bool = True
+    """Whether there is to be an exchange at all."""
+
+
+async def agree_on_tasks(
+    coordinator: Coordinator, number: int, stock: Stock, terms: Terms, *, timeout: float
+) -> list[Task] | None:
+    """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
+
+    Ranks that do not answer in time take no part. None where no rank has anything to do, or the leader is silent.
+    """
+    topic = f"exchange/{number}/stock"
+    if coordinator.rank == LEADER:
+        try:
+            came = await gather(coordinator, topic, encode_stock(stock), timeout=timeout)
+        except RanksMissing as error:
+            _log.warning("%s; they take no part in the exchange of chunks", error)
+            came = error.came
+        messages = await in_thread(_plan, came, terms) if terms.worth else dict.fromkeys(came, b"")
+        for rank in range(1, coordinator.size):
+            await coordinator.post([rank], f"exchange/{number}/tasks", messages.get(rank, b""))
+        return _tasks(messages[LEADER])
+    try:
+        await gather(coordinator, topic, encode_stock(stock), timeout=timeout)
+        return _tasks(await coordinator.take(LEADER, f"exchange/{number}/tasks", timeout=2 * timeout))
+    except (RanksUnavailable, Corrupt) as error:
+        _log.warning("chunks are not exchanged among the ranks, but read: %s", error)
+        return None
+
+
+async def decline(coordinator: Coordinator, number: int) -> None:
+    """Take no part in an exchange that the others may be at; of the leader, let there be none."""
+    if coordinator.rank == LEADER:
+        await coordinator.post(range(1, coordinator.size), f"exchange/{number}/tasks", b"")
+    else:
+        await coordinator.post([LEADER], f"exchange/{number}/stock", encode_stock(Stock({})))
+
+
+def _tasks(message: bytes) -> list[Task] | None:
+    return decode_tasks(message) if message else None
+
+
+def _plan(stocks: dict[int, bytes], terms: Terms) -> dict[int, bytes]:
+    sound: dict[int, Stock] = {}
+    for rank, data in stocks.items():
+        try:
+            sound[rank] = decode_stock(data)
+        except Corrupt as error:
+            _log.warning("rank %d takes no part in the exchange of chunks: %s", rank, error)
+            sound[rank] = Stock({})
+    planned = plan(sound, group=terms.group, reads=terms.reads)
+    return {rank: encode_tasks(tasks) if any(planned.values()) else b"" for rank, tasks in planned.items()}
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The way to or from one rank: one transfer at a time, in the order of the tasks."""
+
+    last: asyncio.Event | None = None
+    """Set when the transfer that lined up last has ended."""
+    broken: bool = False
+
+    def line_up(self) -> _Turn:
+        turn = _Turn(self, self.last, asyncio.Event())
+        self.last = turn.ended
+        return turn
+
+    def end(self, rank: int, error: TieredCkptError) -> None:
+        self.broken = True
+        _log.warning("no more chunks are exchanged with rank %d: %s", rank, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A place in a lane."""
+
+    lane: _Lane
+    before: asyncio.Event | None
+    ended: asyncio.Event
+
+    async def comes(self) -> bool:
+        """Wait for it; False when the lane ended before."""
+        if self.before is not None:
+            await self.before.wait()
+        return not self.lane.broken
+
+
+@dataclass
+class Passing:
+    """One rank's end of an exchange. Lives on the engine's loop."""
+
+    rank: int
+    """This one."""
+    bulk: Bulk
+    tag: int
+    """New for every exchange, and the same on all ranks."""
+    timeout: float
+    """Seconds to wait for another rank, in every single transfer."""
+    scratch: Scratch
+    pool: Executor
+    held: Callable[[bytes], Bytes | None]
+    """The memory of a chunk that this rank has in RAM, which stays as it is meanwhile; None if it has not."""
+    read: Callable[[bytes, Bytes], Awaitable[str]]
+    """Reads a chunk from a slower tier, verified, into page-aligned memory; returns the tier's name."""
+    place: Callable[[bytes, Bytes], Any]
+    """Copies a chunk's verified bytes to where they are wanted; runs on the pool."""
+    came: dict[bytes, str] = field(default_factory=dict)
+    """Where each chunk that was placed came from: the name of a tier, or `PEERS`."""
+    rotten: set[bytes] = field(default_factory=set)
+    """Chunks that this rank was to give, and has not as they were saved."""
+    _lanes: dict[tuple[int, bool], _Lane] = field(default_factory=dict)
+
+    async def run(self, tasks: Sequence[Task]) -> dict[bytes, str]:
+        """Do the tasks in their order, several at a time; returns `came`. What is not in it, the caller reads."""
+        try:
+            await self._run(tasks)
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
+        return self.came
+
+    async def _run(self, tasks: Sequence[Task]) -> None:
+        window = asyncio.Semaphore(_IN_FLIGHT)
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                # Taken in the common order, so that no task holds what an earlier one needs.
+                await window.acquire()
+                memory, give_back = None, None
+                if task.source != self.rank:
+                    memory, give_back = await self.scratch.take(task.nbytes)
+                turns = self._line_up(task)
+                doing = group.create_task(self._do(task, memory, turns))
+                # Not in the task itself: one that is cancelled before it begins runs none of its lines.
+                doing.add_done_callback(partial(_let_go, turns, window, give_back))
+
+    def _line_up(self, task: Task) -> dict[int, _Turn]:
+        outwards = task.source in (None, self.rank)
+        ranks = task.to if outwards else (task.source,)
+        return {rank: self._lanes.setdefault((rank, outwards), _Lane()).line_up() for rank in ranks if rank is not None}
+
+    async def _do(self, task: Task, memory: Bytes | None, turns: Mapping[int, _Turn]) -> None:
+        if memory is None:
+            await self._send(await in_thread(self._memory_of, task, pool=self.pool), turns)
+        elif task.source is None:
+            await self._read_and_send(task, memory[: task.nbytes], memory, turns)
+        else:
+            await self._receive(task, memory[: task.nbytes], turns[task.source])
+
+    def _memory_of(self, task: Task) -> Bytes:
+        held = self.held(task.digest)
+        if held is not None and held.size == task.nbytes and digest_array(held) == task.digest:
+            return held
+        self.rotten.add(task.digest)
+        # Answered with what will be refused: the others are not to wait for nothing.
+        return np.zeros(task.nbytes, np.uint8)
+
+    async def _read_and_send(self, task: Task, chunk: Bytes, memory: Bytes, turns: Mapping[int, _Turn]) -> None:
+        name = None
+        try:
+            name = await self.read(task.digest, memory)
+        except TieredCkptError as error:
+            _log.warning("a chunk could not be read for this rank and %d others: %s", len(task.to), error)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._send(chunk, turns))
+            if name is not None:
+                await in_thread(self.place, task.digest, chunk, pool=self.pool)
+                self.came[task.digest] = name
+
+    async def _send(self, chunk: Bytes, turns: Mapping[int, _Turn]) -> None:
+        async def send(to: int, turn: _Turn) -> None:
+            if await turn.comes():
+                try:
+                    await self.bulk.send(to, memoryview(chunk), tag=self.tag, timeout=self.timeout)
+                except TieredCkptError as error:
+                    turn.lane.end(to, error)
+            turn.ended.set()
+
+        async with asyncio.TaskGroup() as group:
+            for to, turn in turns.items():
+                group.create_task(send(to, turn))
+
+    async def _receive(self, task: Task, chunk: Bytes, turn: _Turn) -> None:
+        assert task.source is not None
+        if not await turn.comes():
+            return
+        try:
+            await self.bulk.receive(task.source, memoryview(chunk), tag=self.tag, timeout=self.timeout)
+        except TieredCkptError as error:
+            turn.lane.end(task.source, error)
+            return
+        turn.ended.set()
+        if await in_thread(self._place_if_intact, task.digest, chunk, pool=self.pool):
+            self.came[task.digest] = PEERS
+        else:
+            _log.warning("rank %d gave a chunk that is not what was saved; it is read instead", task.source)
+
+    def _place_if_intact(self, digest: bytes, memory: Bytes) -> bool:
+        if digest_array(memory) != digest:
+            return False
+        self.place(digest, memory)
+        return True
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _let_go(
+    turns: Mapping[int, _Turn], window: asyncio.Semaphore, give_back: Callable[[], None] | None, _: asyncio.Task[None]
+) -> None:
+    if give_back is not None:
+        give_back()
+    for turn in turns.values():
+        turn.ended.set()
+    window.release()

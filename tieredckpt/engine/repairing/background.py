@@ -1,0 +1,76 @@
+"""Mends damage that a restore has found, behind the training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from tieredckpt.engine.agent.client import Link
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.repairing.repair import heal, heal_index
+from tieredckpt.engine.restoring.source import Damage
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Mending"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class Mending:
+    """The mending under way of one process. Lives on the engine's loop. What is the agent's goes there by ``link``."""
+
+    def __init__(self, state: State, collector: Collector, link: Link | None) -> None:
+        self._state = state
+        self._collector = collector
+        self._link = link
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def behind(
+        self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
+    ) -> None:
+        """Begin to mend what a restore has found, on the tiers that are ours to mend; the log tells of failures."""
+        state = self._state
+        mine = [each for each in damage if each.tier in state.tiers and state.manages(each.tier)]
+        torn = [(tier, error) for tier, error in unreadable if state.manages(tier)]
+        works = [partial(self.mend, step, mine, torn)] if mine or torn else []
+        if self._link is not None:
+            theirs = [each for each in damage if each not in mine]
+            elsewhere = [each for each in unreadable if each not in torn]
+            works += [partial(self._link.mend, step, theirs, elsewhere)] if theirs or elsewhere else []
+
+        async def work() -> None:
+            for each in works:
+                try:
+                    await each()
+                except TieredCkptError as error:
+                    _log.error("%s could not be mended: %s", step, error)
+
+        if works:
+            task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def mend(
+        self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
+    ) -> None:
+        """Write good bytes back where some were lost. Raises what keeps it from that."""
+        for tier, error in unreadable:
+            if not isinstance(error, TierUnavailable):
+                await heal_index(self._state, self._collector, step, tier, error)
+        await heal(self._state, self._collector, step, damage)
+
+    async def settled(self) -> None:
+        """Return when nothing is being mended."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def stop(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,44 @@
+"""Collects on one tier, once the packs that are mostly dead were rewritten."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NotFound
+
+__all__ = ["collect_on", "rewrite"]
+
+
+async def collect_on(state: State, collector: Collector, tier: Tier) -> Collected:
+    """Rewrite what lives in the sparse packs of a tier, unless it is full, and delete the dead ones.
+
+    Raises as the tier's store does.
+    """
+    sparse = await collector.sparse_packs(tier) if tier.healthy else set()  # where there is room for the new ones
+    rewritten = await rewrite(state, collector, tier, sparse) if sparse else 0
+    collected = await collector.collect(tier)
+    return replace(collected, nbytes=collected.nbytes - rewritten)
+
+
+async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str]) -> int:
+    """Write what steps need of some packs into new ones, and refer to the old ones no more; the bytes written."""
+    written = 0
+    users = await collector.users_of(tier, packs)
+    for step in users:
+        with suppress(NotFound):  # evicted meanwhile
+            for key in packs & await tier.packs_of(step):
+                tier.orphans.pop(key, None)  # known to have been used: no grace needed
+    await collector.forget_packs(tier, packs)
+    for step in users:
+        try:
+            if step in tier.held:
+                written += await copy_step(state, collector, step, tier, again=True, leaving=packs)
+        except NotFound:
+            if step in tier.held and step not in tier.leaving:  # and was not evicted meanwhile
+                raise
+    return written

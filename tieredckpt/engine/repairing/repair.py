@@ -1,0 +1,216 @@
+"""Looks for damage, and mends it from the tiers that have the bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.restoring.reader import check
+from tieredckpt.engine.restoring.source import Damage, StepSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import ChunkRepaired
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Unmended", "heal", "heal_index", "inspect"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """What stays damaged on a tier: arrays by key, and why. With a `Corrupt` they are intact nowhere: lost."""
+
+    keys: tuple[str, ...]
+    error: TieredCkptError
+
+
+async def inspect(
+    state: State, step: StepId, tier: Tier, progress: Callable[[int], None] | None = None, scan: Scan | None = None
+) -> list[Damage]:
+    """Read everything of a step on one tier, or what ``scan`` has not seen; what is not as it was saved.
+
+    Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
+    """
+    async with StepSource.open(state, step, only=tier) as source:
+        source.progress = progress
+        await check(state, source, scan or Scan())
+        if source.silence is not None:
+            raise source.silence
+        return source.damage
+
+
+async def heal(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unmended]:
+    """Write good bytes back to every tier that lost some; what could not be mended does not keep the rest from it."""
+    by_tier: dict[str, dict[bytes, Damage]] = {}
+    for found in damage:
+        by_tier.setdefault(found.tier.name, {})[found.digest] = found
+    unmended: list[Unmended] = []
+    for name, chunks in by_tier.items():
+        tier = state.tier(name)
+        try:
+            left = await _mend_inline(state, collector, step, tier, chunks)
+            if tier.ram is not None:
+                left += await _mend_slab(state, step, tier, chunks)
+            else:
+                left += await _mend_packs(state, collector, step, tier, chunks)
+        except TieredCkptError as error:
+            if not tier.keeps(step):
+                continue  # evicted meanwhile, and nothing is left to mend
+            left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
+        for each in left:
+            _log.error("%s could not be mended on tier %r: %s", step, name, each.error)
+        unmended += left
+    return unmended
+
+
+async def _mend_inline(
+    state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
+) -> list[Unmended]:
+    """Chunks in the index itself, whose checksum was right: the index is committed anew with those of another tier."""
+    left: list[Unmended] = []
+    mended: dict[str, ArrayIndex] = {}
+    origin: list[tuple[str, str, int]] = []
+    async with StepSource.open(state, step, only=tier) as source:
+        for key, array in source.index.arrays.items():
+            for ordinal, chunk in enumerate(array.chunks):
+                if chunk.digest not in chunks or isinstance(chunk.where, Extent):
+                    continue
+                nbytes = array.grid.cell_nbytes
+                async with state.scratch.lend(aligned(nbytes)) as memory:
+                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                        continue
+                    origin.append((key, good.name, nbytes))
+                    better = [*mended.get(key, array).chunks]
+                    better[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
+                    mended[key] = ArrayIndex(array.grid, array.dtype, better)
+    if mended:
+        index = StepIndex(source.index.record, {**source.index.arrays, **mended})
+        why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
+        await heal_index(state, collector, step, tier, why, index)
+        for key, name, nbytes in origin:
+            state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name, nbytes))
+    return left
+
+
+async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes, Damage]) -> list[Unmended]:
+    assert tier.ram is not None
+    left: list[Unmended] = []
+    async with StepSource.open(state, step, only=tier) as source:
+        for key, array in source.index.arrays.items():
+            for ordinal, chunk in enumerate(array.chunks):
+                if chunk.digest not in chunks or not isinstance(chunk.where, Extent):
+                    continue
+                chunks.pop(chunk.digest)
+                nbytes = array.grid.cell_nbytes
+                async with state.scratch.lend(aligned(nbytes)) as memory:
+                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                        continue
+                    lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
+                    await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
+                    if tier.slab_index is not None:
+                        tier.slab_index.trust(chunk.digest, chunk.where.offset)
+                state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name, nbytes))
+    return left
+
+
+async def _mend_packs(
+    state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
+) -> list[Unmended]:
+    """Packs are immutable: the chunks go into a new one, and the step's index points there from then on."""
+    lost: dict[bytes, Extent] = {}
+    origin: dict[bytes, tuple[str, int]] = {}
+    left: list[Unmended] = []
+    async with StepSource.open(state, step, only=tier) as source:
+        for key, array in source.index.arrays.items():
+            for ordinal, chunk in enumerate(array.chunks):
+                if (
+                    not isinstance(chunk.where, Extent)
+                    or chunk.digest not in chunks.keys() - origin.keys() - lost.keys()
+                ):
+                    continue
+                nbytes = array.grid.cell_nbytes
+                async with state.scratch.lend(aligned(nbytes)) as memory:
+                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                        lost[chunk.digest] = chunk.where
+                    else:
+                        origin[chunk.digest] = good.name, nbytes
+    async with tier.guards_packs:
+        for digest in chunks:
+            tier.forget(digest)  # also what is lost: a step to come that has it writes it anew
+    if not origin:
+        return left
+    await copy_step(state, collector, step, tier, again=True, lost=lost)
+    for digest, (name, nbytes) in origin.items():
+        state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name, nbytes))
+    await collector.collect(tier, orphans=False)
+    return left
+
+
+async def _read_good(
+    source: StepSource, tier: Tier, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unmended]
+) -> Tier | None:
+    """Fill ``memory`` with a chunk that is damaged on a tier; whence, or None, and then it is added to ``left``."""
+    try:
+        return await source.read(key, ordinal, memory, bad=tier)
+    except (Corrupt, TierUnavailable) as error:
+        left.append(Unmended((layout.array_key(key),), error))
+        return None
+
+
+async def heal_index(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    error: TieredCkptError,
+    remembered: StepIndex | None = None,
+) -> None:
+    """A step's commit cannot be read on a tier: commit it anew, from memory or from another tier, or drop it from RAM.
+
+    Nothing is done to a step that was evicted meanwhile.
+
+    Args:
+        state: of the engine.
+        collector: of the engine.
+        step: whose commit is damaged.
+        tier: where it is.
+        error: what is wrong with it.
+        remembered: its index, as this process wrote or read it before.
+    """
+    if remembered is not None and (tier.ram is None or await _is_unread(tier, step)):
+        async with tier.guards_packs:
+            await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
+        return
+    if tier.ram is not None:
+        await collector.evictor.drop_unreadable(step, tier)
+        return
+    if not tier.keeps(step):
+        return  # it was evicted since it could not be read
+    tier.condemn(step, error)
+    if state.holders(step):
+        await copy_step(state, collector, step, tier)
+
+
+async def _is_unread(tier: Tier, step: StepId) -> bool:
+    """Whether nobody reads the step in RAM, whose commit is taken away: a new one would not be locked by readers."""
+    assert tier.ram is not None
+    try:
+        await tier.store.stat(layout.manifest_key(step.step, step.serial))
+    except NotFound:
+        return False  # nobody can tell who has a lock on what was there
+    unread = await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+    return unread() and not tier.pins.get(step)

@@ -1,0 +1,102 @@
+"""Scrubs whole tiers: every chunk once, every commit, the footers of the packs and the marker; mends on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.opening.scan import pack_table
+from tieredckpt.engine.repairing.repack import rewrite
+from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.repairing.verify import Verified, verify_on
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["scrub"]
+
+
+async def scrub(
+    state: State,
+    collector: Collector,
+    tiers: Sequence[Tier],
+    *,
+    repair: bool,
+    rate: float | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Verified]:
+    """Verify all that tiers hold, one tier after the other, the newest steps first.
+
+    Args:
+        state: of the engine.
+        collector: of the engine.
+        tiers: to look at.
+        repair: mend what is damaged, from whichever tier has it; on the tiers that this rank manages.
+        rate: bytes a second that are read at most.
+        progress: called with the bytes of each part that was read, from any thread.
+
+    Returns:
+        One result per step and tier, oldest save first, and then one for each tier whose own files are damaged.
+    """
+    found: list[Verified] = []
+    for tier in tiers:
+        scan, mend = Scan(rate), repair and state.manages(tier)
+        if not tier.answers or tier.marker is None:
+            if state.read_only and isinstance(tier.error, NotFound):
+                continue  # it was never made, or ended with its process
+            found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.error}"))
+            continue
+        if (marker := await _check_marker(state, tier, repair=mend)) is not None:
+            found.append(marker)
+        for step in sorted({*tier.held, *tier.damaged}, reverse=True):
+            if step in tier.held or step in tier.damaged:
+                with suppress(NotFound):  # evicted meanwhile
+                    found.append(
+                        await verify_on(state, collector, step, tier, repair=mend, progress=progress, scan=scan)
+                    )
+        if tier.ram is None and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
+            found.append(footers)
+    return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
+
+
+async def _check_marker(state: State, tier: Tier, *, repair: bool) -> Verified | None:
+    assert tier.marker is not None
+    problem = f"tier {tier.name!r}: {layout.MARKER} is not what was written"
+    try:
+        if await tier.probe():
+            return None
+        if repair:
+            await tier.mark(tier.marker)
+    except TieredCkptError as error:
+        return Verified(None, tier.name, 0, (layout.MARKER,), False, f"{problem}: {error}")
+    return Verified(None, tier.name, 0, (layout.MARKER,), repair, problem)
+
+
+async def _check_footers(state: State, collector: Collector, tier: Tier, *, repair: bool) -> Verified | None:
+    """See that each pack lists its chunks: they are found by that when their step's index is lost, or saved again."""
+    damaged: set[str] = set()
+    used: set[str] = set()
+    try:
+        for key, size in tuple(tier.packs.items()):
+            try:
+                await pack_table(tier, key, size)
+            except (Corrupt, NotFound):
+                if key in tier.packs:  # and was not collected meanwhile
+                    damaged.add(key)
+        for step in await collector.users_of(tier, damaged):
+            with suppress(NotFound):  # evicted meanwhile
+                used |= damaged & await tier.packs_of(step)
+        damaged = used  # what no step refers to is what a crash left, and is collected
+        if not damaged:
+            return None
+        if repair:
+            await rewrite(state, collector, tier, damaged)
+            await collector.collect(tier, orphans=False)
+    except TieredCkptError as error:
+        return Verified(None, tier.name, 0, tuple(sorted(damaged)), False, f"tier {tier.name!r}: {error}")
+    left = damaged & tier.packs.keys()
+    problem = f"tier {tier.name!r}: the footers of {len(damaged)} packs are damaged"
+    return Verified(None, tier.name, 0, tuple(sorted(damaged)), repair and not left, problem)

@@ -1,0 +1,158 @@
+"""Verifies what a tier holds of a step, and has it mended on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.repairing.repair import heal, heal_index, inspect
+from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.restoring.moved import Moved, has_moved, places
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StepIndex
+
+__all__ = ["Verified", "verify_on", "verify_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What verifying a step on a tier found."""
+
+    id: StepId | None
+    """None for what belongs to no step: a tier's marker, the footers of its packs."""
+    tier: str
+    nbytes: int
+    damaged: tuple[str, ...]
+    """Keys of the arrays with a chunk that is not as it was saved; ``tieredckpt/step.json`` for the index.
+
+    Without a step, the files of the tier.
+    """
+    repaired: bool
+    problem: str
+    """What is wrong, or why the tier could not be read; empty when all of the step was found intact."""
+    lost: tuple[str, ...] = ()
+    """Those of the damaged that are intact on no tier, as an attempt to mend them has shown."""
+
+    @property
+    def intact(self) -> bool:
+        """Whether the tier now has all of the step as it was saved."""
+        return self.repaired or not self.problem
+
+
+async def verify_step(
+    state: State,
+    collector: Collector,
+    number: int | None,
+    serial: int | None,
+    name: str | None,
+    *,
+    repair: bool,
+    progress: Callable[[int], None] | None,
+) -> list[Verified]:
+    """As `verify_on`, for a step by its number, on one tier or on every tier that holds it. Raises `NotFound`."""
+    step = state.find(number, serial, damaged=number is not None)
+    tiers = [state.tier(name)] if name is not None else list(state.tiers)
+    holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
+    if not holding:
+        raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+    found = []
+    for tier in holding:
+        try:
+            mend = repair and state.manages(tier)
+            found.append(await verify_on(state, collector, step, tier, repair=mend, progress=progress))
+        except NotFound:
+            if tier is holding[-1] and not found:
+                raise  # else it left a tier meanwhile, and what the others hold is told all the same
+    return found
+
+
+async def verify_on(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    repair: bool,
+    progress: Callable[[int], None] | None = None,
+    scan: Scan | None = None,
+) -> Verified:
+    """Read all of a step on a tier that holds it, compare every digest, and mend what is damaged if asked.
+
+    Its index is read from the tier as well, though this process may know it. ``progress`` is called with the bytes
+    of each part that was read, from any thread; what ``scan`` has seen is not read again. Raises `NotFound` when
+    the step left the tier meanwhile.
+    """
+    before = places(state, step)
+    found = await _verify_on(state, collector, step, tier, repair=repair, progress=progress, scan=scan)
+    if found.problem and await has_moved(state, step, before):
+        raise _left(step, tier)
+    return found
+
+
+async def _verify_on(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    *,
+    repair: bool,
+    progress: Callable[[int], None] | None,
+    scan: Scan | None,
+) -> Verified:
+    record = state.records().get(step)
+    nbytes = record.nbytes if record is not None else 0
+    with tier.indexes.rereading(step) as remembered:
+        try:
+            if step in tier.damaged and tier.ram is None and tier.blobs is not None:
+                await collector.evictor.look_again(step, tier)
+            if step in tier.damaged:
+                raise tier.damaged[step]
+            damage = await inspect(state, step, tier, progress, scan)
+        except TierUnavailable as error:
+            return Verified(step, tier.name, nbytes, (), False, str(error))
+        except TieredCkptError as error:
+            return await _with_another_index(state, collector, step, tier, error, remembered, repair=repair)
+    if not damage:
+        return Verified(step, tier.name, nbytes, (), False, "")
+    unmended = await heal(state, collector, step, damage) if repair else []
+    if repair and not tier.keeps(step):
+        raise _left(step, tier)
+    keys = tuple(sorted({found.key for found in damage}))
+    lost = {key for each in unmended if isinstance(each.error, Corrupt) for key in each.keys}
+    problem = str(unmended[0].error if unmended else damage[0].error)
+    return Verified(step, tier.name, nbytes, keys, repair and not unmended, problem, tuple(sorted(lost)))
+
+
+async def _with_another_index(
+    state: State,
+    collector: Collector,
+    step: StepId,
+    tier: Tier,
+    error: TieredCkptError,
+    remembered: StepIndex | None,
+    *,
+    repair: bool,
+) -> Verified:
+    if not tier.keeps(step):
+        raise _left(step, tier) from error  # and is not to come back
+    record = state.records().get(step)
+    problem = str(error)
+    if repair:
+        try:
+            await heal_index(state, collector, step, tier, error, remembered)
+        except TieredCkptError as failed:
+            if not tier.keeps(step):
+                raise _left(step, tier) from failed
+            problem = f"{error}; it could not be committed anew: {failed}"
+    repaired = repair and step in tier.held
+    lost = () if not repair or state.holders(step) else (layout.STEP_RECORD,)
+    nbytes = record.nbytes if record is not None else 0
+    return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
+
+
+def _left(step: StepId, tier: Tier) -> Moved:
+    return Moved(f"{step} left tier {tier.name!r} while it was verified")

@@ -1,0 +1,51 @@
+"""Whether a step left a tier, or was committed anew there, while a process that does not write read it.
+
+Nothing of a step is kept for such a process but in RAM: what it reads may be evicted at any moment. So whatever it
+does not find, or finds other than it should be, is no damage before it has looked once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+
+from tieredckpt.engine.state.state import State
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Moved", "has_moved", "places", "unless_moved"]
+
+
+class Moved(NotFound):
+    """A step is not where it was when somebody began to read it, who may look for it again."""
+
+
+def places(state: State, step: StepId) -> Hashable:
+    """Which tiers hold a step, and which commits of it."""
+    held = [(tier.name, tier.catalogued.stamps.get(step)) for tier in state.tiers if step in tier.held]
+    return tuple(held), id(state.looked_on.get(step))
+
+
+async def has_moved(state: State, step: StepId, before: Hashable) -> bool:
+    """Look once more, where nothing is written: whether a step is not in the same places as before."""
+    if state.look_anew is None:
+        return False
+    await state.look_anew()
+    return places(state, step) != before
+
+
+@asynccontextmanager
+async def unless_moved(state: State, step: StepId) -> AsyncIterator[None]:
+    """Raise `Moved` in place of what goes wrong in the block if the step, read there, has moved meanwhile."""
+    before = places(state, step)
+    try:
+        yield
+    except (Corrupt, NotFound, TierUnavailable) as error:
+        if state.look_anew is None or isinstance(error, Moved):
+            raise
+        # Who does not answer now would not answer a second look either.
+        if isinstance(error, TierUnavailable) and places(state, step) == before:
+            raise
+        if not await has_moved(state, step, before):
+            raise
+        raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error

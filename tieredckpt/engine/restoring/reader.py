@@ -1,0 +1,324 @@
+"""Restores: every chunk from the nearest tier that has it intact, straight into its place, verified."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.base import GetDigested, Stretch
+from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.concurrency import in_thread, settle, together
+from tieredckpt.engine.repairing.scan_budget import Place, Scan
+from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.restoring.targets import check_targets
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.digest import digest
+from tieredckpt.format.manifest import Chunk, StepId, StepRecord
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Read", "check", "fill"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_DIGESTED_SIZE = 192 << 20
+"""Bytes asked for at a time of a store that digests them, or one run: each read ends within the deadline of a tier that
+is as slow as it may be, though all share its bandwidth."""
+_SCRATCH_RUNS = 3
+"""Of these, so many pass through scratch memory. What is soon used again stays in the processor's cache."""
+_REMOTE_READS = 8
+"""Reads in flight where latency, and not the device, is what one waits for."""
+_RUN_SIZE = 16 << 20
+"""Small neighbouring extents are read together up to this size."""
+_RUN_GAP = 64 << 10
+"""Bytes between two extents that are read rather than skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A step that was read: its record, its arrays by key, and the bytes that came from each tier."""
+
+    id: StepId
+    record: StepRecord
+    arrays: dict[str, npt.NDArray[Any]]
+    sources: dict[str, int]
+
+
+@dataclass(slots=True)
+class Run:
+    """Extents of one pack that are read in one go."""
+
+    path: str
+    offset: int
+    end: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
+    """Fill every target array with the array, or box of an array, of its name; the bytes that came from each tier.
+
+    Args:
+        state: of the engine.
+        source: the step.
+        targets: as `tieredckpt.engine.restoring.pieces.pieces_of` takes them.
+
+    Raises:
+        Corrupt: a chunk is intact on no tier; the message names the array.
+        NotFound: the step does not have all of a target.
+    """
+    check_targets(source.index, targets, source.tier.name)
+    sources: dict[str, int] = {}
+    pieces: list[Piece] = []
+    damaged: list[Piece] = []
+    for piece in pieces_of(source.index, targets):
+        where = piece.chunk.where
+        if not isinstance(where, bytes):
+            pieces.append(piece)
+            continue
+        if digest(where) != piece.chunk.digest:
+            source.note(
+                source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.array!r} in the index are damaged")
+            )
+            damaged.append(piece)
+            continue
+        piece.put(np.frombuffer(where, dtype=np.uint8))
+        sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
+    near, far = source.near_ones(pieces)
+    for tier, some in near:
+        far += await _counted(sources, tier, some, _from_slab(state, source, tier, some))
+    if source.passing is not None:
+        far = await source.passing(source, far, sources)
+    tier, far, absent = await source.on_one_tier(far)
+    absent += await _counted(sources, tier, far, (_from_slab if tier.ram else _from_packs)(state, source, tier, far))
+    for piece in [*damaged, *absent]:
+        tier = await _from_elsewhere(state, source, piece)
+        sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
+    return sources
+
+
+async def _counted(
+    sources: dict[str, int], tier: Tier, pieces: list[Piece], reading: Awaitable[list[Piece]]
+) -> list[Piece]:
+    """Count the bytes of what was read; what was not intact."""
+    failed = await reading
+    lost = {id(piece) for piece in failed}
+    good = sum(piece.wanted for piece in pieces if id(piece) not in lost)
+    if good:
+        sources[tier.name] = sources.get(tier.name, 0) + good
+    return failed
+
+
+async def check(state: State, source: StepSource, scan: Scan) -> None:
+    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage.
+
+    What ``scan`` has seen already is not read again.
+    """
+    pieces = [
+        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
+        for key, array in source.index.arrays.items()
+        for ordinal, chunk in enumerate(array.chunks)
+    ]
+    stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
+    for piece in pieces:
+        if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
+            source.note(
+                source.tier,
+                piece.key,
+                piece.chunk,
+                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
+            )
+    if source.progress is not None:
+        source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
+    # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
+    reads = 2 * state.config.copy_threads
+    read = _from_slab if source.tier.ram is not None else partial(_from_packs, digested_reads=reads)
+    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
+    for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
+        await scan.turn(sum(piece.nbytes for piece in batch))
+        failed = {id(piece) for piece in await read(state, source, source.tier, batch)}
+        if source.silence is not None:
+            return  # what was not read is not known to be damaged
+        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
+    for piece in stored:
+        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
+            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
+
+
+def _place(piece: Piece) -> Place:
+    assert isinstance(piece.chunk.where, Extent)
+    return piece.chunk.where.path, piece.chunk.where.offset, piece.chunk.digest
+
+
+async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
+    assert tier.ram is not None
+    slab = tier.ram.slab
+    waiting = deque(pieces)
+    failed: list[Piece] = []
+
+    def work() -> None:
+        while True:
+            try:
+                piece = waiting.popleft()
+            except IndexError:
+                return
+            assert isinstance(piece.chunk.where, Extent)
+            try:
+                memory = slab.bytes_at(piece.chunk.where.offset, piece.nbytes)
+                intact = deliver(piece, memory)
+            except Corrupt:
+                intact = False
+            if not intact:
+                failed.append(piece)
+            if source.progress is not None:
+                source.progress(piece.nbytes)
+
+    loop = asyncio.get_running_loop()
+    threads = min(state.config.copy_threads, len(pieces))
+    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)))
+    await settle(everyone, waiting.clear)  # nobody writes into the caller's arrays any more
+    for piece in failed:
+        source.note(
+            tier,
+            piece.key,
+            piece.chunk,
+            Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM"),
+        )
+    return failed
+
+
+def _chunk(piece: Piece) -> tuple[Chunk, int]:
+    """What pieces have in common that are read once."""
+    return piece.chunk, piece.nbytes
+
+
+def _runs(pieces: list[Piece]) -> list[Run]:
+    runs: list[Run] = []
+    for piece in sorted(pieces, key=_place):
+        path, offset, _ = _place(piece)
+        end = offset + piece.nbytes
+        last = runs[-1] if runs else None
+        if last is None or not (
+            _chunk(last.pieces[-1]) == _chunk(piece)
+            or (last.path == path and last.end <= offset <= last.end + _RUN_GAP and end - last.offset <= _RUN_SIZE)
+        ):
+            last = Run(path, offset, end)
+            runs.append(last)
+        last.end = end
+        last.pieces.append(piece)
+    return runs
+
+
+async def _from_packs(
+    state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, digested_reads: int = 0
+) -> list[Piece]:
+    """Read runs of extents, several at a time; what was not intact.
+
+    ``digested_reads`` is how many of a store that digests them; 0 for as many as it likes best.
+    """
+    failed: list[Piece] = []
+    if not pieces:
+        return failed
+    waiting = deque(_runs(pieces))
+    traits = tier.store.traits
+    if traits.digested_reads and isinstance(tier.store, GetDigested):
+        read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
+        largest = max(run.end - run.offset for run in waiting)
+        runs_at_once = min(digested_reads or traits.digested_reads, max(1, _DIGESTED_SIZE // largest))
+    else:
+        # Besides what is being read, as much is being verified.
+        read = partial(_through_scratch, state, tier, reading=asyncio.Semaphore(_REMOTE_READS))
+        runs_at_once = 2 * _REMOTE_READS
+
+    async def reader() -> None:
+        while waiting:
+            run = waiting.popleft()
+            why: TieredCkptError | None = None
+            try:
+                bad = await read(run)
+            except (Corrupt, NotFound, TierUnavailable) as error:
+                if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
+                    waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
+                    continue
+                bad, why = run.pieces, error
+            for piece in bad:
+                text = f"tier {tier.name!r}: bytes of {run.path} are not what was saved"
+                source.note(tier, piece.key, piece.chunk, why or Corrupt(text))
+            failed.extend(bad)
+            if source.progress is not None:
+                source.progress(sum(piece.nbytes for piece in run.pieces))
+
+    await together([reader() for _ in range(min(runs_at_once, len(waiting)))])
+    return failed
+
+
+async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyncio.Semaphore) -> list[Piece]:
+    """Read a run straight to where it goes, digested as it comes; what was not intact.
+
+    Chunks of which boxes are wanted, or that are wanted in several places, pass through scratch memory.
+    """
+    store = tier.store
+    assert isinstance(store, GetDigested)
+    chunks = [list(same) for _, same in groupby(run.pieces, _chunk)]
+    passing = [aligned(same[0].nbytes) if len(same) > 1 or same[0].overlaps else 0 for same in chunks]
+    async with AsyncExitStack() as lent:
+        scratch = NOTHING
+        if any(passing):
+            await lent.enter_async_context(through_scratch)
+            scratch = await lent.enter_async_context(state.scratch.lend(sum(passing)))
+        places: list[Bytes] = []
+        stretches: list[Stretch] = []
+        for same, nbytes in zip(chunks, passing, strict=True):
+            places.append(scratch[: same[0].nbytes] if nbytes else same[0].target)
+            stretches.append(Stretch(_place(same[0])[1], same[0].nbytes, memoryview(places[-1])))
+            scratch = scratch[nbytes:]
+        digests = await store.get_digested(run.path, stretches)
+        bad: list[Piece] = []
+        good: list[tuple[Piece, Bytes]] = []
+        for same, place, nbytes, found in zip(chunks, places, passing, digests, strict=True):
+            if found != same[0].chunk.digest:
+                bad += same
+            elif nbytes:
+                good += ((piece, place) for piece in same)
+        if good:
+            await in_thread(_put, good, pool=state.pool)
+    return bad
+
+
+def _put(pieces: Iterable[tuple[Piece, Bytes]]) -> None:
+    for piece, memory in pieces:
+        piece.put(memory)
+
+
+async def _through_scratch(state: State, tier: Tier, run: Run, *, reading: asyncio.Semaphore) -> list[Piece]:
+    """Read a run into scratch memory and verify it there, while others are being read; what was not intact."""
+
+    def unpack(memory: Bytes) -> list[Piece]:
+        bad = []
+        for piece in run.pieces:
+            start = _place(piece)[1] - run.offset
+            if not deliver(piece, memory[start : start + piece.nbytes]):
+                bad.append(piece)
+        return bad
+
+    async with state.scratch.lend(run.end - run.offset) as memory:
+        async with reading:
+            await tier.store.get_into(run.path, run.offset, memoryview(memory[: run.end - run.offset]))
+        return await in_thread(unpack, memory, pool=state.pool)
+
+
+async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:
+    async with state.scratch.lend(aligned(piece.nbytes)) as memory:
+        tier = await source.read(piece.key, piece.ordinal, memory, bad=source.tier)
+        await in_thread(piece.put, memory[: piece.nbytes], pool=state.pool)
+        return tier

@@ -1,0 +1,377 @@
+"""Where the bytes of a step come from: chunk by chunk, from the nearest tier that has them intact."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.locks import let_go
+from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
+from tieredckpt.engine.restoring.pieces import Piece
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.digest import digest_array
+from tieredckpt.format.manifest import Chunk, StepId, StepIndex, StepRecord
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "whole_record"]
+
+_log = logging.getLogger("tieredckpt")
+
+Bytes = npt.NDArray[np.uint8]
+Near = Mapping[bytes, tuple[Tier, Extent]]
+Passing = Callable[["StepSource", list[Piece], dict[str, int]], Awaitable[list[Piece]]]
+"""Takes pieces of a step, and the bytes by source to add to; returns those that did not come."""
+
+
+class SilentSource(TierUnavailable):
+    """No tier that answers has the bytes intact, and one that does not answer may have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A chunk that a tier should have had: which, where, and what happened instead."""
+
+    tier: Tier
+    digest: bytes
+    key: str
+    error: TieredCkptError
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """The step that all ranks restore, as the leader has told."""
+
+    step: StepId
+    tier: Tier
+    """The nearest tier with an index of it."""
+    index: StepIndex
+    """Of the whole step."""
+    near: Callable[[], AbstractAsyncContextManager[Near]]
+    """Keeps what this machine's RAM has of the step while it is read."""
+    passing: Passing | None = None
+
+
+@asynccontextmanager
+async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
+    """Keep a step on a tier while it is read from there, by this process or beside another."""
+    if tier.pin_elsewhere is not None:
+        async with tier.pin_elsewhere(step):
+            yield
+        return
+    tier.pins[step] = tier.pins.get(step, 0) + 1
+    fd = -1
+    try:
+        if tier.ram is not None:
+            fd = tier.ram.share(layout.manifest_key(step.step, step.serial))
+        yield
+    finally:
+        if fd >= 0:
+            let_go(fd)
+        tier.pins[step] -= 1
+        if not tier.pins[step]:
+            del tier.pins[step]
+
+
+@dataclass
+class StepSource:
+    """Reads one step from the tiers that hold it. Use `open`; the step is pinned on every tier it looks at."""
+
+    state: State
+    step: StepId
+    tier: Tier
+    """The nearest tier with a readable index."""
+    index: StepIndex
+    damage: list[Damage] = field(default_factory=list)
+    unreadable: list[tuple[Tier, TieredCkptError]] = field(default_factory=list)
+    """Tiers whose index of the step could not be read."""
+    silence: TierUnavailable | None = None
+    """Why a chunk could not be read, from a tier that may have it intact."""
+    progress: Callable[[int], None] | None = None
+    """Told the bytes of each part that was read; from any thread."""
+    near: Near | None = None
+    """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
+    passing: Passing | None = None
+    """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
+    _indexes: dict[str, StepIndex] = field(default_factory=dict)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, state: State, step: StepId, *, only: Tier | None = None, chosen: ChosenStep | None = None
+    ) -> AsyncIterator[StepSource]:
+        """The step, from the nearest tier whose index of it can be read.
+
+        Args:
+            state: of the engine.
+            step: which.
+            only: the one tier to read it from.
+            chosen: of several ranks, what they restore together.
+
+        Raises:
+            NotFound: no tier holds it.
+            Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
+        """
+        async with unless_moved(state, step), cls._open(state, step, only, chosen) as source:
+            yield source
+
+    @classmethod
+    @asynccontextmanager
+    async def _open(
+        cls, state: State, step: StepId, only: Tier | None, chosen: ChosenStep | None
+    ) -> AsyncIterator[StepSource]:
+        chosen = chosen or (state.looked_on.get(step) if only is None else None)
+        if chosen is not None:
+            async with chosen.near() as near:
+                indexes = {chosen.tier.name: chosen.index}
+                yield cls(state, step, chosen.tier, chosen.index, near=near, passing=chosen.passing, _indexes=indexes)
+            return
+        unreadable: list[tuple[Tier, TieredCkptError]] = []
+        for tier in [only] if only is not None else state.holders(step):
+            if step in tier.leaving:  # nobody asks for pins any more
+                continue
+            if only is None and state.ranks > 1 and tier.config.kind == "ram":  # which has a part of it
+                continue
+            async with AsyncExitStack() as stack:
+                try:
+                    await stack.enter_async_context(pinned(tier, step))
+                    index = await tier.load_index(step)
+                except (Corrupt, NotFound, TierUnavailable) as error:
+                    _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
+                    unreadable.append((tier, error))
+                    _report_silent(state, tier, error)
+                    continue
+                yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
+                return
+        for tier, problem in unreadable:
+            if isinstance(problem, TierUnavailable):
+                raise SilentSource(
+                    f"{step} cannot be read while tier {tier.name!r} does not answer: {problem}"
+                ) from problem
+        if unreadable:
+            raise unreadable[-1][1]
+        raise NotFound(f"no tier holds {step}")
+
+    async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
+        """Every place that should have a chunk: where the indexes of the step say, then any that has the digest."""
+        tried: set[tuple[str, Extent]] = set()
+        if self.near is not None and (here := self.near.get(digest)) is not None:
+            yield here
+        holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
+        for tier in holders:
+            if self.near is not None and tier.config.kind == "ram":
+                continue
+            try:
+                index = await self._index_on(tier)
+            except TieredCkptError as error:
+                self.unreadable.append((tier, error))
+                _report_silent(self.state, tier, error)
+                continue
+            where = self._where(tier, index, key, ordinal, digest)
+            if where is not None:
+                if isinstance(where, Extent):
+                    tried.add((tier.name, where))
+                yield tier, where
+        for tier in self.state.tiers:
+            if tier.ram is not None and tier.slab_index is not None and self.near is None:
+                lies = tier.slab_index.find(digest)
+                if lies is not None and (tier.name, copy := Extent(tier.ram.slab_key, *lies)) not in tried:
+                    yield tier, copy  # of a later save, which copied what was damaged here
+            found = [extent for extent in (tier.chunks.get(digest), *tier.spares.get(digest, ())) if extent is not None]
+            for extent in found:
+                if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs:
+                    yield tier, extent  # of another step, or of this one after a repair
+
+    def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:
+        """Where a tier's index of the step has a chunk; parts of ranks are cut as the whole step need not be."""
+        array = index.arrays.get(key)
+        if array is not None and ordinal < len(array.chunks) and array.chunks[ordinal].digest == digest:
+            return array.chunks[ordinal].where
+        return None if self.state.ranks == 1 else self._extents_on(tier, index).get(digest)
+
+    def _extents_on(self, tier: Tier, index: StepIndex) -> dict[bytes, Extent]:
+        if tier.name not in self._digests:
+            self._digests[tier.name] = unique_extents(index.arrays)
+        return self._digests[tier.name]
+
+    def near_ones(self, pieces: list[Piece]) -> tuple[list[tuple[Tier, list[Piece]]], list[Piece]]:
+        """The pieces that are in RAM of this machine, by the RAM that has them, and the others."""
+        if self.near is None:
+            return [], pieces
+        found: dict[int, tuple[Tier, list[Piece]]] = {}
+        rest: list[Piece] = []
+        for piece in pieces:
+            here = self.near.get(piece.chunk.digest)
+            if here is None:
+                rest.append(piece)
+            else:
+                tier, where = here
+                chunk = Chunk(piece.chunk.digest, where)
+                found.setdefault(id(tier), (tier, []))[1].append(dataclasses.replace(piece, chunk=chunk))
+        return list(found.values()), rest
+
+    async def on_one_tier(self, pieces: list[Piece]) -> tuple[Tier, list[Piece], list[Piece]]:
+        """The tier that the pieces are read from, the pieces as they lie there, and those that are not there."""
+        if self.near is None:
+            return self.tier, pieces, []
+        tier, index = await self._shared()
+        if tier is None or index is None:
+            return self.tier, [], pieces
+        extents = self._extents_on(tier, index)
+        there: list[Piece] = []
+        absent: list[Piece] = []
+        for piece in pieces:
+            where = extents.get(piece.chunk.digest)
+            if where is None:
+                absent.append(piece)
+            else:
+                there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
+        return tier, there, absent
+
+    async def _shared(self) -> tuple[Tier | None, StepIndex | None]:
+        """The nearest shared tier that holds the step, and its index there."""
+        for tier in (self.tier, *self.state.holders(self.step)):
+            if tier.config.kind != "ram":
+                try:
+                    return tier, await self._index_on(tier)
+                except TieredCkptError as error:
+                    self.unreadable.append((tier, error))
+                    _report_silent(self.state, tier, error)
+        return None, None
+
+    async def _index_on(self, tier: Tier) -> StepIndex:
+        found = self._indexes.get(tier.name)
+        if found is None:
+            found = self._indexes[tier.name] = await tier.load_index(self.step)
+        return found
+
+    async def read(self, key: str, ordinal: int, memory: Bytes, *, bad: Tier | None = None) -> Tier:
+        """Fill ``memory`` with a chunk's bytes, verified, from the nearest tier that has them.
+
+        Args:
+            key: of the array.
+            ordinal: of the chunk in its grid.
+            memory: page-aligned, at least the chunk's size rounded up to pages.
+            bad: a tier that was found not to have it where its index of the step says.
+
+        Raises:
+            Corrupt: no tier has the chunk intact; the message names the array.
+            SilentSource: no tier that answers has it intact, and there is one that does not answer.
+        """
+        chunk = self.index.arrays[key].chunks[ordinal]
+        nbytes = self.index.arrays[key].grid.cell_nbytes
+        last: TieredCkptError | None = None
+        silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.error is not None]
+        async for tier, where in self.candidates(key, ordinal, chunk.digest):
+            if tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal):
+                continue
+            try:
+                await read_chunk(self.state, tier, chunk.digest, where, nbytes, memory)
+            except (Corrupt, NotFound, TierUnavailable) as error:
+                last = error
+                self.note(tier, key, chunk, error)
+                if isinstance(error, TierUnavailable):
+                    silent.append(tier.name)
+            else:
+                return tier
+        silent += [tier.name for tier, error in self.unreadable if isinstance(error, TierUnavailable)]
+        if silent:
+            raise SilentSource(
+                f"array {layout.array_key(key)!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, "
+                f"and {', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
+            )
+        raise Corrupt(
+            f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
+            + (f" (last: {last})" if last else "")
+            + "; older steps may be whole, see `tieredckpt ls`"
+        )
+
+    def _listed(self, name: str, key: str, ordinal: int) -> Extent | bytes | None:
+        array = self._indexes[name].arrays.get(key)
+        return None if array is None else array.chunks[ordinal].where
+
+    def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
+        """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
+        key = layout.array_key(key)
+        level = _level(self.state, error)
+        _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
+        _report_silent(self.state, tier, error)
+        if isinstance(error, TierUnavailable):
+            self.silence = error
+        else:
+            if tier.slab_index is not None and isinstance(chunk.where, Extent):
+                tier.slab_index.distrust(chunk.digest, chunk.where.offset)
+            self.damage.append(Damage(tier, chunk.digest, key, error))
+
+
+async def whole_record(state: State, step: StepId) -> StepRecord | None:
+    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
+
+    Raises `TierUnavailable` when a tier that may have it does not answer.
+    """
+    silent: TierUnavailable | None = None
+    before = places(state, step)
+    for tier in state.holders(step):
+        held = tier.held.get(step)
+        if held is None:
+            continue  # it left while another tier was asked
+        if held.whole:
+            return held.record
+        try:
+            record = (await tier.load_index(step)).record
+        except (Corrupt, NotFound) as error:
+            if await has_moved(state, step, before):
+                raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+            tier.condemn(step, error)
+            state.changed.beat()  # its tier is to get it anew
+        except TierUnavailable as error:
+            _report_silent(state, tier, error)
+            silent = error
+        else:
+            if tier.held.get(step) is held:  # and neither left meanwhile nor was committed anew
+                tier.held[step] = Held(record, held.btree_key)
+            return record
+    if silent is not None:
+        raise silent
+    return None
+
+
+def _level(state: State, error: TieredCkptError) -> int:
+    """How loud to tell what was not found: beside a writer, which evicts it at any time, that is in order."""
+    return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
+
+
+def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
+    # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
+    if isinstance(error, TierUnavailable) and tier.error is None and not state.read_only:
+        state.report(tier, error)
+
+
+async def read_chunk(
+    state: State, tier: Tier, digest: bytes, where: Extent | bytes, nbytes: int, memory: Bytes
+) -> None:
+    """Fill ``memory`` with one chunk from one tier and verify it. Raises as a blob store does, and `Corrupt`."""
+    if isinstance(where, bytes):
+        if len(where) != nbytes:
+            raise Corrupt(f"tier {tier.name!r}: a chunk in the index has {len(where)} bytes, not {nbytes}")
+        memory[:nbytes] = np.frombuffer(where, dtype=np.uint8)
+    else:
+        size = min(aligned(nbytes), where.length)
+        await tier.store.get_into(where.path, where.offset, memoryview(memory[:size]))
+    found = await in_thread(digest_array, memory[:nbytes], pool=state.pool)
+    if found != digest:
+        place = where.path if isinstance(where, Extent) else "the index"
+        raise Corrupt(f"tier {tier.name!r}: a chunk in {place} has digest {found.hex()}, not {digest.hex()}")

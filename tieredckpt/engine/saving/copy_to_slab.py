@@ -1,0 +1,162 @@
+"""Fills the slab with the cells of a tree: the copy threads, the room they need, and what ``when_full`` says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.policies import waits_for_promotion
+from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NoSpace, TieredCkptError
+from tieredckpt.units import format_size
+
+__all__ = ["SkipSave", "copy_cells", "fill_slab", "has_room", "wait_for_room"]
+
+_log = logging.getLogger("tieredckpt")
+
+_WAIT_FOR_ROOM = 600.0
+"""Seconds that ``when_full = "wait"`` waits at most."""
+_LOOK_AGAIN = 1.0
+"""Seconds after which a waiting save looks for what nobody announces: a reader that has gone."""
+
+
+class SkipSave(Exception):
+    """This save is not made, and training goes on."""
+
+
+def has_room(slab: Slab, nbytes: int) -> bool:
+    """Whether ``nbytes`` could still be handed out."""
+    return slab.room >= nbytes
+
+
+async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None:
+    """Let the copy threads work until all is copied or the slab is full; none of them runs afterwards."""
+    snapshot.full = False
+    loop = asyncio.get_running_loop()
+    threads = min(state.config.copy_threads, len(snapshot.pending)) or 1
+    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, snapshot.work, index) for _ in range(threads)))
+    cancelled = False
+    while not everyone.done():
+        try:
+            await asyncio.shield(everyone)
+        except asyncio.CancelledError:
+            cancelled = True
+            snapshot.stop()
+    if cancelled:
+        raise asyncio.CancelledError
+    if snapshot.error is not None:
+        raise snapshot.error
+
+
+def _put_back(snapshot: Snapshot, index: SlabIndex) -> None:
+    """Let the copies go; their cells are pending again."""
+    index.drop([done.digest for done in snapshot.copied])
+    snapshot.pending.extendleft(done.cell for done in snapshot.copied)
+    snapshot.copied.clear()
+    snapshot.new_bytes = 0
+
+
+async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier: Tier) -> bool:
+    """Copy all cells into the slab; False, with all of them still to do, when it can never hold them.
+
+    Raises:
+        SkipSave: there is no room now, and ``when_full`` says not to wait for it, or to wait no longer.
+    """
+    assert tier.ram is not None
+    assert tier.slab_index is not None
+    slab, index = tier.ram.slab, tier.slab_index
+    new = [cell for cell in snapshot.pending if cell.expected is None or not index.holds(cell.expected)]
+    need = sum(stored_size(cell.nbytes) for cell in new)
+    if need > slab.capacity:
+        return False
+    try:
+        if not slab.reserved:
+            await in_thread(_reserve_for_two, slab, need, pool=state.pool)
+        if not has_room(slab, need):
+            await wait_for_room(state, collector, tier, partial(has_room, slab, need))
+        elif slab.spare < need:
+            await _evict_and_not_grow(collector, tier)
+        while snapshot.pending:
+            await copy_cells(state, snapshot, index)
+            if snapshot.full:
+                if _size(snapshot) > slab.capacity:  # what was unchanged has left, or the slab could not grow
+                    _put_back(snapshot, index)
+                    return False
+                more = stored_size(snapshot.pending[0].nbytes)
+                # More than there was: what is free may be in pieces that are too small.
+                await wait_for_room(state, collector, tier, partial(has_room, slab, slab.room + more))
+    except NoSpace:
+        _put_back(snapshot, index)
+        return False
+    except BaseException:
+        _put_back(snapshot, index)
+        raise
+    uses = Counter(done.digest for done in snapshot.copied)
+    index.drop((uses - Counter(set(uses))).elements())  # a step uses each of its chunks once
+    return True
+
+
+def _reserve_for_two(slab: Slab, nbytes: int) -> None:
+    """An automatic slab takes memory for two snapshots at the first save, so that later ones do not."""
+    try:
+        slab.reserve(2 * nbytes)
+    except NoSpace:
+        slab.reserve(nbytes)
+
+
+async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
+    """Have memory that was used before, as far as steps may leave that are of no more use.
+
+    What is new comes at the speed of page faults, and the save waits for it; but it comes. All of them leave, and not
+    as many as are needed now: what is free would be in ever smaller pieces, and the slab would grow for these.
+    """
+    try:
+        await collector.evict_unretained(tier)
+    except (TieredCkptError, OSError) as error:
+        _log.warning("tier %r grows, for a step could not be evicted: %s", tier.name, error)
+
+
+def _size(snapshot: Snapshot) -> int:
+    """Bytes of the slab that the whole tree takes."""
+    copied = {done.digest: done.cell.nbytes for done in snapshot.copied}
+    pending = (cell.nbytes for cell in snapshot.pending)
+    return sum(stored_size(nbytes) for nbytes in (*copied.values(), *pending))
+
+
+async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: Callable[[], bool]) -> None:
+    """Have room in the slab by evicting, and by what ``when_full`` says if that is not enough.
+
+    Raises:
+        SkipSave: it did not help.
+    """
+    when_full = state.config.when_full
+    patience = time.monotonic() + _WAIT_FOR_ROOM
+    while not await collector.make_room(tier, enough):
+        left = patience - time.monotonic()
+        if when_full == "wait" and left > 0 and _waiting_helps(state, tier):
+            await state.changed.wait(min(left, _LOOK_AGAIN))
+            continue
+        if when_full != "skip" and await collector.replace_oldest(tier, enough):
+            return
+        raise SkipSave(
+            f"the slab of tier {tier.name!r} ({format_size(tier.capacity or 0)}) is full of steps that must stay for "
+            f"now; give it a larger capacity, or save less often"
+        )
+
+
+def _waiting_helps(state: State, tier: Tier) -> bool:
+    """Whether a step of the slab is on its way to a tier that works, or being read."""
+    if tier.pins or tier.parts:
+        return True
+    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.held)

@@ -1,0 +1,269 @@
+"""Saves: a tree's chunks are copied into RAM and committed there, or streamed on if they do not fit.
+
+While a save runs, the copy threads work on the caller's arrays; a save that ends, in whatever way, has no
+thread left that touches them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tieredckpt.arguments import as_number
+from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
+from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
+from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream
+from tieredckpt.engine.state.branch import Continued, Origin
+from tieredckpt.engine.state.state import State, Streamed
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
+from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
+from tieredckpt.format.joining import join
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
+from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.shards import check_whole
+
+__all__ = ["Saved", "Writer"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tieredckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save did."""
+
+    step: StepId
+    tier: str | None
+    """Where it was committed first; None when it was skipped."""
+    nbytes: int
+    new_bytes: int
+    seconds: float
+    skipped: str = ""
+    """Why the save was not made, if it was not."""
+
+
+class Writer:
+    """Makes saves, one at a time. Lives on the engine's loop."""
+
+    def __init__(self, state: State, collector: Collector) -> None:
+        self._state = state
+        self._collector = collector
+        self._guards_saves = asyncio.Lock()
+        """Held by the save under way: the next one continues what becomes of it."""
+        self._digests: dict[str, list[bytes]] = {}
+        """Of the last save, by key of the array."""
+        self._unchanged: dict[str, list[bytes | None]] = {}
+        """The same, None for chunks that were another one in the save before."""
+        _versions()  # reads files, for which a save may have no descriptor
+
+    async def save(
+        self,
+        step: int,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        *,
+        overwrite: bool = False,
+        origin: Origin | None = None,
+        stall: float | None = None,
+    ) -> Saved:
+        """Copy and commit one tree.
+
+        Args:
+            step: the trainer's number, not negative.
+            flat: the flattened tree; its arrays do not change until this returns.
+            metrics: finite or not, by name.
+            overwrite: save a step number again that the branch has already.
+            origin: the last restore before the save was called.
+            stall: seconds for which the trainer waited; None if it waits for this save to end.
+
+        Raises:
+            Conflict: the branch has that step already.
+            Invalid: an array is given in pieces that are not all of it, and there is no other rank.
+            NoSpace, TierUnavailable: no tier can take the tree.
+        """
+        begin = time.monotonic()
+        if flat.in_pieces and self._state.ranks == 1:
+            await self._in_pool(check_whole, flat.structure, flat.arrays)
+        async with self._guards_saves:
+            state = self._state
+            continued = self._decide(step, origin, overwrite=overwrite)
+            identity = StepId(state.last_serial + 1, step)
+            state.branch.begin(identity, continued)
+            refusals: dict[str, TieredCkptError] = {}
+            tier = None
+            try:
+                while tier is None:
+                    snapshot = await self._in_pool(Snapshot.of, flat.arrays, state.config.chunk_size, self._unchanged)
+                    try:
+                        tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
+                    except Refused as refused:
+                        if isinstance(full := refused.error, NoRoom) and await evict_older(
+                            state, self._collector, None, refused.tier, full.need
+                        ):
+                            continue
+                        refusals[refused.tier.name] = refused.error
+                        state.report(refused.tier, refused.error)
+            except SkipSave as why:
+                state.branch.failed(identity)
+                reason = f"step {step} was not saved: {why}"
+                state.events.emit(SaveSkipped(step, reason))
+                return Saved(identity, None, snapshot.nbytes, 0, time.monotonic() - begin, reason)
+            except BaseException:
+                state.branch.failed(identity)
+                raise
+            state.branch.count_from(origin)
+            self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
+            seconds = time.monotonic() - begin
+            self._state.observe_save(step, record.saved_at, seconds if stall is None else stall)
+        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
+        state.changed.beat()
+        return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
+
+    async def _save_once(
+        self,
+        snapshot: Snapshot,
+        identity: StepId,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        refusals: Mapping[str, TieredCkptError],
+    ) -> tuple[Tier, StepRecord, dict[str, ArrayIndex]]:
+        """Copy and commit to the nearest tier that has not refused; of a save that fails nothing stays behind."""
+        async with AsyncExitStack() as until_committed:
+            tier, located = await self._place(snapshot, refusals, until_committed)
+            try:
+                record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
+                with attributed(tier):
+                    # Taken for good: a commit that fails may be there all the same.
+                    self._state.last_serial = identity.serial
+                    if tier.ram is None and self._state.ranks > 1:
+                        await self._keep_streamed(tier, StepIndex(record, arrays))
+                    elif tier.ram is None and self._state.agents_tiers is not None:
+                        await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
+                    else:
+                        await commit_file.commit(tier, record, stored)
+                    if self._state.ranks == 1:
+                        self._state.branch.committed(record)  # before anything may leave for or against it
+            except BaseException:
+                if tier.slab_index is not None:
+                    tier.slab_index.drop({done.digest for done in snapshot.copied})
+                raise
+        return tier, record, arrays
+
+    async def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
+        """Hold this rank's part, which rank 0 commits with those of the others."""
+        packs = await self._in_pool(packs_of, index.arrays)
+        self._state.streamed[index.record.id] = Streamed(tier, index, packs)
+
+    async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await in_thread(function, *arguments, pool=self._state.pool)
+
+    def _decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
+        """What a save continues. Raises `Conflict` for a number that this branch has."""
+        state = self._state
+        continued = state.branch.decide(step, origin, overwrite=overwrite)
+        known = (*state.records(), *state.undecided)
+        same = [found for found in known if found.step == step and found.serial in continued]
+        if same and not overwrite:
+            raise Conflict(
+                f"step {step} was saved before on this branch ({same[-1]}); to train on from an earlier step, restore "
+                f"that one with resume=True first, or pass overwrite=True to save the number again"
+            )
+        if continued.ignores_origin and origin is not None and continued.newest is not None:
+            back, newest = origin.step.step, continued.newest.step
+            advice = (
+                f"step {step} continues step {newest}, the newest of the branch, though step {back} was restored last; "
+                f"to continue that one, restore it with resume=True, and with resume=False to look at it"
+            )
+            if state.rank == 0:
+                _log.warning("%s", advice)
+            state.events.emit(OriginIgnored(step, back, newest, advice))
+        return continued
+
+    async def _place(
+        self, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError], until_committed: AsyncExitStack
+    ) -> tuple[Tier, Located]:
+        """Copy every cell to where it will be committed: the slab, or if that is too small the next tier."""
+        first = self._state.tiers[0]
+        if first.ram is not None and first.healthy and first.name not in refusals:
+            with attributed(first):
+                if await fill_slab(self._state, self._collector, snapshot, first):
+                    return first, snapshot.in_slab(first.ram.slab_key)
+        return await stream(self._state, self._collector, snapshot, refusals, until_committed)
+
+    # -- what is remembered -------------------------------------------------------------------------------
+
+    def _index(
+        self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float], located: Located
+    ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
+        """The record of a step, its arrays as this rank has them, and as they are stored."""
+        arrays = snapshot.index(located)
+        stored = join(flat.structure, arrays) if flat.in_pieces and self._state.ranks == 1 else arrays
+        return self._record(identity, flat, snapshot, metrics), arrays, stored
+
+    def _record(self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float]) -> StepRecord:
+        state = self._state
+        if state.marker is None:
+            raise TierUnavailable("no tier could be opened yet, so the store has no identity")
+        continued = state.branch.continued_by(identity)
+        return StepRecord(
+            store=state.marker.store,
+            step=identity.step,
+            serial=identity.serial,
+            line=continued.line_with(identity.serial),
+            restored_from=continued.restored_from,
+            saved_at=time.time(),
+            nbytes=snapshot.nbytes,
+            metrics={name: _storable(as_number(name, value)) for name, value in metrics.items()},
+            provenance={
+                **_versions(),
+                "host": socket.gethostname(),
+                "process": str(os.getpid()),
+                **state.history.provenance(
+                    max(0.0, time.time() - state.observed.started_at), state.observed.stalled_seconds
+                ),
+            },
+            policy=state.config.recorded_policies,
+            structure=flat.structure,
+            rank=state.rank if state.ranks > 1 else None,
+            ranks=state.ranks,
+        )
+
+    def _learn(self, now: dict[str, list[bytes]]) -> None:
+        self._unchanged = {
+            key: [
+                digest if digest == before else None for digest, before in zip(digests, self._digests[key], strict=True)
+            ]
+            for key, digests in now.items()
+            if key in self._digests and len(self._digests[key]) == len(digests)
+        }
+        self._digests = now
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    """Of what makes the saves; found out once, for that parses the package's metadata."""
+    return {"tieredckpt": version("tieredckpt"), "python": platform.python_version(), "numpy": np.__version__}
+
+
+def _storable(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,216 @@
+"""Streams a tree that RAM cannot hold: through the slab, a part at a time, to the nearest slower tier that works."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import make_room, needing
+from tieredckpt.engine.promoting.dedupe import refer_to_intact
+from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
+from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
+from tieredckpt.engine.saving.snapshot import Copied, Snapshot
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.units import format_size
+
+__all__ = ["Located", "Refused", "attributed", "stream"]
+
+Located = dict[tuple[int, int], Chunk]
+"""Where the chunk of each cell lies, by index of the leaf and ordinal of the cell."""
+
+
+class Refused(Exception):
+    """A tier did not take the tree; another one may."""
+
+    def __init__(self, tier: Tier, error: TieredCkptError) -> None:
+        super().__init__(error)
+        self.tier = tier
+        self.error = error
+
+
+@contextmanager
+def attributed(tier: Tier) -> Iterator[None]:
+    """Turn what goes wrong in the block into `Refused` by that tier."""
+    try:
+        yield
+    except (TierUnavailable, NoSpace) as error:
+        raise Refused(tier, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """The memory that the tree passes through: the slab, or scratch memory where that cannot serve."""
+
+    slab: Slab
+    index: SlabIndex
+    ram: Tier | None
+
+
+async def stream(
+    state: State,
+    collector: Collector,
+    snapshot: Snapshot,
+    refusals: Mapping[str, TieredCkptError],
+    until_committed: AsyncExitStack,
+) -> tuple[Tier, Located]:
+    """Write every chunk to a slower tier, ready to be committed there.
+
+    Args:
+        state: of the engine.
+        collector: makes room.
+        snapshot: of which nothing was copied yet.
+        refusals: what went wrong on tiers that are not to be tried again, by name.
+        until_committed: holds the tier's packs, so that none is collected before the step refers to it.
+
+    Raises:
+        Refused: a tier failed.
+        SkipSave: the slab has no room for a single chunk, and ``when_full`` says not to wait for that.
+        NoSpace: no slower tier can take the tree.
+    """
+    need = sum(stored_size(cell.nbytes) for cell in snapshot.pending)
+    problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
+    for tier in state.tiers:
+        if tier.config.kind == "ram" or tier.name in refusals:
+            continue
+        if not tier.healthy:
+            problems.append(f"tier {tier.name!r} is not available ({tier.error})")
+            continue
+        with attributed(tier):
+            if state.agents_tiers is not None:
+                fits = await state.agents_tiers.make_room(tier, need)
+            else:
+                fits = await make_room(state, collector, None, tier, need)
+        if not fits:
+            problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
+            continue
+        passage = await _passage(state, collector, snapshot, refusals)
+        if state.agents_tiers is not None:
+            with attributed(tier):
+                await state.agents_tiers.borrow(tier, until_committed)
+        elif state.ranks == 1:
+            await until_committed.enter_async_context(tier.guards_packs)
+        elif not state.manages(tier):
+            until_committed.callback(tier.chunks.clear)  # nothing here hears of what becomes of their packs
+        # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
+        until_committed.callback(tier.streamed_to.clear)
+        return tier, await _write_all(state, collector, snapshot, tier, passage)
+    raise NoSpace(
+        f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
+        + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
+    )
+
+
+async def _passage(
+    state: State, collector: Collector, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError]
+) -> _Passage:
+    first = state.tiers[0]
+    largest = max((stored_size(cell.nbytes) for cell in snapshot.pending), default=0)
+    usable = first.ram is not None and first.healthy and first.name not in refusals
+    if usable and first.ram is not None and first.slab_index is not None and first.ram.slab.capacity >= largest:
+        with attributed(first):
+            # Before the packs of the next tier are held, for its promoter makes the room.
+            await wait_for_room(state, collector, first, partial(has_room, first.ram.slab, largest))
+        return _Passage(first.ram.slab, first.slab_index, first)
+    return _through_scratch(state)
+
+
+def _through_scratch(state: State) -> _Passage:
+    return _Passage(state.scratch.slab, SlabIndex(state.scratch.slab), None)
+
+
+async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tier: Tier, passage: _Passage) -> Located:
+    located: Located = {}
+    new_bytes = 0
+    while snapshot.pending:
+        try:
+            await _copy_some(state, collector, snapshot, passage)
+            if not snapshot.copied:
+                passage = _through_scratch(state)
+                continue
+            left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
+            with attributed(tier):
+                async with needing(sum(stored_size(cell.nbytes) for cell in left)):
+                    nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
+            new_bytes += nbytes
+            for done in snapshot.copied:
+                located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
+        finally:
+            passage.index.drop([done.digest for done in snapshot.copied])
+            snapshot.copied.clear()
+            state.scratch.returned.beat()
+    snapshot.new_bytes = new_bytes
+    return located
+
+
+async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, passage: _Passage) -> None:
+    """Copy as many cells as find room; none when RAM has no room, for the system may refuse memory to its slab."""
+    slab = passage.slab
+    if passage.ram is not None:
+        with attributed(passage.ram):
+            await collector.make_room(passage.ram, partial(has_room, slab, slab.capacity // 2))
+    await copy_cells(state, snapshot, passage.index)
+    while not snapshot.copied and passage.ram is None:
+        if not slab.used:
+            raise SkipSave(
+                f"the {format_size(slab.capacity)} of memory that it must pass through have no room for a single "
+                f"chunk; give the RAM tier a larger capacity"
+            )
+        await state.scratch.returned.wait()  # whoever has borrowed all of it gives it back
+        await copy_cells(state, snapshot, passage.index)
+
+
+async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> tuple[int, Mapping[bytes, Extent]]:
+    """Write the chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are."""
+    sizes = {done.digest: done.cell.nbytes for done in copied}
+    if state.agents_tiers is not None:
+        await state.agents_tiers.find(tier, sizes)
+    else:
+        tier.streamed_to |= _packs_with(tier, sizes)
+        await refer_to_intact(state, tier, None, sizes)
+    extents = {digest: tier.chunks[digest] for digest, nbytes in sizes.items() if tier.has(digest, nbytes)}
+    tier.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
+    new = {done.digest: done for done in copied if done.digest not in extents}
+    waiting = sorted(new.values(), key=lambda done: done.offset)
+
+    async def note(placed: Mapping[bytes, Extent]) -> None:
+        extents.update(placed)  # for with several ranks, the tier may forget meanwhile what it knew
+
+    async with aclosing(_batches(state, tier, waiting, slab)) as batches:
+        await write_packs(tier, batches, note)
+    return sum(done.cell.nbytes for done in waiting), extents
+
+
+def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
+    """The packs that are known to have any of the chunks, or a copy of it."""
+    known = {tier.chunks[digest].path for digest in digests if digest in tier.chunks}
+    return known | {extent.path for digest in tier.spares.keys() & digests for extent in tier.spares[digest]}
+
+
+async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Slab) -> AsyncGenerator[Batch, None]:
+    traits = tier.store.traits
+    limit = min(traits.object_size, PACK_SIZE) if traits.ranged_get else 0
+    batch = Batch()
+    for done in waiting:
+        size = stored_size(done.cell.nbytes)
+        if batch.payloads and batch.size + size > limit:
+            yield await _sealed(state, tier, batch)
+            batch = Batch()
+        batch.add(Payload(done.digest, done.cell.nbytes, slab.array[done.offset : done.offset + size]))
+    if batch.payloads:
+        yield await _sealed(state, tier, batch)
+
+
+async def _sealed(state: State, tier: Tier, batch: Batch) -> Batch:
+    tier.streamed_to.add(batch.key)
+    if await seal_all(batch.payloads, state.pool, state.config.copy_threads):
+        raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
+    return batch

@@ -1,0 +1,143 @@
+"""The branch that a training continues: what the next save extends, and the origin at which it forks.
+
+A restore notes an origin and changes nothing else. A save decides once its turn comes, by the restores that were
+called before it and by what became of the saves before it; the branch changes when that save is committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tieredckpt.engine.state.step_table import Line, on
+from tieredckpt.format.manifest import StepId, StepRecord
+
+__all__ = ["Branch", "Continued", "Origin"]
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """A step that this process has restored to train on."""
+
+    step: StepId
+    line: Line
+    """The branch that ends with it."""
+    named: bool
+    """Whether it was asked for by number: otherwise no save forks there."""
+    resume: bool
+    """Whether the next save forks there whatever its number is."""
+    cleared: bool = False
+    """Whether a save that was called after the restore is committed."""
+
+    def forks(self, step: int, newest: StepId | None, *, overwrite: bool) -> bool:
+        """Whether a save of ``step`` forks here, where ``newest`` is the newest step of the branch."""
+        if not self.named or self.step == newest:
+            return False
+        return self.resume or newest is None or step < newest.step or (step == newest.step and not overwrite)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """What a save continues."""
+
+    line: Line
+    """Of the branch before it."""
+    restored_from: int | None
+    newest: StepId | None
+    """The newest step of the branch that was trained when it was called."""
+    origin: Origin | None
+    """The last restore before the save was called."""
+    ignores_origin: bool
+    """Whether it extends the branch although another step was restored last."""
+
+    def __contains__(self, serial: int) -> bool:
+        return on(self.line, serial)
+
+    def line_with(self, serial: int) -> Line:
+        """The branch with this save, of that serial, at its end."""
+        if self.line and self.line[-1][1] == serial - 1:
+            return (*self.line[:-1], (self.line[-1][0], serial))
+        return (*self.line, (serial, serial))
+
+
+@dataclass(slots=True)
+class Branch:
+    """The branch of one process. Changed on the engine's loop alone; `due_from` answers any thread."""
+
+    line: Line = ()
+    """Serials of its saves, as inclusive ranges."""
+    newest: StepId | None = None
+    restored_from: int | None = None
+    """Serial of the step at which the branch was continued last after a restore."""
+    origin: Origin | None = None
+    _pending: dict[StepId, Continued] = field(default_factory=dict)
+    """Saves that are not committed yet, in the order of their turns."""
+    _counted: Origin | None = None
+    """The last restore before the save from which schedules count."""
+
+    def __contains__(self, serial: int) -> bool:
+        return on(self.line, serial)
+
+    def adopt(self, line: Line, newest: StepId | None) -> None:
+        """Continue what was found, as after a restart."""
+        self.line, self.newest = line, newest
+
+    def note(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
+        """Note what was restored to train on; the next save decides what becomes of it."""
+        line = tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
+        self.origin = Origin(step, line, named, resume)
+
+    # -- saves --------------------------------------------------------------------------------------------
+
+    def decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
+        """What a save of ``step`` continues whose turn has come; ``origin`` is that of when it was called."""
+        line, newest, restored_from = self.line, self._newest(), self.restored_from
+        if self._pending:
+            newest, before = next(reversed(self._pending.items()))
+            line, restored_from = before.line_with(newest.serial), before.restored_from
+            if before.origin is origin:
+                return Continued(line, restored_from, newest, origin, ignores_origin=False)
+        if origin is None or origin.cleared:
+            return Continued(line, restored_from, newest, origin, ignores_origin=False)
+        if origin.forks(step, newest, overwrite=overwrite):
+            return Continued(origin.line, origin.step.serial, newest, origin, ignores_origin=False)
+        ignores = origin.named and origin.step != newest
+        return Continued(line, restored_from if ignores else origin.step.serial, newest, origin, ignores_origin=ignores)
+
+    def _newest(self) -> StepId | None:
+        return next(reversed(tuple(self._pending)), self.newest)
+
+    def begin(self, step: StepId, continued: Continued) -> None:
+        """Take a save for the newest of its branch until it is `committed` or `failed`."""
+        self._pending[step] = continued
+
+    def failed(self, step: StepId) -> None:
+        """A save is no step: branch and origin stay as they were."""
+        self._pending.pop(step, None)
+
+    def committed(self, record: StepRecord) -> None:
+        """A save is a step: the branch is what its record says, unless a later save was committed first."""
+        pending = self._pending.pop(record.id, None)
+        if pending is not None and pending.origin is not None:
+            pending.origin.cleared = True
+        if not self.line or record.serial > self.line[-1][1]:
+            self.line, self.newest, self.restored_from = record.line, record.id, record.restored_from
+
+    def continued_by(self, step: StepId) -> Continued:
+        """What a save continues that is not committed yet."""
+        return self._pending[step]
+
+    # -- schedules ----------------------------------------------------------------------------------------
+
+    def count_from(self, origin: Origin | None) -> None:
+        """Let schedules count from a save before which ``origin`` was restored last."""
+        self._counted = origin
+
+    def due_from(self, step: int) -> int | None:
+        """The restored step from which a schedule counts to a save of ``step``; None for the last save's."""
+        origin = self.origin
+        if origin is None or origin.cleared or origin is self._counted:
+            return None
+        newest = self._newest()
+        if not origin.named or origin.step == newest or origin.forks(step, newest, overwrite=False):
+            return origin.step.step
+        return None

@@ -1,0 +1,84 @@
+"""How often trainers of a store have died, and how long they ran: an estimate of the time between failures.
+
+A trainer that closes its store gives its leases back. One that dies leaves them behind, with the time of its last
+sign of life; the next one finds them, counts, and stores the count with every step that it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tieredckpt.engine.tier.lease import Holder
+from tieredckpt.format.manifest import StepRecord
+
+__all__ = ["History", "history_of"]
+
+_FAILURES = "failures"
+_TRAINED = "trained_seconds"
+_STALLED = "stalled_seconds"
+_LOST = "lost_seconds"
+_MOST = 2.0**53
+"""Of failures, and of seconds; what a step says beyond that is made up."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What happened to a store's trainers before this one."""
+
+    failures: int = 0
+    """Those that ended without closing the store."""
+    trained_seconds: float = 0.0
+    """How long they ran, together."""
+    stalled_seconds: float = 0.0
+    """What saves took from them."""
+    lost_seconds: float = 0.0
+    """What the dead had trained since their last save."""
+
+    def provenance(self, running: float, stalled: float) -> dict[str, str]:
+        """What a step tells the next trainer, saved after so many seconds of this one, stalled ones among them."""
+        return {
+            _FAILURES: str(self.failures),
+            _TRAINED: f"{self.trained_seconds + running:.1f}",
+            _STALLED: f"{self.stalled_seconds + stalled:.3f}",
+            _LOST: f"{self.lost_seconds:.1f}",
+        }
+
+
+def history_of(newest: StepRecord | None, dead: Iterable[Holder]) -> History:
+    """What the newest step tells, and the leases of the dead found at opening.
+
+    A trainer has a lease on every tier and counts once. One that was counted before counts no more, though its
+    lease may lie on a tier that could not be read then: it neither saved the newest step nor began after it.
+    """
+    before = _stored(newest)
+    saved_at = newest.saved_at if newest is not None else 0.0
+    last = {
+        (holder.machine, holder.process, holder.process_started): holder
+        for holder in dead
+        if holder.taken_at >= saved_at or _saved(holder, newest)
+    }.values()
+    since = sum(max(0.0, holder.renewed_at - max(saved_at, holder.taken_at)) for holder in last)
+    return History(
+        before.failures + len(last), before.trained_seconds + since, before.stalled_seconds, before.lost_seconds + since
+    )
+
+
+def _saved(holder: Holder, record: StepRecord | None) -> bool:
+    return record is not None and (record.provenance.get("host"), record.provenance.get("process")) == (
+        holder.host,
+        str(holder.process),
+    )
+
+
+def _stored(record: StepRecord | None) -> History:
+    """Of a step that an older version saved, or that holds no numbers: nothing."""
+    if record is None:
+        return History()
+    try:
+        failures = int(record.provenance.get(_FAILURES, "0"))
+        times = [float(record.provenance.get(name, "0")) for name in (_TRAINED, _STALLED, _LOST)]
+    except ValueError:
+        return History()
+    sound = all(0 <= number <= _MOST for number in (failures, *times))
+    return History(failures, *times) if sound else History()

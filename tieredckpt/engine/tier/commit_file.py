@@ -1,0 +1,117 @@
+"""The manifests of a tier, which make its steps: put, put anew, and taken back, one at a time for each step."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.format import layout, ocdbt
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, encode_step
+
+__all__ = ["Encoded", "commit", "encode", "retract"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A commit that has been encoded, but not put."""
+
+    arrays: Mapping[str, ArrayIndex]
+    btree_key: str
+    index: ocdbt.Index
+
+
+async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
+    """Encode the commit of a step, whose nodes will lie at ``btree_key``."""
+    work = partial(encode_step, record, arrays, btree_path=btree_key, checksum=tier.checksum)
+    return Encoded(arrays, btree_key, await in_thread(work))
+
+
+async def commit(
+    tier: Tier,
+    record: StepRecord,
+    arrays: Mapping[str, ArrayIndex],
+    encoded: Encoded | None = None,
+    *,
+    only_anew: bool = False,
+) -> None:
+    """Write the index of a step whose packs are written, its manifest last.
+
+    A step that is committed already is replaced: its new nodes lie beside the old ones until the manifest points to
+    them.
+
+    Args:
+        tier: where to.
+        record: of the step, or of a rank's part of it, which counts as such.
+        arrays: what it refers to.
+        encoded: the same, and is put if its nodes may lie where it was encoded for.
+        only_anew: the tier has the step, readable or not, and one that has left it meanwhile stays away.
+
+    Raises:
+        NotFound: the step was to be committed anew, and has left.
+        NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next.
+    """
+    step = record.id
+    async with tier.turn(step):
+        before = tier.held.get(step)
+        if only_anew and before is None and step not in tier.damaged:
+            raise NotFound(f"tier {tier.name!r}: {step} was evicted before it could be committed anew")
+        btree_key = layout.btree_key(step.step, step.serial)
+        if before is not None or step in tier.damaged or step in tier.doubtful:
+            btree_key = f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
+        if encoded is None or encoded.arrays is not arrays or encoded.btree_key != btree_key:
+            encoded = await encode(tier, record, arrays, btree_key)
+        if before is not None and not tier.store.traits.atomic_put:
+            # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
+            size = 0
+            with suppress(NotFound):
+                size = (await tier.store.stat(layout.manifest_key(step.step, step.serial))).size
+            if (missing := size - len(encoded.index.manifest)) > 0:
+                btree_key += "0" * missing  # which is in it
+                encoded = await encode(tier, record, arrays, btree_key)
+        index = encoded.index
+        await tier.store.put(btree_key, [index.btree])
+        try:
+            await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
+        except (TierUnavailable, asyncio.CancelledError):
+            await _doubt(tier, step)
+            raise
+        tier.know(record, arrays, btree_key, len(index.btree) + len(index.manifest))
+        if before is not None and before.btree_key:
+            await tier.store.delete(before.btree_key)
+
+
+async def _doubt(tier: Tier, step: StepId) -> None:
+    """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
+    tier.doubt(step)
+    if step in tier.held:
+        return
+    undoing = asyncio.ensure_future(tier.store.delete(layout.manifest_key(step.step, step.serial)))
+    await outlast(undoing)
+    if not undoing.cancelled() and undoing.exception() is None:
+        tier.doubtful.discard(step)
+
+
+async def retract(tier: Tier, step: StepId) -> None:
+    """Take a step's commit back, the manifest first. Its packs are left to the collector.
+
+    Raises:
+        TierUnavailable: it may be there or not, which shows when the tier works again.
+    """
+    async with tier.turn(step):
+        try:
+            await tier.store.delete(layout.manifest_key(step.step, step.serial))
+        except (TierUnavailable, asyncio.CancelledError):
+            if (held := tier.held.get(step)) is not None:
+                tier.condemn(step, HalfDeleted(f"tier {tier.name!r}: {step} was being deleted when that failed", held))
+            raise
+        btree_key = tier.drop(step)
+        if btree_key is not None:
+            await tier.store.delete(btree_key)

@@ -1,0 +1,228 @@
+"""Who is writing to a tier: a small renewed file, so that a second store is refused and a dead one is not.
+
+On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease, which the
+clock of the store tells where it has one: those of two machines may differ by hours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from tieredckpt.blobs.base import BlobInfo, BlobStore
+from tieredckpt.concurrency import whole
+from tieredckpt.errors import Conflict, Corrupt, NotFound
+from tieredckpt.format import layout
+
+__all__ = ["Holder", "Lease", "decode_holder", "holder_of", "lives_here"]
+
+_SIZE_MAX = 4096
+_TORN_PAUSES = (0.0, 0.05, 0.2, 0.5)
+"""Seconds before each look at a lease that may be being renewed."""
+
+
+_Epoch = Annotated[float, msgspec.Meta(ge=0.0, le=2.0**37)]
+"""Seconds since the epoch, of years that a calendar has names for."""
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that has a lease."""
+
+    host: str
+    machine: str
+    """Boot id and process namespace: within one, process numbers can be compared."""
+    process: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+    process_started: str
+    taken_at: _Epoch
+    renewed_at: _Epoch
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.taken_at))
+        return f"process {self.process} on {self.host}, since {since}"
+
+
+def decode_holder(data: bytes) -> Holder | None:
+    """The holder that a lease names; None for what is torn, or no lease at all."""
+    try:
+        return msgspec.json.decode(data, type=Holder)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _machine() -> str:
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(found)
+
+
+def _started(process: int) -> str | None:
+    """When a process of this machine started, in its kernel's terms; None when there is none (any more)."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return None
+        except OSError:
+            pass
+        return "unknown"
+    return None if state in "ZX" else fields[18]
+
+
+_of_this_process: set[str] = set()
+"""The keys of the leases that this process holds, from before they are written."""
+
+
+class Lease:
+    """The right to write to one tier, from `acquire` to `release`."""
+
+    def __init__(self, store: BlobStore, tier: str, ttl: float) -> None:
+        self.store = store
+        """Of the tier; another one when that was opened anew."""
+        self._tier = tier
+        self._ttl = ttl
+        self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
+        self._taken_at = time.time()
+        self.left_behind: list[Holder] = []
+        """Holders that died with their lease, found here."""
+
+    async def acquire(self) -> None:
+        """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
+        _of_this_process.add(self._key)
+        try:
+            for found in await self._others():
+                raise self._conflict(found)
+            await self._write()
+            await self._give_way()
+        except BaseException:
+            await whole(self.release())
+            raise
+
+    async def renew(self) -> None:
+        """Say that this writer is alive. Raises `Conflict` when another took over while it was not heard of."""
+        try:
+            await self.store.stat(self._key)
+        except NotFound:
+            self._taken_at = time.time()  # taken for dead and removed: whoever came since is first now
+        await self._write()
+        await self._give_way()
+
+    async def release(self) -> None:
+        """Give the lease back; one that cannot be deleted now is left to whoever finds it."""
+        _of_this_process.discard(self._key)
+        await self.store.delete(self._key)
+
+    async def _write(self) -> None:
+        holder = await asyncio.to_thread(_this_process, self._taken_at)
+        await self.store.put(self._key, [msgspec.json.encode(holder)])
+
+    async def _others(self) -> list[tuple[Holder, str]]:
+        """The live holders beside this one, with their keys; what the dead left behind is removed."""
+        found = []
+        async for info in self.store.list(layout.LEASES):
+            if info.key == self._key:
+                continue
+            holder = await self._read(info.key)
+            if holder is None:
+                if info.modified and await self._age(info) >= self._ttl:  # a crash has left it so
+                    await self.store.delete(info.key)
+                continue
+            if await asyncio.to_thread(_was_given_back, holder, info.key):
+                await self.store.delete(info.key)
+            elif await self._is_alive(holder, info):
+                found.append((holder, info.key))
+            else:
+                await self.store.delete(info.key)
+                self.left_behind.append(holder)
+        return found
+
+    async def _is_alive(self, holder: Holder, info: BlobInfo) -> bool:
+        lives = await asyncio.to_thread(_process_lives, holder)
+        if lives is not None:
+            return lives
+        age = await self._age(info) if info.modified else time.time() - holder.renewed_at
+        return age < self._ttl
+
+    async def _age(self, info: BlobInfo) -> float:
+        """Seconds since another lease was written, by the clock of a store that has one."""
+        try:
+            mine = await self.store.stat(self._key)
+        except NotFound:
+            await self.store.put(self._key, [b""])  # what is torn holds nothing yet
+            mine = await self.store.stat(self._key)
+        return mine.modified - info.modified
+
+    async def _read(self, key: str) -> Holder | None:
+        """The holder; None when it was released just now, or torn by a crash: neither holds anything.
+
+        Where a put is not atomic, what is torn may be being renewed, so it is looked at again.
+        """
+        for pause in (0.0,) if self.store.traits.atomic_put else _TORN_PAUSES:
+            await asyncio.sleep(pause)
+            try:
+                data = await self.store.get(key, limit=_SIZE_MAX)
+            except NotFound:
+                return None
+            except Corrupt:
+                continue
+            if (holder := decode_holder(data)) is not None:
+                return holder
+        return None
+
+    async def _give_way(self) -> None:
+        """Refuse to hold it beside another who took it earlier: of several at the same moment one remains."""
+        for holder, key in await self._others():
+            if (holder.taken_at, key) < (self._taken_at, self._key):
+                raise self._conflict((holder, key))
+
+    def _conflict(self, found: tuple[Holder, str]) -> Conflict:
+        holder, _ = found
+        return Conflict(
+            f"tier {self._tier!r} at {self.store.location} is being written to by {holder}; close that store first, "
+            f"or open this one with read_only=True (a holder on another machine that has died is believed for "
+            f"{self._ttl:g} s after its last sign of life)"
+        )
+
+
+def holder_of(process: int, taken_at: float) -> Holder:
+    """A process of this machine that lives now, as a holder since then."""
+    return Holder(
+        host=socket.gethostname(),
+        machine=_machine(),
+        process=process,
+        process_started=_started(process) or "",
+        taken_at=taken_at,
+        renewed_at=time.time(),
+    )
+
+
+def lives_here(holder: Holder) -> bool:
+    """Whether a holder is a process that lives on this machine."""
+    return holder.machine == _machine() and _started(holder.process) == holder.process_started
+
+
+def _this_process(taken_at: float) -> Holder:
+    return holder_of(os.getpid(), taken_at)
+
+
+def _was_given_back(holder: Holder, key: str) -> bool:
+    """Whether a store of this very process was closed while the tier did not answer, and its lease stayed there."""
+    mine = holder.machine == _machine() and holder.process == os.getpid()
+    return mine and holder.process_started == _started(os.getpid()) and key not in _of_this_process
+
+
+def _process_lives(holder: Holder) -> bool | None:
+    """Whether the holder's process does; None on another machine."""
+    return lives_here(holder) if holder.machine == _machine() else None

@@ -1,0 +1,135 @@
+"""Ranks that have nothing in common but a blob store: their messages are small objects of a slower tier.
+
+Needs nothing else, and is the slowest: every message is an object that is put, listed, read and deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+
+from tieredckpt.blobs.base import BlobInfo, BlobStore
+from tieredckpt.concurrency import together
+from tieredckpt.engine.ranks.communicator import LEADER
+from tieredckpt.engine.transport.mailbox import Mailbox
+from tieredckpt.errors import Closed, NotFound, RanksUnavailable, TieredCkptError
+from tieredckpt.format import layout
+from tieredckpt.format.crc import crc32c
+
+__all__ = ["SharedStore"]
+
+_LETTER_MAX = 64 << 20
+_STALE = 3600.0
+"""Seconds after which a letter that nobody has taken belongs to a job that died."""
+_READS_AT_ONCE = 16
+
+
+class SharedStore(Mailbox):
+    """A coordinator over a blob store that all ranks see.
+
+    Args:
+        open_store: opens this rank's own store; it is closed with the coordinator.
+        rank, size: this process among all.
+        name: the ranks that use the same one meet; of letters, digits, ``-``, ``_`` and ``.``.
+        node: see `Coordinator`.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Awaitable[BlobStore]],
+        *,
+        rank: int,
+        size: int,
+        name: str = "tieredckpt",
+        node: str | None = None,
+    ) -> None:
+        carrier = _Objects(open_store, f"{layout.RANKS}{name}/")
+        super().__init__(carrier, rank=rank, size=size, node=node, fastest=0.01, slowest=1.0)
+        self._objects = carrier
+
+    async def open(self, *, timeout: float) -> None:
+        """Meet all other ranks, and remove what jobs that died long ago have left."""
+        begin = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._objects.open()
+        except TimeoutError:
+            what = f"the store that carries messages between the ranks could not be opened within {timeout:.1f} s"
+            raise RanksUnavailable(what) from None
+        await super().open(timeout=max(0.0, timeout - (time.monotonic() - begin)))
+        if self.rank == LEADER:
+            with suppress(TieredCkptError):  # the next job tries again
+                await self._objects.sweep(spare=self.boxes)
+
+
+class _Objects:
+    """A carrier whose boxes are folders of a blob store."""
+
+    def __init__(self, open_store: Callable[[], Awaitable[BlobStore]], folder: str) -> None:
+        self._open_store = open_store
+        self._folder = folder
+        self._opened: BlobStore | None = None
+        self._kept: dict[str, list[bytes]] = {}
+        """By box, what was taken by a call that failed or was cancelled with the rest."""
+        self._taken: set[str] = set()
+        """Keys of letters that were taken and may be there still."""
+
+    async def open(self) -> None:
+        self._opened = await self._open_store()
+
+    @property
+    def _store(self) -> BlobStore:
+        if self._opened is None:
+            raise Closed("the coordinator of the ranks is not open")
+        return self._opened
+
+    async def put(self, box: str, name: str, letter: bytes) -> None:
+        """A letter carries a checksum: not every store puts an object at once."""
+        await self._store.put(f"{self._folder}{box}/{name}", [crc32c(letter).to_bytes(4, "little"), letter])
+
+    async def take(self, box: str) -> list[bytes]:
+        keys = [info.key async for info in self._store.list(f"{self._folder}{box}/")]
+        kept = self._kept.setdefault(box, [])
+        limit = asyncio.Semaphore(_READS_AT_ONCE)
+
+        async def take_one(key: str) -> None:
+            async with limit:
+                await self._take_one(key, kept)
+
+        await together(take_one(key) for key in keys)
+        letters = kept.copy()
+        kept.clear()
+        return letters
+
+    async def _take_one(self, key: str, kept: list[bytes]) -> None:
+        if key not in self._taken:
+            try:
+                whole = await self._store.get(key, limit=_LETTER_MAX)
+            except NotFound:
+                return
+            letter = whole[4:]
+            if len(whole) < 4 or crc32c(letter) != int.from_bytes(whole[:4], "little"):
+                return  # it is being put
+            kept.append(letter)
+            self._taken.add(key)
+        await self._store.delete(key)
+        self._taken.discard(key)
+
+    async def drop(self, box: str) -> None:
+        await self._delete([info async for info in self._store.list(f"{self._folder}{box}/")])
+
+    async def sweep(self, *, spare: Collection[str]) -> None:
+        """Remove old letters, by the clock of the store, which may be that of whoever wrote them."""
+        infos = [info async for info in self._store.list(self._folder)]
+        newest = max((info.modified for info in infos), default=0.0)
+        old = [info for info in infos if newest - info.modified > _STALE]
+        await self._delete([info for info in old if info.key.removeprefix(self._folder).split("/")[0] not in spare])
+
+    async def _delete(self, infos: list[BlobInfo]) -> None:
+        await together(self._store.delete(info.key) for info in infos)
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()

@@ -1,0 +1,352 @@
+"""The questions that policies answer, the frozen views they see, and how a policy is found by its kind.
+
+A policy is a frozen pydantic model with a literal ``kind``, pure and synchronous: from the views it is
+handed it answers one question, always in the same way. It reads no clock, file or random number, so that
+the simulator can drive the very same object. Policies propose; the engine disposes.
+
+::
+
+    class Milestones(Promotion):
+        kind: Literal["milestones"] = "milestones"
+        steps: tuple[int, ...]
+
+        def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+            return step.step in self.steps
+
+A package offers policies through entry points of the group ``tieredckpt.policies``. The name of an entry
+point is the question, a dot and the kind, and its value is the class; so a kind may answer several
+questions, each with a class of its own::
+
+    [project.entry-points."tieredckpt.policies"]
+    "promotion.milestones" = "my_policies:Milestones"
+
+A script offers its own through `register`; a configuration file names the module that does, under ``policies``
+of ``[store]``, for processes that do not run the script (`offer`). A class is imported only when its kind is asked
+for, and one that cannot be imported harms nobody who does not use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast, get_args
+
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError
+
+from tieredckpt.errors import Conflict, Invalid
+from tieredckpt.policy.views import Observed, StepView, StoreView, TierView
+from tieredckpt.settings import Settings, did_you_mean, explain, problems, refusal
+
+__all__ = [
+    "GROUP",
+    "QUESTIONS",
+    "AnyEviction",
+    "AnyPromotion",
+    "AnyRetention",
+    "AnySchedule",
+    "Eviction",
+    "Observed",
+    "Policy",
+    "Promotion",
+    "Retention",
+    "Schedule",
+    "StepView",
+    "StoreView",
+    "TierView",
+    "offer",
+    "parse",
+    "register",
+    "registered",
+]
+
+GROUP = "tieredckpt.policies"
+"""The entry-point group of policies."""
+
+_NESTING_LIMIT = 32
+"""How deep a stored policy may nest: its JSON may come from a hostile store."""
+
+_log = logging.getLogger("tieredckpt")
+
+
+class Policy(Settings):
+    """Base of the four questions; derive from one of those, never from this."""
+
+    question: ClassVar[str] = ""
+    """The first half of an entry point's name."""
+    answer: ClassVar[str] = ""
+    """The method that a policy of this question defines."""
+
+    kind: str
+    """A class narrows it to one literal, and gives that as the default."""
+
+    @classmethod
+    def noun(cls) -> str:
+        return f"the {cls.question} policy `{_kind(cls)}`"
+
+    def _unanswered(self) -> NoReturn:
+        # Not an abstract method: mypy forbids to pass abstract classes by value, as in parse(Promotion, …).
+        raise NotImplementedError(f"{type(self).__name__} does not define {self.answer}()")
+
+
+class Promotion(Policy):
+    """Should this step go to this tier?"""
+
+    question = "promotion"
+    answer = "promotes"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        """Whether ``step``, committed on a nearer tier, is copied to ``tier``."""
+        self._unanswered()
+
+
+class Retention(Policy):
+    """Which steps stay on this tier?"""
+
+    question = "retention"
+    answer = "retains"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        """Serials of the steps that must stay on ``tier``; the others may leave it."""
+        self._unanswered()
+
+
+class Eviction(Policy):
+    """In which order do the others leave when room is needed?"""
+
+    question = "eviction"
+    answer = "order"
+
+    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
+        """The serial of each of ``candidates`` once, first to leave first.
+
+        The engine moves off-branch steps to the front, whatever this answers.
+        """
+        self._unanswered()
+
+
+class Schedule(Policy):
+    """Is a save due now?"""
+
+    question = "schedule"
+    answer = "due"
+
+    def due(self, step: int, store: StoreView, observed: Observed) -> bool:
+        """Whether the trainer should save, having finished ``step``."""
+        self._unanswered()
+
+
+QUESTIONS: tuple[type[Policy], ...] = (Promotion, Retention, Eviction, Schedule)
+
+P = TypeVar("P", bound=Policy)
+
+
+_offered: dict[str, type[Policy]] = {}
+"""What `register` was given, by the name that its entry point would have."""
+
+
+def register(policy: type[P]) -> type[P]:
+    """Offer a policy class to `parse` without an entry point; usable as a decorator.
+
+    Registering a class again, or its new version in a notebook, is fine. Raises `Conflict` when another
+    class has its question and kind, `Invalid` when it is not a complete policy.
+    """
+    _check(policy)
+    name = f"{policy.question}.{_kind(policy)}"
+    before = _offered.get(name)
+    others = {entry.value for entry in _entry_points().get(name, ())} | ({_path(before)} if before else set())
+    if others - {_path(policy)}:
+        raise Conflict(
+            f"the kind {_kind(policy)!r} of {policy.question} is taken by {', '.join(sorted(others))}; "
+            f"give {_path(policy)} another kind"
+        )
+    _offered[name] = policy
+    return policy
+
+
+def offer(names: Iterable[str]) -> None:
+    """Import modules that `register` policies, given as ``module``, or as ``module:Class`` to register that class.
+
+    This runs their code, so it is for what the user named and never for what a step tells. Raises `Invalid` when one
+    cannot be imported or is no policy, `Conflict` as `register`.
+    """
+    for name in names:
+        module, _, path = name.partition(":")
+        try:
+            found = _imported(module)
+            offered = operator.attrgetter(path)(found) if path else None
+        except Exception as error:
+            raise Invalid(f"`{name}` cannot be imported: {type(error).__name__}: {error}") from error
+        if offered is not None:
+            register(offered)
+
+
+def _imported(name: str) -> ModuleType:
+    main, spec = sys.modules["__main__"], importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None and spec.origin == getattr(main, "__file__", None):
+        return main  # a script that names itself must not run twice
+    return importlib.import_module(name)
+
+
+def registered(base: type[P]) -> dict[str, type[P]]:
+    """Every class that answers the question of ``base`` (such as `Promotion`), by kind.
+
+    Entry points that cannot be loaded are left out, with a warning in the log ``tieredckpt``.
+    """
+    found: dict[str, type[P]] = {}
+    for kind in _kinds(base):
+        try:
+            found[kind] = _load(base, kind)
+        except Invalid as error:
+            _log.warning("%s", error)
+    return found
+
+
+def parse(base: type[P], data: object) -> P:
+    """The policy that ``data`` describes: a table with its ``kind``, the bare kind, or a policy itself.
+
+    ``base`` is the question, such as `Retention`. Raises `Invalid` with one line per problem.
+    """
+    try:
+        return _choose(base, data)
+    except ValidationError as error:
+        raise Invalid(explain(problems(error, (base.question,)))) from error
+
+
+def _choose(base: type[P], data: object) -> P:
+    if isinstance(data, base):
+        return data
+    if isinstance(data, Policy):
+        raise refusal([((), f"`{data.kind}` answers {data.question}, not {base.question}")])
+    if isinstance(data, str):
+        data = {"kind": data}
+    if not isinstance(data, Mapping):
+        raise refusal([((), f"should be a kind of {base.question} or a table with its `kind`, not {data!r}")])
+    if _nests_too_deep(data):
+        raise refusal([((), f"nests more than {_NESTING_LIMIT} levels; write it flatter")])
+    if not isinstance(data.get("kind"), str):
+        known = ", ".join(_kinds(base)) or "none is installed"
+        raise refusal([(("kind",), f"is required: a kind of {base.question} ({known})")])
+    try:
+        policy = _load(base, data["kind"])
+    except Invalid as error:
+        raise refusal([(("kind",), str(error))]) from error
+    return policy.model_validate(dict(data))
+
+
+def _load(base: type[P], kind: str) -> type[P]:
+    name = f"{base.question}.{kind}"
+    if name in _offered:
+        return cast(type[P], _offered[name])
+    entries = _entry_points().get(name, ())
+    if not entries:
+        raise Invalid(_unknown(base, kind))
+    if len(entries) > 1:
+        values = ", ".join(entry.value for entry in entries)
+        raise Invalid(f"`{kind}` of {base.question} is offered by {values}; uninstall all but one of them")
+    entry = entries[0]
+    told = f"the {base.question} policy `{kind}`, which {_distribution(entry)} offers as {entry.value},"
+    try:
+        policy = entry.load()
+    except Exception as error:
+        raise Invalid(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        _check(policy)
+    except Invalid as error:
+        raise Invalid(f"{told} cannot be used: {error}") from error
+    if not issubclass(policy, base) or _kind(policy) != kind:
+        raise Invalid(f"{told} is a {policy.question} policy of the kind `{_kind(policy)}`")
+    return cast(type[P], policy)
+
+
+def _check(policy: object) -> None:
+    if not (isinstance(policy, type) and issubclass(policy, QUESTIONS)):
+        raise Invalid(f"{policy!r} is not a class derived from Promotion, Retention, Eviction or Schedule")
+    if not _kind(policy):
+        raise Invalid(f'{_path(policy)} needs a literal kind, as in kind: Literal["name"] = "name"')
+    question = next(base for base in QUESTIONS if issubclass(policy, base))
+    if getattr(policy, policy.answer) is getattr(question, policy.answer):
+        raise Invalid(f"{_path(policy)} does not define {policy.answer}()")
+
+
+def _kind(policy: type[Policy]) -> str:
+    field = policy.model_fields["kind"]
+    literals = get_args(field.annotation)
+    return str(field.default) if literals == (field.default,) else ""
+
+
+def _kinds(base: type[Policy]) -> list[str]:
+    prefix = f"{base.question}."
+    names = _offered.keys() | _entry_points().keys()
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _unknown(base: type[Policy], kind: str) -> str:
+    kinds = _kinds(base)
+    if not kinds:
+        return (
+            f"`{kind}` is not known, and no {base.question} policy is: the entry points of {GROUP!r} are "
+            "missing; install the package (`pip install -e .` in a checkout), or register() the classes"
+        )
+    elsewhere = [other.question for other in QUESTIONS if kind in _kinds(other)]
+    asks = f" (it answers {' and '.join(elsewhere)})" if elsewhere else ""
+    hint = did_you_mean(kind, kinds)
+    if hint.startswith("; there are"):  # none is near, so it may be the user's own
+        hint += "; to use your own, name its module under `policies` of [store]"
+    return f"`{kind}` is not a kind of {base.question}{asks}{hint}"
+
+
+@functools.cache
+def _entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
+    # Once per process: it reads the metadata of every installed package.
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=GROUP):
+        before = found.get(entry.name, ())
+        if all(entry.value != other.value for other in before):
+            found[entry.name] = (*before, entry)
+    return found
+
+
+def _path(policy: type) -> str:
+    return f"{policy.__module__}:{policy.__qualname__}"
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return f"the package {entry.dist.name}" if entry.dist is not None else "a package"
+
+
+def _nests_too_deep(data: object) -> bool:
+    level = [data]
+    for _ in range(2 * _NESTING_LIMIT):  # a policy's table, and the list in it
+        level = [
+            child
+            for value in level
+            if isinstance(value, (Mapping, list, tuple))
+            for child in (value.values() if isinstance(value, Mapping) else value)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _chooses(base: type[P]) -> Callable[[Any], P]:
+    return functools.partial(_choose, base)
+
+
+AnyPromotion = Annotated[SerializeAsAny[Promotion], BeforeValidator(_chooses(Promotion))]
+"""Field type: a promotion policy, parsed by its kind."""
+
+AnyRetention = Annotated[SerializeAsAny[Retention], BeforeValidator(_chooses(Retention))]
+"""Field type: a retention policy, parsed by its kind."""
+
+AnyEviction = Annotated[SerializeAsAny[Eviction], BeforeValidator(_chooses(Eviction))]
+"""Field type: an eviction policy, parsed by its kind."""
+
+AnySchedule = Annotated[SerializeAsAny[Schedule], BeforeValidator(_chooses(Schedule))]
+"""Field type: a schedule, parsed by its kind."""
