@@ -29,9 +29,9 @@ from tieredckpt.engine.opening.connect import connect as connect_tier
 from tieredckpt.engine.opening.ram import judged_within
 from tieredckpt.engine.opening.ram_choice import may_return, notes
 from tieredckpt.engine.opening.scan import survey
-from tieredckpt.engine.ranks.messages import Failure
 from tieredckpt.engine.state.state import Role
 from tieredckpt.engine.tier.lease import Holder, lives_here
+from tieredckpt.engine.wire_types import Failure
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.layout import MARKER

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from tieredckpt.agent.lent_tiers import LentTiers
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages as said
-from tieredckpt.engine.agent.client_spill import LentTiers
 from tieredckpt.engine.agent.deltas import TierNews, adopt_ram, happened
 from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.ranks.messages import Failure, encode
 from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import Failure, encode
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.events import Event
 from tieredckpt.format.manifest import StepId

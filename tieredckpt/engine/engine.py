@@ -149,7 +149,7 @@ class Engine:
             self.state.agents_tiers = AgentsTiers(self.state, self.link)
             self.by_hand = ByAgent(self.state, self.collector, self.link)
         self._refresh = Refresh(self.state) if self._read_only else None
-        self.mending = Mending(self.state, self.collector, self.link)
+        self.mending = Mending(self.state, self.collector, None if self.link is None else self.link.mend)
         self.reading = Reading(self.state, self.ranked, self.mending)
         self._writer = Writer(self.state, self.collector)
 

@@ -23,11 +23,11 @@ from tieredckpt.engine.agent.supervisor import PATIENCE, Starter
 from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
 from tieredckpt.engine.notify import Pulse
 from tieredckpt.engine.opening.ram import mark_ram
-from tieredckpt.engine.ranks.messages import Failure, decode
 from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import Failure, decode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId

@@ -5,26 +5,20 @@ The agent makes the room, tells which chunks the tier has, and collects nothing 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.client import Link
-from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.full_tier import make_room
-from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.ranks.commit.parts import check_found
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, TierUnavailable
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepIndex, decode_step, encode_step
+from tieredckpt.format.manifest import StepIndex, encode_step
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["AgentsTiers", "LentTiers"]
+__all__ = ["AgentsTiers"]
 
 
 class AgentsTiers:
@@ -70,65 +64,3 @@ class AgentsTiers:
 def _encode(index: StepIndex, key: str) -> tuple[bytes, bytes]:
     encoded = encode_step(index.record, index.arrays, btree_path=key, checksum=True)
     return encoded.manifest, encoded.btree
-
-
-class LentTiers:
-    """At the agent: what the trainer of one connection streams to. Lives on the engine's loop."""
-
-    def __init__(self, state: State, collector: Collector) -> None:
-        self._state = state
-        self._collector = collector
-        self._lent: set[str] = set()
-
-    async def make_room(self, order: said.MakeRoom) -> bool:
-        """Whether so many bytes fit, after evictions where need be."""
-        tier = self._state.tier(order.tier)
-        return await make_room(self._state, self._collector, None, tier, order.nbytes)
-
-    async def lend(self, order: said.Lend) -> None:
-        """Keep the tier's packs as they are until it is given back."""
-        tier = self._state.tier(order.tier)
-        if tier.marker is None:
-            raise TierUnavailable(f"tier {tier.name!r} is not available: {tier.error}")
-        await tier.guards_packs.acquire()
-        self._lent.add(tier.name)
-
-    def give_back(self, name: str) -> None:
-        """End that; what was written and not committed is collected as what a crash leaves."""
-        if name in self._lent:
-            self._lent.remove(name)
-            self._state.tier(name).guards_packs.release()
-
-    def give_all_back(self) -> None:
-        for name in tuple(self._lent):
-            self.give_back(name)
-
-    async def find(self, order: said.Find) -> list[tuple[bytes, str, int, int]]:
-        """Where the tier has those chunks intact."""
-        tier = self._lent_one(order.tier)
-        await refer_to_intact(self._state, tier, None, order.sizes)
-        there = {digest: tier.chunks[digest] for digest, nbytes in order.sizes.items() if tier.has(digest, nbytes)}
-        return [(digest, extent.path, extent.offset, extent.length) for digest, extent in there.items()]
-
-    async def commit(self, order: said.Commit) -> None:
-        """Commit a step whose packs the trainer has written."""
-        tier = self._lent_one(order.tier)
-        index = await in_thread(decode_step, order.manifest, order.btree, order.key, pool=self._state.pool)
-        for key, size in order.packs.items():
-            if layout.parse_pack_key(key) is None or (await tier.store.stat(key)).size != size:
-                raise Conflict(f"tier {tier.name!r}: pack {key} is not as the trainer has written it; save again")
-            tier.packs[key] = size
-            tier.orphans[key] = time.time()  # until the commit refers to it
-        check_found(index, tier.packs)
-        await commit_file.commit(tier, index.record, index.arrays)
-        for array in index.arrays.values():
-            for digest, where in array.chunks:
-                if isinstance(where, Extent) and where.path in order.packs:
-                    tier.chunks[digest] = where
-        self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells
-        self._state.changed.beat()
-
-    def _lent_one(self, name: str) -> Tier:
-        if name not in self._lent:
-            raise Conflict(f"tier {name!r} was not lent to this trainer; save again")
-        return self._state.tier(name)

@@ -12,9 +12,9 @@ import msgspec
 
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
-from tieredckpt.engine.ranks.messages import Failure, HeldStep, brief
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.wire_types import Failure, HeldStep, brief
 from tieredckpt.errors import Corrupt
 from tieredckpt.events import ChunkRepaired, Event, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tieredckpt.engine.ranks.messages import Failure, HeldStep
 from tieredckpt.engine.tier.lease import Holder
+from tieredckpt.engine.wire_types import Failure, HeldStep
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = [

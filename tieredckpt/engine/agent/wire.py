@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.ranks.messages import decode, encode
 from tieredckpt.engine.tier.lease import Holder, holder_of, lives_here
+from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, Corrupt
 
 __all__ = ["SOCKET", "Parted", "Silent", "Wire", "accept", "connect", "listen"]

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from tieredckpt.concurrency import outlast
 from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.communicator import LEADER, LONGER, Coordinator, RanksMissing, exchange, gather
-from tieredckpt.engine.ranks.messages import Closing, Failure, Logged, Reported
+from tieredckpt.engine.ranks.messages import Closing, Logged, Reported
+from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
 
 __all__ = ["Team", "bow_out", "consult"]
@@ -182,7 +183,7 @@ class Team:
 
     def _put(self, message: Logged | Reported) -> None:
         self._told += 1
-        self._outbox.put_nowait((f"log/{self._told}", messages.encode(message)))
+        self._outbox.put_nowait((f"log/{self._told}", encode(message)))
 
     async def all_told(self) -> None:
         """Return when what was told so far is on its way: the trainer may keep this process from running next."""
@@ -223,7 +224,7 @@ class Team:
             self._silent.discard(source)
             message: object = None
             try:
-                message = messages.decode(data, kind)
+                message = decode(data, kind)
                 if isinstance(message, Closing):
                     return
                 await apply(message)
@@ -251,7 +252,7 @@ async def consult(
     """
     try:
         said, failure = await _outcome(work)
-        answer = messages.encode((said, None if failure is None else Failure.of(failure)))
+        answer = encode((said, None if failure is None else Failure.of(failure)))
         if team.leads:
             return await _lead(team, topic, answer, failure, decide)
         with _rather(failure):
@@ -272,7 +273,7 @@ async def consult(
 async def bow_out(team: Team, topic: str) -> None:
     """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
     failure = Failure.of(RanksUnavailable(f"rank {team.rank} has given up {topic!r}", [team.rank]))
-    await team.coordinator.post(team.others if team.leads else [LEADER], topic, messages.encode((b"", failure)))
+    await team.coordinator.post(team.others if team.leads else [LEADER], topic, encode((b"", failure)))
 
 
 @contextmanager
@@ -310,7 +311,7 @@ async def _lead(
         problem = Failure.of(cause)
         if not isinstance(cause, TieredCkptError) and failure is None:
             _log.exception("rank %d could not decide on %s", LEADER, topic)
-    await team.coordinator.post(team.others, topic, messages.encode((verdict, problem)))
+    await team.coordinator.post(team.others, topic, encode((verdict, problem)))
     if cause is not None:
         raise cause
     return verdict

@@ -6,23 +6,10 @@ leader, which apply them in their order. Answers have topics of their own.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from tieredckpt.errors import (
-    Closed,
-    Conflict,
-    Corrupt,
-    Invalid,
-    NoSpace,
-    NotFound,
-    RanksUnavailable,
-    TieredCkptError,
-    TierUnavailable,
-)
-from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
-from tieredckpt.format.structure import NoneNode
+from tieredckpt.engine.wire_types import Failure, HeldStep, decode
+from tieredckpt.format.manifest import StepRecord, StoreMarker
 
 __all__ = [
     "Agreed",
@@ -34,8 +21,6 @@ __all__ = [
     "Done",
     "Evicted",
     "Failed",
-    "Failure",
-    "HeldStep",
     "Here",
     "Logged",
     "Met",
@@ -53,38 +38,8 @@ __all__ = [
     "TierNews",
     "Wanted",
     "Withdraws",
-    "brief",
-    "decode",
     "decode_said",
-    "encode",
 ]
-
-M = TypeVar("M")
-
-_KINDS: dict[str, type[TieredCkptError]] = {
-    kind.__name__: kind for kind in (Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable)
-}
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to another rank."""
-
-    kind: str
-    text: str
-    ranks: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
-        if isinstance(error, RanksUnavailable):
-            return cls("RanksUnavailable", str(error), tuple(error.ranks))
-        return cls(kind, str(error) if kind or str(error) else type(error).__name__)
-
-    def error(self) -> TieredCkptError:
-        """The error for whoever it is raised for here."""
-        if self.kind == "RanksUnavailable":
-            return RanksUnavailable(self.text, self.ranks)
-        return _KINDS.get(self.kind, TierUnavailable)(self.text)
 
 
 class Save(msgspec.Struct, frozen=True):
@@ -102,18 +57,6 @@ class Save(msgspec.Struct, frozen=True):
     """Serial and step of what has left this rank's RAM since it last said so."""
     origin: int = 0
     """Serial of what this rank restored last before the save; 0 for nothing."""
-
-
-class HeldStep(msgspec.Struct, frozen=True):
-    """A step on a tier."""
-
-    record: StepRecord
-    """Without the structure."""
-    btree_key: str
-
-    @property
-    def id(self) -> StepId:
-        return self.record.id
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -356,21 +299,3 @@ def decode_said(data: bytes) -> tuple[bytes, Failure | None]:
     """What a rank has to say, or why it has nothing. Raises `Corrupt`."""
     said: tuple[bytes, Failure | None] = decode(data, tuple[bytes, Failure | None])
     return said
-
-
-def brief(record: StepRecord) -> StepRecord:
-    """The record of a step without its structure, which can be large and is rarely asked for."""
-    return msgspec.structs.replace(record, structure=NoneNode())
-
-
-def encode(message: object) -> bytes:
-    return msgspec.msgpack.encode(message)
-
-
-def decode(data: bytes, kind: type[M] | object) -> M:
-    """Raises `Corrupt` for what no rank of this version says."""
-    try:
-        found: M = msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise Corrupt(f"a message of another rank cannot be read: {error}; all ranks run one version") from error
-    return found

@@ -24,15 +24,15 @@ from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.ram import find
 from tieredckpt.engine.opening.stale_ram import left_behind
-from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.commit.vote import Agreement
 from tieredckpt.engine.ranks.group import Team, consult
-from tieredckpt.engine.ranks.messages import Catalog, HeldStep, Opened, brief
-from tieredckpt.engine.ranks.restore.node_ram import folders_of_ranks, look_into
+from tieredckpt.engine.ranks.messages import Catalog, Opened
+from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 
@@ -93,9 +93,9 @@ class Opening:
     async def open(self) -> None:
         """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
         team, state = self._team, self._state
-        found: _Found = messages.decode(await consult(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
+        found: _Found = decode(await consult(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
         verdict = await consult(team, "open/parts", self._follow(found), self._decide)
-        opened: Opened = messages.decode(verdict, Opened)
+        opened: Opened = decode(verdict, Opened)
         for record in opened.whole:
             state.tiers[0].agree(record)
         for step in tuple(state.tiers[0].parts):
@@ -120,18 +120,18 @@ class Opening:
         state = self._state
         state.places = await places_of(state.config)
         found = await find(state.config, state.places.values()) if state.is_first_of_node else []
-        return messages.encode(found)
+        return encode(found)
 
     async def _open_all(self, said: dict[int, bytes]) -> bytes:
         """At the leader: settle whose store it is, open all tiers, and tell what the shared ones hold."""
         state = self._state
         found: list[FoundRam] = []
         for data in said.values():
-            found += messages.decode(data, list[FoundRam])
+            found += decode(data, list[FoundRam])
         await self._open_tiers(found)
         assert state.marker is not None
         shared = [tier for tier in state.tiers if tier.config.kind != "ram"]
-        return messages.encode(_Found(state.marker, tuple(catalog_of(tier) for tier in shared)))
+        return encode(_Found(state.marker, tuple(catalog_of(tier) for tier in shared)))
 
     async def _follow(self, found: _Found) -> bytes:
         """Open what the leader has found, and tell of this rank's RAM."""
@@ -187,7 +187,7 @@ class Opening:
                 index = await tier.load_index(StepId(serial, step))
                 parts.append(_Part(serial, step, rank, await in_thread(encode_own, index, pool=state.pool)))
         ram = state.tiers[0].ram
-        return messages.encode(_InRam(parts, "" if ram is None else ram.notice))
+        return encode(_InRam(parts, "" if ram is None else ram.notice))
 
     async def _collect_parts(self, tier: Tier, steps: tuple[StepId, ...]) -> None:
         for step in steps:
@@ -203,7 +203,7 @@ class Opening:
         state = self._state
         parts: Parts = {}
         homes: dict[tuple[int, int], dict[int, int]] = {}
-        told: dict[int, _InRam] = {rank: messages.decode(data, _InRam) for rank, data in said.items()}
+        told: dict[int, _InRam] = {rank: decode(data, _InRam) for rank, data in said.items()}
         _tell_notices({rank: each.notice for rank, each in told.items() if each.notice})
         for rank, each in told.items():
             for found in each.parts:
@@ -232,7 +232,7 @@ class Opening:
         held = {tuple(step) for tier in state.tiers for step in tier.held}
         last = max([state.last_serial, *(serial for serial, _ in parts)])
         kept = tuple(step for step in parts if step in held)
-        return messages.encode(Opened(tuple(whole), kept, last, state.branch.line))
+        return encode(Opened(tuple(whole), kept, last, state.branch.line))
 
     async def _let_leftovers_go(self, kept: set[StepId]) -> None:
         """Give back the memory of former ranks that holds nothing of use; remember what the rest holds."""

@@ -25,8 +25,6 @@ from tieredckpt.engine.ranks.messages import (
     Damaged,
     Evicted,
     Failed,
-    Failure,
-    HeldStep,
     Here,
     Logged,
     Met,
@@ -42,7 +40,6 @@ from tieredckpt.engine.ranks.messages import (
     TierNews,
     Wanted,
     Withdraws,
-    brief,
 )
 from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of, discard_unused
 from tieredckpt.engine.ranks.replicas.replication import Replicas, replicates
@@ -53,6 +50,7 @@ from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.wire_types import Failure, HeldStep, brief
 from tieredckpt.errors import Conflict, NoSpace, NotFound, RanksUnavailable, TierUnavailable
 from tieredckpt.events import (
     CommitFailed,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from tieredckpt.engine.agent.client import Link
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.repairing.repair import heal, heal_index
 from tieredckpt.engine.restoring.source import Damage
@@ -20,14 +19,20 @@ __all__ = ["Mending"]
 
 _log = logging.getLogger("tieredckpt")
 
+Mend = Callable[[StepId, Sequence[Damage], Sequence[tuple[Tier, TieredCkptError]]], Awaitable[None]]
+"""Repairs damaged chunks of a step, and its index on tiers where that could not be read."""
+
 
 class Mending:
-    """The mending under way of one process. Lives on the engine's loop. What is the agent's goes there by ``link``."""
+    """The repairs under way of one process. Lives on the engine's loop.
 
-    def __init__(self, state: State, collector: Collector, link: Link | None) -> None:
+    ``elsewhere`` has damage repaired on tiers that another process manages; None where there is no such process.
+    """
+
+    def __init__(self, state: State, collector: Collector, elsewhere: Mend | None) -> None:
         self._state = state
         self._collector = collector
-        self._link = link
+        self._mend_elsewhere = elsewhere
         self._tasks: set[asyncio.Task[None]] = set()
 
     def behind(
@@ -37,11 +42,11 @@ class Mending:
         state = self._state
         mine = [each for each in damage if each.tier in state.tiers and state.manages(each.tier)]
         torn = [(tier, error) for tier, error in unreadable if state.manages(tier)]
-        works = [partial(self.mend, step, mine, torn)] if mine or torn else []
-        if self._link is not None:
+        works: list[Callable[[], Awaitable[None]]] = [partial(self.mend, step, mine, torn)] if mine or torn else []
+        if self._mend_elsewhere is not None:
             theirs = [each for each in damage if each not in mine]
             elsewhere = [each for each in unreadable if each not in torn]
-            works += [partial(self._link.mend, step, theirs, elsewhere)] if theirs or elsewhere else []
+            works += [partial(self._mend_elsewhere, step, theirs, elsewhere)] if theirs or elsewhere else []
 
         async def work() -> None:
             for each in works:

@@ -21,7 +21,6 @@ from tieredckpt.engine.keeping.full_tier import evicting_older, needing
 from tieredckpt.engine.promoting.copy_step import batches, copy_step, have_room
 from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
 from tieredckpt.engine.promoting.pack_writer import stored_size, write_packs
-from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.commit.merged import placed, without_places
 from tieredckpt.engine.ranks.commit.parts import (
     check_found,
@@ -35,11 +34,12 @@ from tieredckpt.engine.ranks.commit.parts import (
 from tieredckpt.engine.ranks.commit.vote import Agreement
 from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
 from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.messages import Done, Failed, Failure, Promote
+from tieredckpt.engine.ranks.messages import Done, Failed, Promote
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed
 from tieredckpt.format import layout
@@ -167,7 +167,7 @@ class Commits:
         for part in parts:
             todo[homes.get(part, part)][part] = b"".join(shares.get(part, ()))
         for rank in team.others:
-            await team.coordinator.post([rank], f"todo/{number}", messages.encode(todo[rank]))
+            await team.coordinator.post([rank], f"todo/{number}", encode(todo[rank]))
         team.tell(Promote(number, step.step, step.serial, tier.name))
         largest = max((sum(sizes[digest] for digest in share) for share in shares.values()), default=0)
         patience = team.deadline + largest / tier.config.min_bandwidth
@@ -181,7 +181,7 @@ class Commits:
             mine.cancel()
             await outlast(asyncio.gather(mine, return_exceptions=True))
             raise
-        done: dict[int, Done] = {rank: messages.decode(data, Done) for rank, data in came.items() if rank != LEADER}
+        done: dict[int, Done] = {rank: decode(data, Done) for rank, data in came.items() if rank != LEADER}
         done[LEADER] = await mine
         for each in done.values():
             for key, nbytes in each.packs.items():
@@ -250,13 +250,13 @@ class Commits:
             await outlast(asyncio.gather(before, return_exceptions=True))
         team, tier = self._team, self._state.tier(order.tier)
         data = await team.coordinator.take(LEADER, f"todo/{order.number}", timeout=team.deadline)
-        todo: dict[int, bytes] = messages.decode(data, dict[int, bytes])
+        todo: dict[int, bytes] = decode(data, dict[int, bytes])
         async with tier.guards_packs:
             with self._state.promoting(tier):
                 done = await self._contribute(step, tier, todo)
             for known in (tier.packs, tier.chunks, tier.orphans):
                 known.clear()  # the leader's to know: nothing here hears of what becomes of them
-        await team.coordinator.post([LEADER], f"done/{order.number}", messages.encode(done))
+        await team.coordinator.post([LEADER], f"done/{order.number}", encode(done))
 
     async def _contribute(self, step: StepId, tier: Tier, todo: Mapping[int, bytes]) -> Done:
         """Write the packs and parts that are asked of this rank."""

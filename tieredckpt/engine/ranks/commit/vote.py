@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
-from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.commit.merged import Whole, Wholes, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
 from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.messages import Agreed, Failed, Failure, Save
+from tieredckpt.engine.ranks.messages import Agreed, Failed, Save
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.wire_types import Failure, brief, decode, encode
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, StepAgreed
 from tieredckpt.format.manifest import StepId, StepIndex
@@ -132,7 +132,7 @@ class Agreement:
             return
         deadline = asyncio.get_running_loop().time() + self._team.patience
         try:
-            await self._team.gather(f"saved/{attempt}", messages.encode(save))
+            await self._team.gather(f"saved/{attempt}", encode(save))
         except RanksUnavailable as error:
             self._doubt(attempt, step, str(error))
             return
@@ -177,7 +177,7 @@ class Agreement:
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        agreed = Agreed(attempt, messages.brief(whole.record), tier is None, tuple(self._open))
+        agreed = Agreed(attempt, brief(whole.record), tier is None, tuple(self._open))
         self._team.tell(agreed)
         await self.apply_agreed(agreed)
         if tier is not None:
@@ -186,13 +186,13 @@ class Agreement:
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """What every rank has to say of its save; raises when not all have saved the same step."""
         team = self._team
-        mine = messages.encode(saves[LEADER])
+        mine = encode(saves[LEADER])
         missing: Sequence[int] = ()
         try:
             came = await team.gather(f"saved/{attempt}", mine)
         except RanksMissing as error:
             came, missing = error.came, error.ranks
-        saves.update({rank: messages.decode(data, Save) for rank, data in came.items()})
+        saves.update({rank: decode(data, Save) for rank, data in came.items()})
         for save in saves.values():
             await self._forget(save.gone)
         if missing:

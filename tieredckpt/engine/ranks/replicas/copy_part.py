@@ -20,15 +20,14 @@ import numpy.typing as npt
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.promoting.pack_writer import stored_size
-from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.communicator import Coordinator
-from tieredckpt.engine.ranks.messages import Failure
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import SlabIndex
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
 from tieredckpt.format.digest import SIZE, digest_array
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
@@ -132,7 +131,7 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
 
 async def _take_answer(transfer: Transfer, what: str, source: int) -> list[bytes]:
     data = await transfer.coordinator.take(source, transfer.topic(what), timeout=transfer.timeout)
-    answer: _Answer = messages.decode(data, _Answer)
+    answer: _Answer = decode(data, _Answer)
     if answer.failure is not None:
         raise Refused(source, answer.failure)
     return [answer.lacks[at : at + SIZE] for at in range(0, len(answer.lacks), SIZE)]
@@ -207,7 +206,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
 
 
 async def _tell(transfer: Transfer, what: str, to: int, answer: _Answer) -> None:
-    await transfer.coordinator.post([to], transfer.topic(what), messages.encode(answer))
+    await transfer.coordinator.post([to], transfer.topic(what), encode(answer))
 
 
 def _sizes(arrays: Mapping[str, PartArray] | Mapping[str, ArrayIndex]) -> dict[bytes, int]:

@@ -25,15 +25,15 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.config.tiers import RamTier, TierConfig
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.scan import survey
-from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.communicator import LEADER, exchange, gather
 from tieredckpt.engine.ranks.group import Team, consult
-from tieredckpt.engine.ranks.messages import Failure, Replicate, Replicated
+from tieredckpt.engine.ranks.messages import Replicate, Replicated
 from tieredckpt.engine.ranks.replicas.copy_part import Pace, Refused, Transfer, give, keep
 from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import ReplicationFailed, StepReplicated
 from tieredckpt.format.manifest import StepId
@@ -136,11 +136,11 @@ class Replicas:
 
     async def _racks(self) -> dict[str, str] | None:
         """The rack of every node, where any has one that is named; others are racks of their own."""
-        mine = messages.encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
+        mine = encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
         told = await exchange(self._team.coordinator, "replicas/rack", mine, timeout=self._team.deadline)
         named: dict[str, str | None] = {}
         for node, data in zip(self._team.nodes, told, strict=True):
-            named[node] = messages.decode(data, str | None)
+            named[node] = decode(data, str | None)
         if not any(named.values()):
             return None
         return {node: name or f"rack of {node}" for node, name in named.items()}
@@ -158,7 +158,7 @@ class Replicas:
             [step for step in {*own.held, *own.parts} if own.has_own(step)],
             {ward: [*tier.parts] for ward, tier in self.kept.items()},
         )
-        return messages.encode(has)
+        return encode(has)
 
     def _check_fits(self) -> None:
         """Raise `Invalid` if this machine has not the memory for its own parts and those that it keeps."""
@@ -176,7 +176,7 @@ class Replicas:
         if _LACKING in said.values():
             return _LACKING
         for rank, data in said.items():
-            has: _Has = messages.decode(data, _Has)
+            has: _Has = decode(data, _Has)
             for part, steps in ({rank: has.own} | has.kept).items():
                 for step in steps:
                     self._note(step, part, rank)
@@ -264,12 +264,12 @@ class Replicas:
         self._team.tell(order)
         topic, failure, sent = f"replicas/done/{order.number}", None, 0
         patience = self._team.deadline + self._own.held[step].record.nbytes / self._slowest
-        mine = messages.encode(await self._copy(order))
+        mine = encode(await self._copy(order))
         ranks: tuple[int, ...] = ()
         try:
             came = await gather(self._team.coordinator, topic, mine, timeout=patience)
             for data in came.values():
-                copied: _Copied = messages.decode(data, _Copied)
+                copied: _Copied = decode(data, _Copied)
                 sent += copied.sent
                 failure = failure or copied.failure
                 ranks = tuple(sorted({*ranks, *copied.ranks}))
@@ -301,7 +301,7 @@ class Replicas:
         self._team.start(self._copy_and_tell(order), f"copies of step {order.step}")
 
     async def _copy_and_tell(self, order: Replicate) -> None:
-        copied = messages.encode(await self._copy(order))
+        copied = encode(await self._copy(order))
         await self._team.coordinator.post([LEADER], f"replicas/done/{order.number}", copied)
 
     async def _copy(self, order: Replicate) -> _Copied:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import is_of_a_copy
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
-from tieredckpt.engine.ranks.restore.node_ram import folders_of_ranks, look_into, near
+from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
 from tieredckpt.engine.restoring.source import ChosenStep
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Held

@@ -16,20 +16,20 @@ from typing import TypeVar
 import msgspec
 
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.commit.parts import merge_parts
 from tieredckpt.engine.ranks.commit.vote import Agreement, Steps
 from tieredckpt.engine.ranks.communicator import LEADER
 from tieredckpt.engine.ranks.group import Team, bow_out, consult
 from tieredckpt.engine.ranks.messages import Chosen
+from tieredckpt.engine.ranks.node_ram import near
 from tieredckpt.engine.ranks.open import Opening
-from tieredckpt.engine.ranks.restore.node_ram import near
 from tieredckpt.engine.ranks.restore.peers import Sharing
 from tieredckpt.engine.ranks.restore.rendezvous import Meeting
 from tieredckpt.engine.restoring.lookup import Wanted
 from tieredckpt.engine.restoring.source import ChosenStep
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
@@ -105,7 +105,7 @@ class Restores:
         except BaseException:
             self._still_gone(gone)
             raise
-        chosen: Chosen = messages.decode(verdict, Chosen)
+        chosen: Chosen = decode(verdict, Chosen)
         if chosen.step is None:
             self._state.chosen = None
             return None
@@ -182,7 +182,7 @@ class Restores:
     # -- which --------------------------------------------------------------------------------------------
 
     async def _choose(self, said: dict[int, bytes]) -> bytes:
-        asked: dict[int, _Asked] = {rank: messages.decode(data, _Asked) for rank, data in said.items()}
+        asked: dict[int, _Asked] = {rank: decode(data, _Asked) for rank, data in said.items()}
         for each in asked.values():
             await self._forget(each.gone)
         ours = asked[LEADER].wanted
@@ -194,11 +194,11 @@ class Restores:
                 )
         found = await self._look_up(ours.step)
         if found is None:
-            return messages.encode(Chosen(None))
+            return encode(Chosen(None))
         step, _ = found
         tier, self._index = await self._whole_index(step)
         manifest, btree, btree_key = self._index
-        return messages.encode(Chosen(step.step, step.serial, tier.name, btree_key, (len(manifest), len(btree))))
+        return encode(Chosen(step.step, step.serial, tier.name, btree_key, (len(manifest), len(btree))))
 
     async def _whole_index(self, step: StepId) -> tuple[Tier, Index]:
         """The index of a whole step from the nearest tier that has a readable one. Raises the last one's error."""
@@ -242,7 +242,7 @@ class Restores:
 
 
 async def _said(asked: _Asked) -> bytes:
-    return messages.encode(asked)
+    return encode(asked)
 
 
 async def _agree(_: dict[int, bytes]) -> bytes:
