@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tieredckpt.concurrency import together
-from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp, stamp_of
+from tieredckpt.engine.opening.catalog_read import stamp_of
+from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound
 from tieredckpt.format import layout

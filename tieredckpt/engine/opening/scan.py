@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.concurrency import together
-from tieredckpt.engine.tier.catalog_cache import Footers, believed, read_catalogs, stamp_of
+from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.tier.half_deleted import HalfDeleted
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Held, Tier

@@ -1,0 +1,106 @@
+"""Reads the catalogs of a tier: what was learnt of its packs and steps, so that the next opening need not read them all.
+
+A catalog is believed where it agrees with the tier's listing: of a pack, whose name is given once and whose bytes
+never change, the size; of a step, the sizes and times of change of its two files. Where a store tells no times, no
+step is believed. What is not believed is read. So a catalog may be old, torn or gone, and that costs time alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tieredckpt.blobs.base import BlobInfo
+from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, decode_catalog
+from tieredckpt.format.manifest import StepId, StepRecord
+
+__all__ = ["Footers", "believed", "read_catalogs", "stamp_of"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+@dataclass(slots=True)
+class Footers:
+    """What the footers of packs say, one after the other."""
+
+    paths: list[str] = field(default_factory=list)
+    counts: list[NDArray[Any]] = field(default_factory=list)
+    tables: list[NDArray[Any]] = field(default_factory=list)
+
+    def add(self, paths: Sequence[str], counts: NDArray[Any], table: NDArray[Any]) -> None:
+        self.paths += paths
+        self.counts.append(counts)
+        self.tables.append(table)
+
+
+def stamp_of(btree: str, files: Mapping[str, BlobInfo]) -> Stamp | None:
+    """By what a step is known whose folder has these files; None if there is not enough to tell."""
+    manifest, nodes = files.get(layout.MANIFEST), files.get(btree)
+    if manifest is None or nodes is None or not (manifest.modified and nodes.modified):
+        return None
+    return Stamp(manifest.size, manifest.modified, btree, nodes.size, nodes.modified)
+
+
+async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
+    """The catalogs that can be read, by file. Raises `TierUnavailable` when they cannot be listed."""
+    infos = [info async for info in tier.store.list(layout.CATALOGS) if layout.parse_catalog_key(info.key) is not None]
+    # Until they are believed they vouch for nothing, and go with the next write.
+    tier.catalogued.files.update({info.key: CatalogFile(info.size) for info in infos})
+    found: list[tuple[str, Catalog]] = []
+    for info in infos:
+        try:
+            data = await tier.store.get(info.key, limit=min(info.size, MAX_CATALOG))
+            catalog = await asyncio.to_thread(decode_catalog, data, info.key)
+            if catalog.store != store:
+                raise Corrupt(f"{info.key} is of store {catalog.store}")
+        except (Corrupt, NotFound, TierUnavailable) as error:
+            _log.warning("tier %r: a catalog is not used, and what it lists is read: %s", tier.name, error)
+            if isinstance(error, TierUnavailable):
+                break  # whether the tier is silent or that file alone, the steps show, after one wait and not many
+            continue
+        found.append((info.key, catalog))
+    return found
+
+
+def believed(
+    tier: Tier, catalogs: Iterable[tuple[str, Catalog]], folders: Mapping[StepId, Mapping[str, BlobInfo]]
+) -> tuple[Footers, dict[StepId, tuple[StepRecord, str]]]:
+    """Where catalogs agree with ``tier.packs`` and the files of steps: footers; records and the keys of the nodes."""
+    footers = Footers()
+    records: dict[StepId, tuple[StepRecord, str]] = {}
+    known = tier.catalogued
+    for key, catalog in catalogs:
+        sizes = zip(catalog.packs, catalog.sizes.tolist(), strict=True)
+        wanted = [tier.packs.get(pack) == size and pack not in known.packs for pack, size in sizes]
+        packs = [pack for pack, good in zip(catalog.packs, wanted, strict=True) if good]
+        mask = np.array(wanted, bool)
+        counts = catalog.counts.astype(np.int64)
+        footers.add(packs, counts[mask], catalog.chunks if mask.all() else catalog.chunks[np.repeat(mask, counts)])
+        known.packs.update(packs)
+        steps: list[StepId] = []
+        for said in catalog.steps:
+            step = said.id
+            stamp = stamp_of(said.btree, folders.get(step, {}))
+            if stamp is None or step in records or stamp != _stamp(said):
+                continue
+            records[step] = said.record(catalog.store), layout.step_folder(step.step, step.serial) + said.btree
+            known.stamps[step] = stamp
+            steps.append(step)
+        known.steps.update(steps)
+        listed = len(catalog.packs) + len(catalog.steps)
+        known.files[key] = CatalogFile(known.files[key].nbytes, frozenset(packs), frozenset(steps), listed)
+    return footers, records
+
+
+def _stamp(said: CatalogStep) -> Stamp:
+    return Stamp(said.manifest_nbytes, said.manifest_modified, said.btree, said.btree_nbytes, said.btree_modified)
