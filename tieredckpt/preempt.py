@@ -152,8 +152,6 @@ class Preemption:
         """Whether the tier has the newest step, before the time is out."""
         newest = self._state.newest()
         kept = not self._store.captures.pending and (newest is None or newest in self._tier.held)
-        if kept and self._store.engine.ranked is None:
-            return True
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store.engine_loop.submit(self._keep())
         try:
@@ -177,16 +175,11 @@ class Preemption:
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)
                 await self._state.changed.wait(_TRY_AGAIN)
-        if (ranked := self._store.engine.ranked) is not None:
-            await ranked.team.all_told()  # the other ranks wait for that as well, and this process ends
+        await self._store.engine.mode.told()  # the other ranks wait for that as well, and this process ends
         return step
 
     async def _promote(self, step: StepId) -> None:
-        engine = self._store.engine
-        if engine.ranked is not None and not self._state.manages(self._tier):
-            await engine.ranked.reports.promote(step, self._tier)
-        else:
-            await engine.promote_at_once(step, self._tier)
+        await self._store.engine.promote_at_once(step, self._tier)
 
     def _passed(self) -> float:
         return time.monotonic() - self._warned_at

@@ -127,8 +127,7 @@ class CheckpointStore(StoreLife):
         loop = self.engine_loop
         self._engine.state.signal(name, on=on)
         loop.soon(self._engine.state.changed.beat)
-        if (ranked := self._engine.ranked) is not None:
-            loop.soon(partial(ranked.reports.signalled, name, on=on))
+        loop.soon(partial(self._engine.mode.signalled, name, on=on))
 
     async def save(
         self,

@@ -35,8 +35,8 @@ from tieredckpt.preempt import EXIT_STATUS, preemption
 
 DYING = """
 import json, os, signal, sys
-from agents import agent_of
-from scenes import tree
+from support.agents import agent_of
+from support.scenes import tree
 from tieredckpt import CheckpointStore
 store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
 for step in map(int, sys.argv[2:]):
@@ -139,7 +139,7 @@ async def test_memory_that_ends_with_the_trainer_is_promoted_by_its_agent_all_th
 
 FORKING = """
 import json, os, signal, sys
-from scenes import tree
+from support.scenes import tree
 from tieredckpt import CheckpointStore
 store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
 store.save(1, tree(1))

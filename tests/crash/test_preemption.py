@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,12 +19,12 @@ from support.scenes import SOON, assert_same, config, folder, ram, tree
 from tieredckpt import CheckpointStore, StoreConfig, SyncStore
 from tieredckpt.engine import engine
 from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
 TESTS = Path(__file__).parents[1]
-TRAINER = TESTS / "preempted_trainer.py"
 
 
 @pytest.fixture
@@ -42,8 +43,10 @@ def _the_handler_is_put_back() -> Iterator[None]:
 
 def warned(settings: StoreConfig, seconds: float) -> subprocess.CompletedProcess[str]:
     """A trainer that was sent SIGTERM after its third save, when it has ended."""
-    command = [sys.executable, str(TRAINER), json.dumps(settings.model_dump(mode="json")), str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as trainer:
+    configuration = json.dumps(settings.model_dump(mode="json"))
+    command = [sys.executable, "-m", "support.preempted_trainer", configuration, str(seconds)]
+    here = os.environ | {"PYTHONPATH": str(TESTS)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here) as trainer:
         watchdog = threading.Timer(3 * SOON, trainer.kill)
         watchdog.start()
         try:
@@ -167,7 +170,7 @@ def test_an_error_in_a_training_that_was_warned_is_still_that_error(settings: St
 def test_a_tier_that_fails_is_tried_again_until_the_time_is_out(
     settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_step, calls = engine.copy_step, 0
+    copy_step, calls = alone.copy_step, 0
 
     async def fails_once(*arguments: Any) -> int:
         nonlocal calls
@@ -176,7 +179,7 @@ def test_a_tier_that_fails_is_tried_again_until_the_time_is_out(
             raise NotFound("the tier is away for a moment")
         return await copy_step(*arguments)
 
-    monkeypatch.setattr(engine, "copy_step", fails_once)
+    monkeypatch.setattr(alone, "copy_step", fails_once)
     with CheckpointStore.open(settings).sync() as store:
         store.save(1, tree(1))
         with pytest.raises(SystemExit) as ended, preemption(store, seconds=60):

@@ -34,8 +34,7 @@ def let_wait(stores: Iterable[CheckpointStore], seconds: float) -> None:
     Where one is to be missed and where none is, other times are right: what goes well may take long on a busy machine.
     """
     for store in stores:
-        assert store.engine.ranked is not None
-        store.engine.ranked.team.deadline = seconds
+        store.engine.mode.ranked.team.deadline = seconds
 
 
 async def index_of(store: CheckpointStore, tier: str, step: int) -> dict[str, ArrayIndex]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,28 +19,21 @@ from typing import Any, TypeVar
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig, TierConfig
-from tieredckpt.engine.admin import ByHand
-from tieredckpt.engine.agent.client import Link
-from tieredckpt.engine.agent.client_admin import ByAgent
-from tieredckpt.engine.agent.client_spill import AgentsTiers
-from tieredckpt.engine.agent.messages import GiveWay
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.mode.alone import Alone, Reader
+from tieredckpt.engine.mode.among_ranks import AmongRanks
+from tieredckpt.engine.mode.beside_agent import BesideAgent
 from tieredckpt.engine.opening.connect import connect, connect_ram, identify, make_tiers
 from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
-from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.promoting.promoter import Promote, Promoter
+from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.promoting.waiting import reached, settled
 from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.ranked import Ranked
-from tieredckpt.engine.ranks.restore.read_only_ram import look_on
-from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import Mending
 from tieredckpt.engine.restoring.fill import Reading
-from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.restoring.lookup import Wanted
 from tieredckpt.engine.saving.save import Saved, Writer
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
@@ -76,10 +68,6 @@ class Engine:
         ram: Path | None = None,
     ) -> None:
         """``ram`` is where an agent has found RAM."""
-        self.ranked: Ranked | None = None
-        """What is done with the other ranks; None for one that is alone."""
-        self.link: Link | None = None
-        """To the agent of a trainer that has one."""
         self.events = events
         self._config = config
         self._read_only = read_only
@@ -114,7 +102,7 @@ class Engine:
                 await whole(team.close())
             raise
         try:
-            await self._open()
+            await self.mode.open(self._open_tiers)
         except BaseException:
             await whole(self._release())
             raise
@@ -136,38 +124,26 @@ class Engine:
             role=self._role,
         )
         self.collector = Collector(self.state)
-        self._promote: Promote = partial(copy_step, self.state, self.collector)
-        if team is not None:
-            self.state.rank, self.state.ranks, self.state.neighbours = team.rank, team.size, tuple(team.neighbours)
-            finding = partial(look_up, self.state)
-            self.ranked = Ranked(self.state, self.collector, team, self._open_tiers, finding, self.promote_at_once)
-            self._promote = self.ranked.commits.promote
+        self.mode = self._make_mode(team)
         connect_ram(self.state, sharers=_sharers(config.tiers[0], team), folder=self._ram)
-        self.by_hand = ByHand(self.state, self.collector, self._promote)
-        if self._role is Role.TRAINER:
-            self.link = Link(self.state)
-            self.state.agents_tiers = AgentsTiers(self.state, self.link)
-            self.by_hand = ByAgent(self.state, self.collector, self.link)
-        self._refresh = Refresh(self.state) if self._read_only else None
-        self.mending = Mending(self.state, self.collector, None if self.link is None else self.link.mend)
-        self.reading = Reading(self.state, self.ranked, self.mending)
+        self.by_hand = self.mode.by_hand
+        self.mending = Mending(self.state, self.collector, self.mode.mend_elsewhere)
+        self.reading = Reading(self.state, getattr(self.mode, "ranked", None), self.mending)
         self._writer = Writer(self.state, self.collector)
 
-    async def _open(self) -> None:
-        if self.ranked is not None:
-            await self.ranked.open()
-        else:
-            await self._open_tiers()
-            await look_on(self.state)
-            if self.link is not None:
-                await self.link.open()
-            self.state.adopt_line(() if self.link is None else self.link.dead)
+    def _make_mode(self, team: Team | None) -> Alone:
+        """How this process takes part in the store."""
+        if team is not None:
+            return AmongRanks(self.state, self.collector, team, self._open_tiers, self.promote_at_once)
+        if self._role is Role.TRAINER:
+            return BesideAgent(self.state, self.collector)
+        return (Reader if self._read_only else Alone)(self.state, self.collector)
 
     def _begin(self) -> None:
         """Start what goes on behind the training."""
         for tier in filter(self.state.manages, self.state.tiers):
-            tell_stuck = self.ranked.tell_stuck if self.ranked is not None else None
-            promoter = Promoter(self.state, self.collector, tier, self._reconnect, self._promote, tell_stuck)
+            mode = self.mode
+            promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.tell_stuck)
             self.promoters[tier.name] = promoter
             self._go_on(promoter.run(), f"promote to {tier.name}")
             # Each on its own: one that hangs must not let the leases of the others run out.
@@ -175,7 +151,7 @@ class Engine:
             self._go_on(keep_catalogued(tier), f"catalog of {tier.name}")
         if self._role is not Role.AGENT:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
-        if self.link is None:
+        if self._role is not Role.TRAINER:
             self._go_on(keep_tidy(self._config.grace, self.by_hand.collect), "collect")
         self.prefault()
 
@@ -199,8 +175,7 @@ class Engine:
         self.state.meet(tier)
         if tier.index == 0:
             self.prefault()
-            if self.link is not None:
-                await self.link.listen_anew()
+            await self.mode.reopened()
 
     def prefault(self) -> None:
         """Have RAM's memory mapped, behind everything else."""
@@ -211,7 +186,7 @@ class Engine:
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
         """Copy a step to a tier before older ones that are on their way. Raises as `ByHand.promote`."""
         await self.give_way(step, tier.name)
-        await self.by_hand.promote(step.step, tier.name)
+        await self.mode.ask_to_promote(step, tier)
 
     async def close(
         self, *, flush: bool, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -224,18 +199,17 @@ class Engine:
                 everything in it is on another tier.
             end_calls: ends what uses the tiers besides, before they are let go.
         """
-        done = False
+        done, in_order = False, flush and not self._read_only
         try:
-            if flush and not self._read_only:
+            if in_order:
                 with suppress(TieredCkptError):
                     await self.flush()
                     done = True
-                if self.ranked is not None:
-                    await self.ranked.team.part()
         finally:
-            if self.link is not None:
-                await whole(self.link.close(done=done))
-            await whole(self._let_go(keep_ram, end_calls))  # a close that is cancelled closes none the less
+            try:
+                await self.mode.leave(done=done, in_order=in_order)
+            finally:
+                await whole(self._let_go(keep_ram, end_calls))  # a close that is cancelled closes none the less
 
     async def _let_go(self, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         if end_calls is not None:
@@ -247,13 +221,8 @@ class Engine:
 
     async def _release(self, *, keep_ram: bool = True) -> None:
         state = self.state
-        if self.ranked is not None:
-            await self.ranked.close()
-        if self.link is not None:
-            await self.link.close(done=False)
-        if self.ranked is not None and self.ranked.replicas is not None:
-            first = state.tiers[0]
-            await self.ranked.replicas.close(remove=not keep_ram and first.ram is not None and self._is_spare(first))
+        first = state.tiers[0]
+        await self.mode.close(may_remove=lambda: not keep_ram and first.ram is not None and self._is_spare(first))
         for tier in state.tiers:
             if tier.blobs is None:
                 continue
@@ -264,8 +233,6 @@ class Engine:
             if not keep_ram and tier.ram is not None and tier.ram.slab.writable and self._is_spare(tier):
                 await asyncio.to_thread(tier.ram.remove)  # while its lock is held
             await tier.blobs.close()
-        if self._refresh is not None:
-            await self._refresh.close()
         await asyncio.to_thread(state.pool.shutdown)
         state.scratch.close()
 
@@ -290,10 +257,7 @@ class Engine:
         self.state.check_writable("save")
         reserved = self.state.tiers[0].reserved
         save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, stall=stall)
-        if self.ranked is None:
-            saved = await save(flat)
-        else:
-            saved = await self.ranked.save(step, flat, (*self._config.replicated, *replicated), save, origin)
+        saved = await self.mode.save(step, flat, replicated, save, origin)
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
         if self.state.tiers[0].reserved != reserved:
@@ -302,44 +266,35 @@ class Engine:
 
     def is_due(self, step: int) -> bool:
         """The schedule's answer, the same on all ranks."""
-        return save_is_due(self.state, step) if self.ranked is None else self.ranked.plan.due(step)
+        return self.mode.is_due(step)
 
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
-        if self.link is not None and self.state.tier(name) is not self.state.tiers[0]:
-            await self.link.reached(step, name)
-            return
-        ranked = self.ranked
-        news = None if ranked is None else partial(ranked.heard_more, step, since=time.monotonic())
-        await reached(self.state, self.promoters, step, name, news)
+        await self.mode.reached(step, name, partial(reached, self.state, self.promoters, step, name))
 
     async def give_way(self, step: StepId, name: str) -> None:
         """Interrupt the promotion of an older step to a tier, for one that is more urgent."""
-        if self.link is not None:
-            await self.link.ask(GiveWay(step, name))
-        elif (promoter := self.promoters.get(name)) is not None:
+        if (promoter := self.promoters.get(name)) is not None:
             promoter.give_way(step)
+        else:
+            await self.mode.give_way(step, name)
 
     async def flush(self) -> None:
         """Wait until damage that was found is mended, and as `waiting.settled`."""
         await self.mending.settled()
-        if self.ranked is not None:
-            await self.ranked.settled()
-        if self.link is not None:
-            await self.link.flush()
+        await self.mode.settled()
         await settled(self.state, self.promoters)
-        if self.ranked is not None:
-            await self.ranked.team.all_told()
+        await self.mode.told()
 
     # -- restoring ----------------------------------------------------------------------------------------
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of a restore's work; of several ranks all succeed or none does."""
-        return await (self.looking(work) if self.ranked is None else self.ranked.restores.together(work))
+        return await self.mode.restoring(work)
 
     async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
-        return await (work() if self._refresh is None else self._refresh.looking(work, packs=packs))
+        return await self.mode.looking(work, packs=packs)
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that a restore takes, the same on all ranks; None when the store is empty.
@@ -351,15 +306,12 @@ class Engine:
             Corrupt: every step there is has a damaged commit.
             RanksUnavailable: other ranks do not restore too.
         """
-        if self.ranked is not None:
-            return await self.ranked.restores.look_up(wanted)
-        return await look_up(self.state, wanted.step)
+        return await self.mode.look_up(wanted)
 
     def note_restored(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
         """Note a step that was restored to train on; the next save decides what it continues."""
         self.state.branch.note(step, record, named=named, resume=resume)
-        if self.ranked is not None:
-            self.ranked.plan.reset()
+        self.mode.restored()
 
 
 def _sharers(nearest: TierConfig, team: Team | None) -> int:

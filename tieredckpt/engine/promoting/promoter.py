@@ -22,9 +22,10 @@ from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavail
 from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Promote", "Promoter"]
+__all__ = ["Promote", "Promoter", "TellStuck"]
 
 Promote = Callable[[StepId, Tier], Coroutine[Any, Any, int]]
+TellStuck = Callable[[StepId, Tier, Exception], None]
 """Copies a step to a tier; returns the bytes written."""
 
 _log = logging.getLogger("tieredckpt")
@@ -46,7 +47,7 @@ class Promoter:
         tier: Tier,
         connect: Callable[[Tier], Awaitable[None]],
         promote: Promote,
-        tell_stuck: Callable[[StepId, Tier, Exception], None] | None = None,
+        tell_stuck: TellStuck | None = None,
     ) -> None:
         self.tier = tier
         self.busy: StepId | None = None

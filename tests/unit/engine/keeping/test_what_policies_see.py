@@ -28,7 +28,7 @@ from tieredckpt.events import StepPromoted, StepSaved
 from tieredckpt.format.manifest import StepRecord
 from tieredckpt.policy.views import Observed
 
-TRAINER = Path(__file__).parents[2] / "trainer.py"
+TRAINER = Path(__file__).parents[3] / "support" / "trainer.py"
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ async def test_a_rank_that_sees_damage_where_there_is_none_has_nothing_written(
     await saved_and_lost_in_ram(shared_memory, tmp_path)
     async with cohort(3, shared_memory, tmp_path, tiers=tiers(shared_memory, tmp_path)) as ranks:
         before = sorted((tmp_path / "disk").rglob("*"))
-        reports = ranks[0].engine.ranked.reports
+        reports = ranks[0].engine.mode.ranked.reports
         state = ranks[0].engine.state
         step = state.newest()
         assert step is not None

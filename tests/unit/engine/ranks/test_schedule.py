@@ -75,7 +75,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         assert not any(store.due(0) for store in ranks.stores)  # rank 0 orders step 1, and all hear of it
         await ranks.reached(await ranks.save(1), "ram")
         assert all(store.due(1) for store in ranks.stores)
-        ahead = ranks[0].engine.ranked.plan._ahead
+        ahead = ranks[0].engine.mode.ranked.plan._ahead
         held = ranks.world.hold(1, "take", topic="log/*")
         await ranks.reached(await ranks.save(2), "ram")
         await held.reached()
@@ -89,7 +89,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         held.release()
         for event in await ranks.failed(step=step):
             assert "too late" in event.reason
-        assert ranks[0].engine.ranked.plan._ahead > ahead
+        assert ranks[0].engine.mode.ranked.plan._ahead > ahead
         await ranks.reached(await ranks.save(step + 100), "ram")
 
 

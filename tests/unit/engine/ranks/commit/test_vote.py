@@ -148,8 +148,7 @@ async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
 ) -> None:
     monkeypatch.setattr(group, "_POST_AGAIN", 0.02)
     async with place.open() as ranks:
-        assert ranks[0].engine.ranked is not None
-        coordinator = ranks[0].engine.ranked.team.coordinator
+        coordinator = ranks[0].engine.mode.ranked.team.coordinator
         post, failures = coordinator.post, iter([1, 2])
 
         async def fails_at_first(to: Collection[int], topic: str, data: bytes) -> None:

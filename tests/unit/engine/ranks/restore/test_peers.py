@@ -243,7 +243,7 @@ async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(
     cluster = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2, "capacity": "auto"})
     async with cluster.open(crashing=True) as stores:
         for store in stores:
-            ranked = store.engine.ranked
+            ranked = store.engine.mode.ranked
             assert ranked is not None
             assert ranked.replicas is not None
             (kept,) = ranked.replicas.kept.values()

@@ -1,0 +1,140 @@
+"""The modes of a process that nobody else works with: one that saves, and one that only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.policies import save_is_due
+from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.promoting.promoter import TellStuck
+from tieredckpt.engine.ranks.restore.read_only_ram import look_on
+from tieredckpt.engine.refresh import Refresh
+from tieredckpt.engine.repairing.background import Mend
+from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.state.branch import Origin
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.tree.flatten import Flat
+
+__all__ = ["Alone", "Changed", "Reader"]
+
+T = TypeVar("T")
+
+Work = Callable[[], Coroutine[Any, Any, T]]
+Changed = Callable[[Tier], Awaitable[None]]
+"""Waits until something changed that may bring a step to a tier; raises when nothing will."""
+
+
+class Alone:
+    """One process that saves, promotes and restores by itself. Lives on the engine's loop.
+
+    What the other modes do otherwise, they override; a method that does nothing here is for their sake.
+    """
+
+    tell_stuck: TellStuck | None = None
+    """Tells others that a step cannot come to a tier for now."""
+    mend_elsewhere: Mend | None = None
+    """Has damage repaired on tiers that another process manages."""
+
+    def __init__(self, state: State, collector: Collector) -> None:
+        self.state = state
+        self.collector = collector
+        self.by_hand = self._make_by_hand()
+        """What people ask for."""
+
+    def _make_by_hand(self) -> ByHand:
+        return ByHand(self.state, self.collector, self.promote)
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
+        """Open the tiers, and continue the newest branch."""
+        await open_tiers()
+        await look_on(self.state)
+        self.state.adopt_line()
+
+    async def reopened(self) -> None:
+        """The first tier was connected anew."""
+
+    async def leave(self, *, done: bool, in_order: bool) -> None:
+        """Tell the others that this process ends: whether all that was due is done, and whether it was asked to be."""
+
+    async def close(self, *, may_remove: Callable[[], bool]) -> None:
+        """Let everything go; ``may_remove`` tells whether all that RAM holds may go."""
+
+    # -- saves and promotions -----------------------------------------------------------------------------
+
+    async def save(
+        self,
+        step: int,
+        flat: Flat,
+        replicated: Sequence[str],
+        save: Callable[[Flat], Awaitable[Saved]],
+        origin: Origin | None,
+    ) -> Saved:
+        """Save by ``save`` what this process has to save of a tree."""
+        return await save(flat)
+
+    def is_due(self, step: int) -> bool:
+        """The schedule's answer; from any thread."""
+        return save_is_due(self.state, step)
+
+    def signalled(self, name: str, *, on: bool) -> None:
+        """A signal was raised or withdrawn."""
+
+    async def promote(self, step: StepId, tier: Tier) -> int:
+        """Copy a step to a tier that this process manages; the bytes written."""
+        return await copy_step(self.state, self.collector, step, tier)
+
+    async def ask_to_promote(self, step: StepId, tier: Tier) -> None:
+        """Have a step promoted before older ones, whichever process does that."""
+        await self.by_hand.promote(step.step, tier.name)
+
+    async def give_way(self, step: StepId, name: str) -> None:
+        """Have another process interrupt the promotion of an older step to a tier that it manages."""
+
+    async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
+        """Return when a tier has a step, waiting by ``wait`` for what this process hears of it."""
+        await wait(None)
+
+    async def settled(self) -> None:
+        """Return when what other processes do for this one is done. Raises what keeps them from it."""
+
+    async def told(self) -> None:
+        """Return when the others know what this process has done."""
+
+    # -- restores -----------------------------------------------------------------------------------------
+
+    async def looking(self, work: Work[T], *, packs: bool = False) -> T:
+        """The result of work that asks what the store holds."""
+        return await work()
+
+    async def restoring(self, work: Work[T]) -> T:
+        """The result of a restore's work; of several ranks, all succeed or none does."""
+        return await self.looking(work)
+
+    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
+        """See `Engine.look_up`."""
+        return await look_up(self.state, wanted.step)
+
+    def restored(self) -> None:
+        """A step was restored to train on."""
+
+
+class Reader(Alone):
+    """A process that changes nothing, and looks again at every call, because another process changes the store."""
+
+    def __init__(self, state: State, collector: Collector) -> None:
+        super().__init__(state, collector)
+        self._refresh = Refresh(state)
+
+    async def looking(self, work: Work[T], *, packs: bool = False) -> T:
+        return await self._refresh.looking(work, packs=packs)
+
+    async def close(self, *, may_remove: Callable[[], bool]) -> None:
+        await self._refresh.close()

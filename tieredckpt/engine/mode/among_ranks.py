@@ -1,0 +1,96 @@
+"""The mode of one rank of several: saves, restores and promotions are the ranks' together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.mode.alone import Alone, Changed
+from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.ranked import Ranked
+from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.state.branch import Origin
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.tree.flatten import Flat
+
+__all__ = ["AmongRanks"]
+
+T = TypeVar("T")
+
+
+class AmongRanks(Alone):
+    """See `Alone`; what `ranked` does with the other ranks takes the place of what one does by itself."""
+
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        team: Team,
+        open_tiers: Callable[..., Awaitable[None]],
+        promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
+    ) -> None:
+        state.rank, state.ranks, state.neighbours = team.rank, team.size, tuple(team.neighbours)
+        self.ranked = Ranked(state, collector, team, open_tiers, partial(look_up, state), promote_at_once)
+        self.tell_stuck = self.ranked.tell_stuck
+        super().__init__(state, collector)
+
+    async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
+        await self.ranked.open()
+
+    async def leave(self, *, done: bool, in_order: bool) -> None:
+        if in_order:
+            await self.ranked.team.part()
+
+    async def close(self, *, may_remove: Callable[[], bool]) -> None:
+        await self.ranked.close()
+        if self.ranked.replicas is not None:
+            await self.ranked.replicas.close(remove=may_remove())
+
+    async def save(
+        self,
+        step: int,
+        flat: Flat,
+        replicated: Sequence[str],
+        save: Callable[[Flat], Awaitable[Saved]],
+        origin: Origin | None,
+    ) -> Saved:
+        return await self.ranked.save(step, flat, (*self.state.config.replicated, *replicated), save, origin)
+
+    def is_due(self, step: int) -> bool:
+        return self.ranked.plan.due(step)
+
+    def signalled(self, name: str, *, on: bool) -> None:
+        self.ranked.reports.signalled(name, on=on)
+
+    async def promote(self, step: StepId, tier: Tier) -> int:
+        return await self.ranked.commits.promote(step, tier)
+
+    async def ask_to_promote(self, step: StepId, tier: Tier) -> None:
+        if self.state.manages(tier):
+            await super().ask_to_promote(step, tier)
+        else:
+            await self.ranked.reports.promote(step, tier)
+
+    async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
+        await wait(partial(self.ranked.heard_more, step, since=time.monotonic()))
+
+    async def settled(self) -> None:
+        await self.ranked.settled()
+
+    async def told(self) -> None:
+        await self.ranked.team.all_told()
+
+    async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await self.ranked.restores.together(work)
+
+    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
+        return await self.ranked.restores.look_up(wanted)
+
+    def restored(self) -> None:
+        self.ranked.plan.reset()

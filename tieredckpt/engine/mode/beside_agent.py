@@ -1,0 +1,59 @@
+"""The mode of a trainer whose agent promotes: slower tiers are the agent's, RAM is the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from tieredckpt.concurrency import whole
+from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.agent.client import Link
+from tieredckpt.engine.agent.client_admin import ByAgent
+from tieredckpt.engine.agent.client_spill import AgentsTiers
+from tieredckpt.engine.agent.messages import GiveWay
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.mode.alone import Alone, Changed
+from tieredckpt.engine.ranks.restore.read_only_ram import look_on
+from tieredckpt.engine.state.state import State
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["BesideAgent"]
+
+
+class BesideAgent(Alone):
+    """See `Alone`; the agent is asked by `link` for what concerns its tiers."""
+
+    def __init__(self, state: State, collector: Collector) -> None:
+        self.link = Link(state)
+        self.mend_elsewhere = self.link.mend
+        state.agents_tiers = AgentsTiers(state, self.link)
+        super().__init__(state, collector)
+
+    def _make_by_hand(self) -> ByHand:
+        return ByAgent(self.state, self.collector, self.link)
+
+    async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
+        await open_tiers()
+        await look_on(self.state)
+        await self.link.open()
+        self.state.adopt_line(self.link.dead)
+
+    async def reopened(self) -> None:
+        await self.link.listen_anew()
+
+    async def leave(self, *, done: bool, in_order: bool) -> None:
+        await whole(self.link.close(done=done))
+
+    async def close(self, *, may_remove: Callable[[], bool]) -> None:
+        await self.link.close(done=False)
+
+    async def give_way(self, step: StepId, name: str) -> None:
+        await self.link.ask(GiveWay(step, name))
+
+    async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
+        if self.state.tier(name) is self.state.tiers[0]:
+            await wait(None)
+        else:
+            await self.link.reached(step, name)
+
+    async def settled(self) -> None:
+        await self.link.flush()
