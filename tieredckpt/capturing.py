@@ -90,7 +90,7 @@ class Captures:
             finally:
                 saving.pop(step, None)
 
-        saving = self._engine.state.saving
+        saving = self._engine.state.observation.saving
         saving[step] = time.time(), origin
         task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
         self.pending.add(task)

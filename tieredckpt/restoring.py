@@ -66,7 +66,7 @@ async def _restore(
         return None
     chosen, record = found
     # Of what several ranks save or restore, each may want its own part only.
-    part = record.ranks > 1 or engine.state.ranks > 1
+    part = record.ranks > 1 or engine.state.membership.size > 1
     wanted, fitted, forms, targets = await in_thread(_fit, record.structure, keys, like, into, part)
     viewed = None if copy else await engine.reading.view(chosen, forms)
     if viewed is not None:

@@ -125,7 +125,7 @@ class CheckpointStore(StoreLife):
     def signal(self, name: str, *, on: bool = True) -> None:
         """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; from any thread or handler."""
         loop = self.engine_loop
-        self._engine.state.signal(name, on=on)
+        self._engine.state.observation.signal(name, on=on)
         loop.soon(self._engine.state.changed.beat)
         loop.soon(partial(self._engine.mode.signalled, name, on=on))
 

@@ -247,7 +247,7 @@ class _Living:
             self._state[f"w{i}"] = np.full(_ARRAY, (7 * len(self.trees) + i) % 256, np.uint8)
         self._state |= {"step": step, "small": self._state["small"] + np.float16(1)}
         # It is known before it can be found, as a save that is under way at the crash may be.
-        serial = store.engine.state.last_serial + 1
+        serial = store.engine.state.branch.last_serial + 1
         self.trees[serial] = dict(self._state)
         checkpoint = await store.save(step, self._state)
         assert checkpoint.saved is not None

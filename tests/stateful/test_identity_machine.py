@@ -123,7 +123,7 @@ class IdentityMachine(RuleBasedStateMachine):
         return None
 
     async def save(self, store: CheckpointStore, *, promote: bool) -> None:
-        marker = store.engine.state.marker
+        marker = store.engine.state.identity.marker
         assert marker is not None
         self.next += 1
         ckpt = await store.save(self.next, {"w": np.full(CHUNK // 8, self.next)})
@@ -146,7 +146,7 @@ class IdentityMachine(RuleBasedStateMachine):
             store = await self.opened(name)
             if store is None:
                 return
-            marker = store.engine.state.marker
+            marker = store.engine.state.identity.marker
             assert marker is not None
             restored = await store.restore()
             if restored is not None:
@@ -179,7 +179,7 @@ class IdentityMachine(RuleBasedStateMachine):
                     assert "is a copy of the store at" in str(problem), problem
                     await asyncio.gather(*map(crash, stores))
                     return
-            marker = stores[0].engine.state.marker
+            marker = stores[0].engine.state.identity.marker
             assert marker is not None
             for restored in await asyncio.gather(*(store.restore() for store in stores)):
                 if restored is not None:
@@ -211,8 +211,8 @@ class IdentityMachine(RuleBasedStateMachine):
                 return
             restored = await store.restore()
             if restored is not None:
-                assert store.engine.state.marker is not None
-                self.check(store.engine.state.marker.store, restored.tree)
+                assert store.engine.state.identity.marker is not None
+                self.check(store.engine.state.identity.marker.store, restored.tree)
             await store.close()
 
         self.runner.run(read())

@@ -211,7 +211,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
         self.state["w"][value % 2 * CHUNK :][:CHUNK] = value
         self.state["step"] += 1
         tree = {"w": self.state["w"].copy(), "step": self.state["step"]}
-        serial = self.store.engine.state.last_serial + 1
+        serial = self.store.engine.state.branch.last_serial + 1
         assert self.opened is not None
         self.saved[self.opened[0]][serial, tree["step"]] = tree
         self.run(self.store.save(tree["step"], tree))

@@ -120,7 +120,7 @@ async def copied(stores: Sequence[CheckpointStore], step: int) -> None:
 
     async def known(store: CheckpointStore) -> None:
         state = store.engine.state
-        await state.changed.until(lambda: any(found.step == step for found in state.replicated))
+        await state.changed.until(lambda: any(found.step == step for found in state.membership.replicated))
 
     async with asyncio.timeout(SOON):
         await asyncio.gather(*(store.engine_loop.call(known(store)) for store in stores))

@@ -298,7 +298,7 @@ class Agent:
     async def _see(self, hello: said.Hello) -> None:
         """Attach to RAM anew if it is not what this agent sees."""
         state, ram = self._engine.state, self._engine.state.tiers[0].ram
-        state.made_up = state.made_up or hello.made_up
+        state.identity.made_up = state.identity.made_up or hello.made_up
         if ram is None or (ram.slab_key, ram.slab.capacity) != (hello.slab, hello.capacity):
             await self._look_into_ram()
 
@@ -307,7 +307,7 @@ class Agent:
         await self._engine.start()
         self._opened = True
         state = self._engine.state
-        state.made_up = made_up
+        state.identity.made_up = made_up
         leases = [tier.lease for tier in state.tiers if tier.lease is not None]
         self._dead = (*self._dead, *(holder for lease in leases for holder in lease.left_behind))
 

@@ -56,9 +56,8 @@ class ByHand:
 
     def _check_managed(self, what: str, tier: Tier) -> None:
         if not self._state.manages(tier):
-            raise Invalid(
-                f"cannot {what} tier {tier.name!r} on rank {self._state.rank}: rank 0 does that for all ranks"
-            )
+            rank = self._state.membership.rank
+            raise Invalid(f"cannot {what} tier {tier.name!r} on rank {rank}: rank 0 does that for all ranks")
 
     async def collect(self) -> list[Collected]:
         """Reclaim dead packs on every tier that answers, a full one too, and rewrite those that are mostly dead.

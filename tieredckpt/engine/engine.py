@@ -238,7 +238,7 @@ class Engine:
 
     def _is_spare(self, tier: Tier) -> bool:
         """Whether all that a tier holds may go."""
-        return not self.state.undecided and not any(why_not(self.state, step, tier) for step in tier.held)
+        return not self.state.membership.undecided and not any(why_not(self.state, step, tier) for step in tier.held)
 
     # -- saving -------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class Refresh:
 
     async def _refresh(self, *, packs: bool) -> None:
         state, first = self._state, self._state.tiers[0]
-        if state.marker is not None:
+        if state.identity.marker is not None:
             for tier in state.tiers:  # one after the other: a step comes to the next tier before it leaves this one
                 await self._look_at(tier, packs=packs)
         if all(tier.marker is None for tier in state.tiers):
@@ -183,7 +183,7 @@ class Refresh:
         await self._identify()
 
     async def _identify(self) -> None:
-        self._state.marker = None
+        self._state.identity.marker = None
         failures = await identify(self._state)
         failed = {tier.name for tier, _ in failures}
         for tier in self._state.tiers:

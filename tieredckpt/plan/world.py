@@ -16,7 +16,8 @@ from tieredckpt.engine.keeping.policies import is_due, leaving, leaving_for, wai
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
-from tieredckpt.engine.state.state import State, blend
+from tieredckpt.engine.state.observation import Observation, blend
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -73,12 +74,11 @@ class World(State):
             pool=ThreadPoolExecutor(1),
             scratch=scratch,
             read_only=False,
-            observed=Observed(started_at=clock()),
+            observation=Observation(clock),
         )
         self.scenario = scenario
         self.asked = 0
         """How often a promotion policy was asked about a step."""
-        self._clock = clock
         self._tell = tell
         self._seen: dict[StepId, _Seen] = {}
         """Every step that some tier holds, by age."""
@@ -89,17 +89,13 @@ class World(State):
 
     # -- what policies see --------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """By the clock of this world."""
-        return self._clock()
-
     def records(self) -> dict[StepId, StepRecord]:
         """As of the engine's state."""
         return {step: seen.record for step, seen in self._seen.items()}
 
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
         """As of the engine's state, at the time of this world; what did not change since the last one is kept."""
-        now = self.now()
+        now = self.observation.now()
         which = (now, self._version, at_rest)
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
@@ -183,9 +179,9 @@ class World(State):
 
     def saved(self, step: int, tier: WorldTier, stall: float) -> StepId:
         """Commit a save that took ``stall`` seconds from the training."""
-        now = self.now()
-        identity = StepId(self.last_serial + 1, step)
-        self.last_serial = identity.serial
+        now = self.observation.now()
+        identity = StepId(self.branch.last_serial + 1, step)
+        self.branch.last_serial = identity.serial
         continued = self.branch.decide(step, self.branch.origin, overwrite=True)
         self.branch.begin(identity, continued)
         record = StepRecord(
@@ -203,7 +199,7 @@ class World(State):
         )
         self.branch.committed(record)
         self._hold(identity, record, tier)
-        self.observe_save(step, now, stall)
+        self.observation.observe_save(step, now, stall)
         self._happened("saved", identity, tier)
         self.apply_retention(tier)
         return identity
@@ -285,7 +281,7 @@ class World(State):
         self._hold(step, record, tier)  # which makes new views
         if bandwidth is not None:
             tier.seen_bandwidth = blend(tier.seen_bandwidth, bandwidth)
-        self.observe_promotion(record, tier)
+        self.observation.observe_promotion(record, tier)
         self._happened("promoted", step, tier)
         self.apply_retention(tier)
 
@@ -302,11 +298,11 @@ class World(State):
 
     def fail(self, kind: Kind) -> None:
         """End the trainer, and lose what lies on tiers that do not survive such a failure."""
-        before, ended = self.history, self.observed
-        self.history = dataclasses.replace(
+        before, ended = self.observation.history, self.observation.observed
+        self.observation.history = dataclasses.replace(
             before,
             failures=before.failures + 1,
-            trained_seconds=before.trained_seconds + self.now() - ended.started_at,
+            trained_seconds=before.trained_seconds + self.observation.now() - ended.started_at,
             stalled_seconds=before.stalled_seconds + ended.stalled_seconds,
         )
         for tier in self.rungs:
@@ -315,7 +311,7 @@ class World(State):
             if tier.survives < KINDS[kind]:
                 whole = self.scenario.copied_after(tier.rung) if kind == "node" else None
                 for step, held in tuple(tier.held.items()):
-                    if whole is None or self.now() - held.record.saved_at < whole:
+                    if whole is None or self.observation.now() - held.record.saved_at < whole:
                         del tier.held[step]
                 tier.unseen.clear()
         self._look_again()
@@ -331,10 +327,10 @@ class World(State):
                 tier.held.clear()
         self._look_again()
         newest = max(self._seen, default=None)
-        self.branch = Branch(self._seen[newest].record.line if newest else (), newest)
         known = (step.serial for tier in self.rungs for step in (*tier.held, *tier.unseen))
-        self.last_serial = max(known, default=self.last_serial)
-        self.observed = Observed(started_at=self.now())
+        last_serial = max(known, default=self.branch.last_serial)
+        self.branch = Branch(self._seen[newest].record.line if newest else (), newest, last_serial=last_serial)
+        self.observation.observed = Observed(started_at=self.observation.now())
         self._look_again()
         return newest
 
@@ -355,4 +351,4 @@ class World(State):
         self._look_again()
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:
-        self._tell(Action(self.now(), what, step.step, tier.name))
+        self._tell(Action(self.observation.now(), what, step.step, tier.name))

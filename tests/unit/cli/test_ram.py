@@ -47,7 +47,7 @@ def killed(disk: Path, *steps: int, **ram: Any) -> str:
     for step in steps:
         store.save(step, {"w": np.full(100, step)})
     store.promote(steps[0], "disk")
-    marker = store.store.engine.state.marker
+    marker = store.store.engine.state.identity.marker
     store.store.close_blocking(clean=False)
     assert marker is not None
     return marker.store

@@ -178,14 +178,14 @@ class Link:
         """Hear an agent until it has gone."""
         state, ram = self._state, self._state.tiers[0].ram
         try:
-            if state.marker is None or ram is None:
+            if state.identity.marker is None or ram is None:
                 return
             wire.send(
                 said.Hello(
                     VERSION,
                     settings_of(state.config),
-                    state.marker.store,
-                    state.made_up,
+                    state.identity.marker.store,
+                    state.identity.made_up,
                     ram.slab_key,
                     ram.slab.capacity,
                 )
@@ -222,8 +222,8 @@ class Link:
                 if isinstance(event, StepPromoted) and event.lag:
                     step = StepId(event.serial, event.step)
                     if step in (held := state.tier(event.tier).held):
-                        state.observe_promotion(held[step].record, state.tier(event.tier))
-                        state.promotions_ended += 1
+                        state.observation.observe_promotion(held[step].record, state.tier(event.tier))
+                        state.observation.promotions_ended += 1
                 state.events.emit(event)
                 state.changed.beat()
             case said.Ready():
@@ -255,9 +255,9 @@ class Link:
             state.tier(news.tier)
         except NotFound as error:
             raise Corrupt(str(error)) from error
-        if state.made_up and news.marker is not None and news.marker != state.marker:
+        if state.identity.made_up and news.marker is not None and news.marker != state.identity.marker:
             # A tier that was silent at start had an identity, for which one was made up here.
-            state.marker, state.made_up = news.marker, False
+            state.identity.marker, state.identity.made_up = news.marker, False
             self._behind(mark_ram(state))
         tier = adopt_tier(state, news)
         if tier.blobs is None and news.known:

@@ -74,8 +74,8 @@ class RamNews:
         """What changed since the last call; None for nothing."""
         state = self._state
         anew, held, gone = self._steps.changes()
-        signals, used = tuple(sorted(state.signals)), state.tiers[0].used
-        news = InRam(anew, held, gone, state.branch.line, state.last_serial, signals, used)
+        signals, used = tuple(sorted(state.observation.signals)), state.tiers[0].used
+        news = InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
         rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
         if not (anew or held or gone) and rest == self._last:
             return None
@@ -100,7 +100,7 @@ class TierNews:
             tier=tier.name,
             anew=anew,
             known=tier.marker is not None,
-            marker=self._state.marker,
+            marker=self._state.identity.marker,
             held=held,
             gone=gone,
             damaged=tuple((step, str(error)) for step, error in tier.damaged.items()),
@@ -132,8 +132,8 @@ def _adopt_steps(tier: Tier, news: InRam | OnTier) -> None:
 def adopt_ram(state: State, news: InRam) -> None:
     """At the agent: know of RAM, the branch and the signals what the trainer knows."""
     _adopt_steps(state.tiers[0], news)
-    state.branch.line, state.last_serial = news.line, news.last_serial
-    state.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
+    state.branch.line, state.branch.last_serial = news.line, news.last_serial
+    state.observation.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
     state.changed.beat()
 
 
@@ -149,7 +149,7 @@ def adopt_tier(state: State, news: OnTier) -> Tier:
     tier.used_elsewhere, tier.bandwidth_elsewhere, tier.promotions = news.used, news.bandwidth, news.promotions
     tier.note = news.note
     tier.error = None if news.failure is None else news.failure.error()
-    tier.marker = state.marker if news.known else None
+    tier.marker = state.identity.marker if news.known else None
     state.changed.beat()
     return tier
 

@@ -82,7 +82,7 @@ class Collector:
         if enough():
             return True
         for step in tuple(tier.parts):
-            if step not in self._state.undecided:
+            if step not in self._state.membership.undecided:
                 await self.evictor.let_part_go(step, tier)
         going = leaving(self._state, tier)
         if tier.ram is not None:
@@ -112,7 +112,7 @@ class Collector:
         used = await self._packs_by_step(tier)
         going = {key for step in steps for key in used.get(step, ())}
         live = {key for step, packs in used.items() if step not in steps for key in packs}
-        live |= tier.damaged.own_packs().keys() | self._state.packs_streamed_to(tier)
+        live |= tier.damaged.own_packs().keys() | self._state.membership.packs_streamed_to(tier)
         return sum(tier.packs.get(key, 0) for key in going - live)
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
@@ -146,7 +146,7 @@ class Collector:
             # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
             own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(_PATIENCE)
             live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(_PATIENCE)
-            live |= self._state.packs_streamed_to(tier)
+            live |= self._state.membership.packs_streamed_to(tier)
             kept = tier.orphans | own | tier.damaged.own_packs()
             oldest_kept = time.time() - self._state.config.grace
             dead = [

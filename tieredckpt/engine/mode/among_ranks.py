@@ -14,6 +14,7 @@ from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
+from tieredckpt.engine.state.membership import Membership
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -35,7 +36,7 @@ class AmongRanks(Alone):
         open_tiers: Callable[..., Awaitable[None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
-        state.rank, state.ranks, state.neighbours = team.rank, team.size, tuple(team.neighbours)
+        state.membership = Membership(team.rank, team.size, tuple(team.neighbours))
         self.ranked = Ranked(state, collector, team, open_tiers, partial(look_up, state), promote_at_once)
         self.tell_stuck = self.ranked.tell_stuck
         super().__init__(state, collector)

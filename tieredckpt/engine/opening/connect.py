@@ -70,7 +70,7 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     async def connect() -> BlobStore:
         if folder is not None:
             return await asyncio.to_thread(RamStore.attach, folder)
-        if state.marker is None:
+        if state.identity.marker is None:
             raise NotFound(f"tier {first.name!r}: there is no RAM of a store that is not there yet")
         return await (attach_ram(state) if state.read_only else open_ram(state, sharers=sharers))
 
@@ -133,18 +133,22 @@ async def connect(state: State, tier: Tier) -> None:
     """
     await refuse_other_file_system(state, tier)
     marker, damaged = await marker_of(tier)
-    if state.marker is not None and marker is not None and marker.store != state.marker.store:
+    if state.identity.marker is not None and marker is not None and marker.store != state.identity.marker.store:
         writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
-        if writes_ram or state.marker.owns(await store_of_steps(tier)):
-            marker, damaged = state.marker, True
-        elif tier.ram is None and state.made_up and not any(other.held for other in state.tiers if other.ram is None):
+        if writes_ram or state.identity.marker.owns(await store_of_steps(tier)):
+            marker, damaged = state.identity.marker, True
+        elif (
+            tier.ram is None
+            and state.identity.made_up
+            and not any(other.held for other in state.tiers if other.ram is None)
+        ):
             await _adopt(state, marker)
         elif tier.ram is not None:
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
         else:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
-                f"{state.marker.store}); point the tier to a folder of its own"
+                f"{state.identity.marker.store}); point the tier to a folder of its own"
             )
     writes = not state.read_only and state.manages(tier)
     if writes and tier.ram is None and tier.lease is None:
@@ -153,17 +157,17 @@ async def connect(state: State, tier: Tier) -> None:
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
-    if (marker is None or damaged) and state.marker is not None and writes:
-        await tier.mark(state.marker)
+    if (marker is None or damaged) and state.identity.marker is not None and writes:
+        await tier.mark(state.identity.marker)
     async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
-        known = marker or state.marker
+        known = marker or state.identity.marker
         await survey(tier, known.store if known is not None else None)
-        if state.ranks > 1 and tier.ram is not None:
+        if state.membership.size > 1 and tier.ram is not None:
             tier.set_apart()
         tier.marker = known
     if tier.ram is not None:
         await note_owner(state)
-        if writes and tier.ram.notice and state.ranks == 1:  # of several, rank 0 says it for all
+        if writes and tier.ram.notice and state.membership.size == 1:  # of several, rank 0 says it for all
             _log.warning("%s", tier.ram.notice)
 
 
@@ -184,7 +188,7 @@ async def _reopen(state: State, tier: Tier) -> bool:
         found = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
     except (NotFound, Corrupt, TierUnavailable):
         found = None
-    if found is None or state.marker is None or found.store != state.marker.store:
+    if found is None or state.identity.marker is None or found.store != state.identity.marker.store:
         await blobs.close()
         return False
     old, tier.blobs = tier.blobs, blobs
@@ -197,7 +201,7 @@ async def _reopen(state: State, tier: Tier) -> bool:
 
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
-    state.marker, state.made_up = marker, False
+    state.identity.marker, state.identity.made_up = marker, False
     for tier in state.tiers:
         if tier.ram is None and tier.marker is not None and tier.marker != marker:
             tier.marker = marker
@@ -221,13 +225,13 @@ async def identify(
     failures: list[tuple[Tier, TieredCkptError]] = []
     if not state.read_only:
         _tell_doubts(state)
-    places = state.places = await places_of(state.config)
+    places = state.identity.places = await places_of(state.config)
     if found is None:
         found = await find(state.config, places.values())
     if folder is not None:
         found = [each for each in found if each.folder == str(folder)]
     slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
-    state.noted = _noted_elsewhere(found)
+    state.identity.noted = _noted_elsewhere(found)
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:
@@ -247,12 +251,14 @@ async def identify(
         ],
         found,
     )
-    state.marker, state.made_up = choice.marker, choice.provisional
-    if state.role is Role.AGENT and state.marker is None:  # whose trainer knows better
-        state.marker = next((each.marker for each in found), None)
-    elif state.marker is None and not state.read_only:
-        state.marker, state.made_up = StoreMarker(store=str(uuid.uuid4())), True
-    state.noted = _noted_elsewhere([each for each in found if state.marker and each.store == state.marker.store])
+    state.identity.marker, state.identity.made_up = choice.marker, choice.provisional
+    if state.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
+        state.identity.marker = next((each.marker for each in found), None)
+    elif state.identity.marker is None and not state.read_only:
+        state.identity.marker, state.identity.made_up = StoreMarker(store=str(uuid.uuid4())), True
+    state.identity.noted = _noted_elsewhere(
+        [each for each in found if state.identity.marker and each.store == state.identity.marker.store]
+    )
 
     async def join(tier: Tier) -> None:
         try:
@@ -295,7 +301,7 @@ def _tell_doubts(state: State) -> None:
     for doubt in doubtful(state.config):
         _log.warning("configuration: %s", explain([doubt]))
     first = state.config.tiers[0]
-    if state.ranks == 1 and isinstance(first, RamTier) and first.replicas > 1:
+    if state.membership.size == 1 and isinstance(first, RamTier) and first.replicas > 1:
         _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
 
 
@@ -321,7 +327,7 @@ def _common_place(state: State, group: Sequence[FoundRam]) -> str:
     """A location that both this store and RAM of another have."""
     owner = group[0].owner
     noted = [place.location for place in owner.places] if owner is not None else []
-    ours = {place.location for place in state.places.values()}
+    ours = {place.location for place in state.identity.places.values()}
     return next((where for where in noted if where in ours), noted[0] if noted else "")
 
 

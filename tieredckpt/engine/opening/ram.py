@@ -53,8 +53,8 @@ def ram_folder(state: State) -> Path:
         return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
     config = state.tiers[0].config
     assert isinstance(config, RamTier)
-    assert state.marker is not None
-    return ram_root(config.path) / state.marker.store
+    assert state.identity.marker is not None
+    return ram_root(config.path) / state.identity.marker.store
 
 
 async def find(config: StoreConfig, places: Collection[Place]) -> list[FoundRam]:
@@ -102,9 +102,9 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
     """
     tier = state.tiers[0].config
     assert isinstance(tier, RamTier)
-    assert state.marker is not None
-    top = ram_root(tier.path) / state.marker.store
-    places = tuple(state.places.values())
+    assert state.identity.marker is not None
+    top = ram_root(tier.path) / state.identity.marker.store
+    places = tuple(state.identity.places.values())
     mine = await _of_this_store(state)
     for each in mine:
         if other := is_copy(each, places):
@@ -112,10 +112,10 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
                 f"{_shown(places)} is a copy of the store at {other}, whose steps are in RAM at {each.folder}: two "
                 f"stores cannot go on under one identity; say `tieredckpt fork` with either folder to give it its own"
             )
-    folder = top if state.ranks == 1 else top / f"{RANK_FOLDER}{state.rank}"
+    folder = top if state.membership.size == 1 else top / f"{RANK_FOLDER}{state.membership.rank}"
     await in_thread(_move_in, state, top, mine)
     there = await in_thread(store_in, folder)
-    if there is not None and there.store != state.marker.store:
+    if there is not None and there.store != state.identity.marker.store:
         raise Conflict(f"the RAM at {folder} is of another store, {there.store}; open that one, and it is moved")
     capacity = tier.capacity if isinstance(tier.capacity, int) else None
     store = await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
@@ -128,7 +128,7 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
 
 async def attach_ram(state: State) -> RamStore:
     """Open the RAM tier to read it beside its writer. Raises `NotFound` where there is none of this store's."""
-    places = tuple(state.places.values())
+    places = tuple(state.identity.places.values())
     found = [each for each in await _of_this_store(state) if each.rank is None]
     for each in found:
         if other := is_copy(each, places):
@@ -140,24 +140,32 @@ async def attach_ram(state: State) -> RamStore:
 
 async def is_of_a_copy(state: State) -> bool:
     """Whether the RAM of this store's identity is of another folder, of which a tier of this store is a copy."""
-    return any(is_copy(each, state.places.values()) for each in await _of_this_store(state))
+    return any(is_copy(each, state.identity.places.values()) for each in await _of_this_store(state))
 
 
 async def _of_this_store(state: State) -> list[FoundRam]:
     """What is on this machine of the store's RAM, those of other ranks included, `judged`."""
-    assert state.marker is not None
+    assert state.identity.marker is not None
     tier = state.tiers[0].config
     assert isinstance(tier, RamTier)
     found = await in_thread(find_ram, ram_root(tier.path))
-    return [await _judged(state.config, each) for each in found if each.store == state.marker.store and not each.lost]
+    return [
+        await _judged(state.config, each)
+        for each in found
+        if each.store == state.identity.marker.store and not each.lost
+    ]
 
 
 def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
     """Move what lies elsewhere than in the store's folder: of several ranks, each its own, the first all others'."""
-    neighbours = {f"{RANK_FOLDER}{rank}" for rank in state.neighbours}
+    neighbours = {f"{RANK_FOLDER}{rank}" for rank in state.membership.neighbours}
     left_over = unfinished_moves(top.parent).get(top.name)
     for old in [*([left_over] if left_over else []), *(Path(each.folder) for each in found)]:
-        is_mine = old.name == f"{RANK_FOLDER}{state.rank}" if old.name in neighbours else state.is_first_of_node
+        is_mine = (
+            old.name == f"{RANK_FOLDER}{state.membership.rank}"
+            if old.name in neighbours
+            else state.membership.is_first_of_node
+        )
         new = top / old.name if old.name.startswith(RANK_FOLDER) else top
         if not is_mine or old == new or not old.is_dir():
             continue
@@ -186,11 +194,13 @@ def _shown(places: Collection[Place]) -> str:
 async def mark_ram(state: State) -> None:
     """Mark RAM with the identity that the store turned out to have. A failure is met again at the next use."""
     ram = state.tiers[0]
-    if ram.ram is not None and ram.ram.slab.writable and state.marker is not None:
+    if ram.ram is not None and ram.ram.slab.writable and state.identity.marker is not None:
         before = ram.marker
-        ram.marker = state.marker
-        if before is not None and not state.marker.owns(before.store):  # by which its folder is called
-            ram.marker = msgspec.structs.replace(state.marker, forked_from=(before.store, *state.marker.ancestors))
+        ram.marker = state.identity.marker
+        if before is not None and not state.identity.marker.owns(before.store):  # by which its folder is called
+            ram.marker = msgspec.structs.replace(
+                state.identity.marker, forked_from=(before.store, *state.identity.marker.ancestors)
+            )
         with suppress(TieredCkptError):
             await ram.mark(ram.marker)
 
@@ -209,11 +219,11 @@ async def note_owner(state: State) -> None:
     places = [await _noted(state, tier, known) for tier in state.tiers[1:]]
     owner = Owner(
         label=state.config.name,
-        ranks=state.ranks,
+        ranks=state.membership.size,
         places=tuple(place for place in places if place is not None),
         used_at=time.time(),
     )
-    state.noted = {place.location: place for place in owner.places}
+    state.identity.noted = {place.location: place for place in owner.places}
     try:
         await in_thread(write_owner, folder, owner)
     except OSError as error:
@@ -222,7 +232,7 @@ async def note_owner(state: State) -> None:
 
 async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | None:
     """A tier's place; as it was noted before where the tier does not answer now."""
-    place = state.places.get(tier.name) if tier.marker is None else await place_of(tier.config)
+    place = state.identity.places.get(tier.name) if tier.marker is None else await place_of(tier.config)
     if place is None:
         return None
     noted = known.get(place.location)
@@ -250,10 +260,10 @@ async def refuse_other_file_system(state: State, tier: Tier) -> None:
 
     It is to be mounted, or was replaced; what is written there meanwhile would fill the disk below, and be hidden.
     """
-    if not state.noted or tier.config.kind == "ram":
+    if not state.identity.noted or tier.config.kind == "ram":
         return
     now = await place_of(tier.config)
-    noted = None if now is None else state.noted.get(now.location)
+    noted = None if now is None else state.identity.noted.get(now.location)
     if now is None or noted is None or now.inode is not None or not noted.seen or is_removed(noted, now):
         return
     raise TierUnavailable(

@@ -30,9 +30,9 @@ async def reached(
     tier = state.tier(name)
     while step not in tier.held:
         promoter = promoters.get(name)
-        if step in state.failed:
-            raise _again(state.failed[step], "")
-        if step in state.undecided:
+        if step in state.membership.failed:
+            raise _again(state.membership.failed[step], "")
+        if step in state.membership.undecided:
             await (state.changed.wait() if news is None else news(tier))
             continue
         if step in tier.stuck:
@@ -61,12 +61,12 @@ async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
         TieredCkptError: a tier that still lacks a step failed; the others have theirs.
     """
     while True:
-        before = state.promotions_ended
+        before = state.observation.promotions_ended
         for promoter in promoters.values():
             await promoter.rest()
         if any(tier.promotions for tier in state.tiers):
             await state.changed.wait()
-        elif state.promotions_ended == before:  # else a step may be due now that no other is on its way
+        elif state.observation.promotions_ended == before:  # else a step may be due now that no other is on its way
             break
     for promoter in promoters.values():
         if promoter.tier.error is not None and (due := promoter.next_due(at_rest=True)) is not None:

@@ -29,7 +29,7 @@ _log = logging.getLogger("tieredckpt")
 
 def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
     """The RAM folders of this store on this machine but those of some ranks; blocking."""
-    if state.tiers[0].config.kind != "ram" or state.marker is None:
+    if state.tiers[0].config.kind != "ram" or state.identity.marker is None:
         return []
     top = ram_folder(state)
     skipped = {f"{RANK_FOLDER}{rank}" for rank in but}
@@ -48,7 +48,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
         unless_used.push_async_callback(tier.disconnect)
         try:
             marker = await tier.open()
-            if marker is not None and state.marker is not None and marker.store == state.marker.store:
+            if marker is not None and state.identity.marker is not None and marker.store == state.identity.marker.store:
                 await survey(tier)
             if tier.held:
                 unless_used.pop_all()

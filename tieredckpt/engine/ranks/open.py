@@ -105,7 +105,7 @@ class Opening:
         await self._let_leftovers_go(
             {*(record.id for record in opened.whole), *(StepId(*kept) for kept in opened.kept)}
         )
-        state.last_serial = opened.last_serial
+        state.branch.last_serial = opened.last_serial
         state.branch.adopt(opened.line, max(state.records(), default=None))
 
     async def close(self) -> None:
@@ -118,8 +118,8 @@ class Opening:
     async def _tell_ram(self) -> bytes:
         """What RAM there is on this machine, before any is opened; one rank of the machine tells."""
         state = self._state
-        state.places = await places_of(state.config)
-        found = await find(state.config, state.places.values()) if state.is_first_of_node else []
+        state.identity.places = await places_of(state.config)
+        found = await find(state.config, state.identity.places.values()) if state.membership.is_first_of_node else []
         return encode(found)
 
     async def _open_all(self, said: dict[int, bytes]) -> bytes:
@@ -129,9 +129,9 @@ class Opening:
         for data in said.values():
             found += decode(data, list[FoundRam])
         await self._open_tiers(found)
-        assert state.marker is not None
+        assert state.identity.marker is not None
         shared = [tier for tier in state.tiers if tier.config.kind != "ram"]
-        return encode(_Found(state.marker, tuple(catalog_of(tier) for tier in shared)))
+        return encode(_Found(state.identity.marker, tuple(catalog_of(tier) for tier in shared)))
 
     async def _follow(self, found: _Found) -> bytes:
         """Open what the leader has found, and tell of this rank's RAM."""
@@ -141,10 +141,10 @@ class Opening:
 
     async def _open_as_follower(self, found: _Found) -> None:
         state = self._state
-        state.marker = found.marker
+        state.identity.marker = found.marker
         for catalog in found.catalogs:
             tier = state.tier(catalog.tier)
-            adopt_catalog(tier, catalog, state.marker)
+            adopt_catalog(tier, catalog, state.identity.marker)
             await self._see(tier)
         first = state.tiers[0]
         if first.config.kind == "ram":
@@ -230,7 +230,7 @@ class Opening:
             state.tiers[0].agree(record)
         state.adopt_line()
         held = {tuple(step) for tier in state.tiers for step in tier.held}
-        last = max([state.last_serial, *(serial for serial, _ in parts)])
+        last = max([state.branch.last_serial, *(serial for serial, _ in parts)])
         kept = tuple(step for step in parts if step in held)
         return encode(Opened(tuple(whole), kept, last, state.branch.line))
 

@@ -140,7 +140,7 @@ class Ranked:
             reason = f"step {step} was not saved: {missed}"
             self._count_as_saved(step, origin)
             state.events.emit(SaveSkipped(step, reason))
-            return Saved(StepId(state.last_serial, step), None, 0, 0, 0.0, reason)
+            return Saved(StepId(state.branch.last_serial, step), None, 0, 0, 0.0, reason)
         nodes, size = self.team.nodes, state.config.chunk_size
         try:
             own = await in_thread(partial(split, flat, replicated, rank=self.team.rank, nodes=nodes, chunk_size=size))
@@ -149,7 +149,7 @@ class Ranked:
                 self._count_as_saved(step, origin)
                 self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
-            streamed = state.streamed.get(saved.step)
+            streamed = state.membership.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await state.tiers[0].load_index(saved.step)
         except BaseException as error:
             if saved is not None:
@@ -163,7 +163,8 @@ class Ranked:
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
         """Let the schedule see what it sees on ranks that have saved it, or the next is not saved together."""
         self._state.branch.count_from(origin)
-        self._state.observed = replace(self._state.observed, last_save_step=step, last_save_at=self._state.now())
+        seen = self._state.observation
+        seen.observed = replace(seen.observed, last_save_step=step, last_save_at=seen.now())
 
     def _tell_plan(self, step: int) -> None:
         if self._loop is not None:  # asked from the trainer's thread
@@ -185,8 +186,8 @@ class Ranked:
         if self.team.deserted:
             raise RanksUnavailable(f"rank {LEADER} is silent, so nothing more gets to shared tiers", [LEADER])
         begin = time.monotonic()
-        while state.undecided:
-            await self.heard_more(min(state.undecided), state.tiers[-1], begin)
+        while state.membership.undecided:
+            await self.heard_more(min(state.membership.undecided), state.tiers[-1], begin)
         begin = time.monotonic()
         while not self.team.leads and (due := self._due()) is not None:
             step, tier = due
@@ -207,11 +208,9 @@ class Ranked:
         if self.team.leads:
             await state.changed.wait()
             return
-        record = state.records().get(step)
-        if record is not None:
-            nbytes = record.nbytes
-        else:
-            nbytes = state.streamed[step].index.record.nbytes * self.team.size if step in state.streamed else 0
+        record, spilled = state.records().get(step), state.membership.streamed.get(step)
+        nbytes = spilled.index.record.nbytes * self.team.size if spilled is not None else 0
+        nbytes = record.nbytes if record is not None else nbytes
         patience = self.team.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:
@@ -282,7 +281,7 @@ class Ranked:
         elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
             self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
         elif isinstance(event, TierRecovered) and state.tier(event.tier).config.kind != "ram":
-            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.marker))
+            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
 
     def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
         """Let the other ranks know that a step cannot come to a tier for now."""
@@ -339,7 +338,7 @@ class Ranked:
         tier = self._state.tier(promoted.tier)
         tier.drop(step)  # with what is remembered of its index, if it was committed anew
         tier.held[step] = Held(record, promoted.held.btree_key)
-        if step in self._state.undecided:  # it did not fit into RAM
+        if step in self._state.membership.undecided:  # it did not fit into RAM
             self._state.branch.committed(record)
         tier.used_elsewhere = promoted.used
         tier.dismissed.discard(step)
@@ -371,11 +370,11 @@ class Ranked:
             self._state.events.emit(TierFailed(tier.name, tier.error, news.retry_in))
             return
         tier.error = None
-        if news.marker is not None and news.marker != self._state.marker:
-            self._state.marker = news.marker
+        if news.marker is not None and news.marker != self._state.identity.marker:
+            self._state.identity.marker = news.marker
             self.team.start(mark_ram(self._state), "mark of RAM")
-        if news.catalog is not None and self._state.marker is not None:
-            adopt_catalog(tier, news.catalog, self._state.marker)
+        if news.catalog is not None and self._state.identity.marker is not None:
+            adopt_catalog(tier, news.catalog, self._state.identity.marker)
         self._state.events.emit(TierRecovered(tier.name))
 
     async def _let_former_steps_go(self) -> None:

@@ -93,7 +93,7 @@ class Reports:
         match said:
             case Signalled():
                 _log.info("rank %d: signal %r is %s", rank, said.name, "raised" if said.on else "withdrawn")
-                self._state.signal(said.name, on=said.on)
+                self._state.observation.signal(said.name, on=said.on)
                 self._state.changed.beat()
             case Damaged():
                 self._team.start(self._mend(rank, said), f"mending of what rank {rank} found")

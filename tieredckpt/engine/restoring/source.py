@@ -142,7 +142,7 @@ class StepSource:
         for tier in [only] if only is not None else state.holders(step):
             if step in tier.leaving:  # nobody asks for pins any more
                 continue
-            if only is None and state.ranks > 1 and tier.config.kind == "ram":  # which has a part of it
+            if only is None and state.membership.size > 1 and tier.config.kind == "ram":  # which has a part of it
                 continue
             async with AsyncExitStack() as stack:
                 try:
@@ -199,7 +199,7 @@ class StepSource:
         array = index.arrays.get(key)
         if array is not None and ordinal < len(array.chunks) and array.chunks[ordinal].digest == digest:
             return array.chunks[ordinal].where
-        return None if self.state.ranks == 1 else self._extents_on(tier, index).get(digest)
+        return None if self.state.membership.size == 1 else self._extents_on(tier, index).get(digest)
 
     def _extents_on(self, tier: Tier, index: StepIndex) -> dict[bytes, Extent]:
         if tier.name not in self._digests:

@@ -39,10 +39,10 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
 def _whole_on(state: State, step: StepId) -> Tier:
     """The nearest tier with all of a step in one place; the RAM of several ranks is not one."""
     for tier in state.holders(step):
-        if state.ranks == 1 or tier.config.kind != "ram":
+        if state.membership.size == 1 or tier.config.kind != "ram":
             return tier
     raise NotFound(
-        f"{step} is in the RAM of {state.ranks} ranks alone; promote it, and stock TensorStore opens it there"
+        f"{step} is in the RAM of {state.membership.size} ranks alone; promote it, and stock TensorStore opens it there"
     )
 
 

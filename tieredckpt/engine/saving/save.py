@@ -30,7 +30,8 @@ from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream
 from tieredckpt.engine.state.branch import Continued, Origin
-from tieredckpt.engine.state.state import State, Streamed
+from tieredckpt.engine.state.membership import Streamed
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.tier import Tier
@@ -102,12 +103,12 @@ class Writer:
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         begin = time.monotonic()
-        if flat.in_pieces and self._state.ranks == 1:
+        if flat.in_pieces and self._state.membership.size == 1:
             await self._in_pool(check_whole, flat.structure, flat.arrays)
         async with self._guards_saves:
             state = self._state
             continued = self._decide(step, origin, overwrite=overwrite)
-            identity = StepId(state.last_serial + 1, step)
+            identity = StepId(state.branch.last_serial + 1, step)
             state.branch.begin(identity, continued)
             refusals: dict[str, TieredCkptError] = {}
             tier = None
@@ -134,7 +135,7 @@ class Writer:
             state.branch.count_from(origin)
             self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
             seconds = time.monotonic() - begin
-            self._state.observe_save(step, record.saved_at, seconds if stall is None else stall)
+            self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
         state.changed.beat()
         return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
@@ -154,14 +155,14 @@ class Writer:
                 record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
-                    self._state.last_serial = identity.serial
-                    if tier.ram is None and self._state.ranks > 1:
+                    self._state.branch.last_serial = identity.serial
+                    if tier.ram is None and self._state.membership.size > 1:
                         await self._keep_streamed(tier, StepIndex(record, arrays))
                     elif tier.ram is None and self._state.agents_tiers is not None:
                         await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
                     else:
                         await commit_file.commit(tier, record, stored)
-                    if self._state.ranks == 1:
+                    if self._state.membership.size == 1:
                         self._state.branch.committed(record)  # before anything may leave for or against it
             except BaseException:
                 if tier.slab_index is not None:
@@ -172,7 +173,7 @@ class Writer:
     async def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
         """Hold this rank's part, which rank 0 commits with those of the others."""
         packs = await self._in_pool(packs_of, index.arrays)
-        self._state.streamed[index.record.id] = Streamed(tier, index, packs)
+        self._state.membership.streamed[index.record.id] = Streamed(tier, index, packs)
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
@@ -181,7 +182,7 @@ class Writer:
         """What a save continues. Raises `Conflict` for a number that this branch has."""
         state = self._state
         continued = state.branch.decide(step, origin, overwrite=overwrite)
-        known = (*state.records(), *state.undecided)
+        known = (*state.records(), *state.membership.undecided)
         same = [found for found in known if found.step == step and found.serial in continued]
         if same and not overwrite:
             raise Conflict(
@@ -194,7 +195,7 @@ class Writer:
                 f"step {step} continues step {newest}, the newest of the branch, though step {back} was restored last; "
                 f"to continue that one, restore it with resume=True, and with resume=False to look at it"
             )
-            if state.rank == 0:
+            if state.membership.rank == 0:
                 _log.warning("%s", advice)
             state.events.emit(OriginIgnored(step, back, newest, advice))
         return continued
@@ -217,16 +218,16 @@ class Writer:
     ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
         """The record of a step, its arrays as this rank has them, and as they are stored."""
         arrays = snapshot.index(located)
-        stored = join(flat.structure, arrays) if flat.in_pieces and self._state.ranks == 1 else arrays
+        stored = join(flat.structure, arrays) if flat.in_pieces and self._state.membership.size == 1 else arrays
         return self._record(identity, flat, snapshot, metrics), arrays, stored
 
     def _record(self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float]) -> StepRecord:
         state = self._state
-        if state.marker is None:
+        if state.identity.marker is None:
             raise TierUnavailable("no tier could be opened yet, so the store has no identity")
         continued = state.branch.continued_by(identity)
         return StepRecord(
-            store=state.marker.store,
+            store=state.identity.marker.store,
             step=identity.step,
             serial=identity.serial,
             line=continued.line_with(identity.serial),
@@ -238,14 +239,15 @@ class Writer:
                 **_versions(),
                 "host": socket.gethostname(),
                 "process": str(os.getpid()),
-                **state.history.provenance(
-                    max(0.0, time.time() - state.observed.started_at), state.observed.stalled_seconds
+                **state.observation.history.provenance(
+                    max(0.0, time.time() - state.observation.observed.started_at),
+                    state.observation.observed.stalled_seconds,
                 ),
             },
             policy=state.config.recorded_policies,
             structure=flat.structure,
-            rank=state.rank if state.ranks > 1 else None,
-            ranks=state.ranks,
+            rank=state.membership.rank if state.membership.size > 1 else None,
+            ranks=state.membership.size,
         )
 
     def _learn(self, now: dict[str, list[bytes]]) -> None:

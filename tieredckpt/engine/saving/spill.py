@@ -96,7 +96,7 @@ async def stream(
         if state.agents_tiers is not None:
             with attributed(tier):
                 await state.agents_tiers.borrow(tier, until_committed)
-        elif state.ranks == 1:
+        elif state.membership.size == 1:
             await until_committed.enter_async_context(tier.guards_packs)
         elif not state.manages(tier):
             until_committed.callback(tier.chunks.clear)  # nothing here hears of what becomes of their packs

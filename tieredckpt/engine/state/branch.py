@@ -69,6 +69,8 @@ class Branch:
     restored_from: int | None = None
     """Serial of the step at which the branch was continued last after a restore."""
     origin: Origin | None = None
+    last_serial: int = 0
+    """The highest that any save of the store has taken, as far as this process knows."""
     _pending: dict[StepId, Continued] = field(default_factory=dict)
     """Saves that are not committed yet, in the order of their turns."""
     _counted: Origin | None = None

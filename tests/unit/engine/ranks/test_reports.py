@@ -90,7 +90,7 @@ async def test_a_signal_that_another_rank_raises_is_seen_by_the_policies_of_rank
         ranks[2].signal("preempt", on=False)
         state = ranks[0].engine.state
         async with asyncio.timeout(SOON):
-            await ranks[0].engine_loop.call(state.changed.until(lambda: not state.signals))
+            await ranks[0].engine_loop.call(state.changed.until(lambda: not state.observation.signals))
 
 
 async def test_a_rank_that_alone_is_warned_ends_with_the_newest_step_durable(

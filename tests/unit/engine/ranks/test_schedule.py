@@ -50,7 +50,7 @@ async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_a
     saved: list[list[int]] = [[] for _ in behind]
     async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule) as ranks:
         state = ranks[0].engine.state  # what it orders before it knows how fast steps come is for the very next one
-        state.observed = dataclasses.replace(state.observed, started_at=time.time())
+        state.observation.observed = dataclasses.replace(state.observation.observed, started_at=time.time())
         for turn in range(last + max(behind)):
             await asyncio.sleep(0.01)
             for rank, lag in enumerate(behind):

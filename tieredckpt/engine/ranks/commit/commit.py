@@ -140,7 +140,7 @@ class Commits:
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
             await commit_file.commit(tier, index.record, index.arrays, only_anew=was_there)
-            if step in self._state.undecided:  # it did not fit into RAM
+            if step in self._state.membership.undecided:  # it did not fit into RAM
                 self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
             self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
@@ -284,7 +284,7 @@ class Commits:
 
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
         """The packs of a part that was streamed to the tier when it was saved, which the leader does not know."""
-        streamed = self._state.streamed.get(step)
+        streamed = self._state.membership.streamed.get(step)
         if streamed is None or streamed.tier is not tier:
             return {}
         with suppress(TieredCkptError):  # a pack that is gone is missed by the leader, who says so
@@ -293,7 +293,7 @@ class Commits:
 
     async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes) -> bytes:
         """Write some chunks of a part as packs; the part, encoded."""
-        streamed = self._state.streamed.get(step)
+        streamed = self._state.membership.streamed.get(step)
         if streamed is not None and streamed.tier is tier:
             return await in_thread(encode_own, streamed.index, pool=self._state.pool)
         wanted = {digests[start : start + SIZE] for start in range(0, len(digests), SIZE)}

@@ -106,7 +106,7 @@ class Agreement:
         """Tell the leader, behind the training, that this rank has its part: in RAM, or streamed to ``tier``."""
         self._saving.discard(attempt)
         self._announced[attempt] = step
-        self._state.undecided.add(step)
+        self._state.membership.undecided.add(step)
         origin = self._state.branch.continued_by(step).origin
         restored = 0 if origin is None else origin.step.serial
         self._team.start(self._announce(attempt, step, index, tier, restored), f"agreement on {step}")
@@ -116,14 +116,14 @@ class Agreement:
             await self._let_go(attempt, reason)
             return
         part = await in_thread(encode_own, index, pool=self._state.pool)
-        save = Save(step.serial, self._state.last_serial, part, tier, gone=self._gone(), origin=restored)
+        save = Save(step.serial, self._state.branch.last_serial, part, tier, gone=self._gone(), origin=restored)
         await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Tell the leader, behind the training, that this rank has nothing."""
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
-        save = Save(0, self._state.last_serial, failure=Failure.of(error), gone=self._gone())
+        save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
         self._team.start(self._say(attempt, StepId(0, step), save), f"agreement on step {step}")
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
@@ -144,7 +144,7 @@ class Agreement:
         """Wait no more; the part stays, should the leader come back and decide."""
         if attempt in self._announced:
             self._team.missed([LEADER])
-            self._state.undecided.discard(step)
+            self._state.membership.undecided.discard(step)
             self._state.branch.failed(step)
             self._fail(step, (LEADER,), reason)
 
@@ -217,7 +217,7 @@ class Agreement:
 
     def _after(self, saves: Mapping[int, Save]) -> int:
         """The serial that all ranks continue from; the leader may have a save less than the others."""
-        known = max(self._state.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
+        known = max(self._state.branch.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
         return known if saves[LEADER].serial else known + 1
 
     # -- what was decided ---------------------------------------------------------------------------------
@@ -226,21 +226,21 @@ class Agreement:
         """Count the step as held; without all parts in RAM, it is once it was committed on a shared tier."""
         step = agreed.record.id
         self._announced.pop(agreed.attempt, None)
-        self._state.failed.pop(step, None)
-        self._state.last_serial = max(self._state.last_serial, step.serial)
+        self._state.membership.failed.pop(step, None)
+        self._state.branch.last_serial = max(self._state.branch.last_serial, step.serial)
         if agreed.in_ram:
-            self._state.undecided.discard(step)
+            self._state.membership.undecided.discard(step)
             self._state.branch.committed(agreed.record)
             self._state.tiers[0].agree(agreed.record)
         else:
-            self._state.undecided.add(step)  # until it is on the tier
+            self._state.membership.undecided.add(step)  # until it is on the tier
         self._state.events.emit(StepAgreed(step.step, step.serial, agreed.record.nbytes))
         await self._forget_older(step, agreed.open)
         self._state.changed.beat()
 
     async def apply_failed(self, failed: Failed) -> None:
         """Let this rank's part go, and continue with the serial that all others continue with."""
-        self._state.last_serial = max(self._state.last_serial, failed.last_serial)
+        self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
         if failed.attempt in self._announced:
             await self._give_up(failed.attempt, failed.ranks, failed.reason)
         else:
@@ -256,15 +256,15 @@ class Agreement:
 
     async def settle(self, step: StepId, failure: TieredCkptError | None) -> None:
         """A step that did not fit into RAM is on a shared tier now, or will not get there."""
-        if step in self._state.undecided:
+        if step in self._state.membership.undecided:
             await self._drop(step, failure)
 
     async def _drop(self, step: StepId, failure: TieredCkptError | None) -> None:
-        self._state.undecided.discard(step)
+        self._state.membership.undecided.discard(step)
         self._state.branch.failed(step)
-        self._state.streamed.pop(step, None)
+        self._state.membership.streamed.pop(step, None)
         if failure is not None:
-            self._state.failed[step] = failure
+            self._state.membership.failed[step] = failure
         await self._evictor.let_part_go(step, self._state.tiers[0])
         self._state.changed.beat()
 
@@ -279,7 +279,7 @@ class Agreement:
     def _fail(self, step: StepId, ranks: Sequence[int], reason: str) -> None:
         _log.error("%s of %d ranks was not committed: %s", step, self._team.size, reason)
         if step.serial:
-            self._state.failed[step] = _not_committed(step, reason)
+            self._state.membership.failed[step] = _not_committed(step, reason)
         self._state.events.emit(CommitFailed(step.step, step.serial, None, tuple(ranks), reason))
         self._state.changed.beat()
 

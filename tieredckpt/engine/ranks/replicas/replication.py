@@ -198,12 +198,12 @@ class Replicas:
 
         tier = self.kept[ward] = Tier(own.name, own.index, self._config, connect)
         marker = await tier.open()
-        assert self._state.marker is not None
-        if marker != self._state.marker:
-            await tier.mark(self._state.marker)
+        assert self._state.identity.marker is not None
+        if marker != self._state.identity.marker:
+            await tier.mark(self._state.identity.marker)
         await survey(tier)
         tier.set_apart()
-        tier.marker = self._state.marker
+        tier.marker = self._state.identity.marker
 
     @property
     def _own(self) -> Tier:
@@ -253,7 +253,7 @@ class Replicas:
             for rank in (part, *keepers)
             if rank not in has[part]
         ]
-        if not copies and self._state.replicated.get(step) == self.copies:
+        if not copies and self._state.membership.replicated.get(step) == self.copies:
             return None
         self._ordered += 1
         return Replicate(self._ordered, step.step, step.serial, tuple(copies))
@@ -348,7 +348,7 @@ class Replicas:
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
         """What goes to make room: never the step of which all copies are known to be there, or else the newest."""
-        whole_ones = self._state.replicated or {max(tier.parts, default=None)}
+        whole_ones = self._state.membership.replicated or {max(tier.parts, default=None)}
         for step in sorted(tier.parts):
             if enough():
                 return
@@ -363,7 +363,7 @@ class Replicas:
             _log.warning("%s could not be copied to other nodes: %s", step, error)
             self._state.events.emit(ReplicationFailed(news.step, news.serial, news.ranks, error))
             return
-        self._state.replicated = {step: news.copies}
+        self._state.membership.replicated = {step: news.copies}
         for tier in self.kept.values():
             for older in [held for held in tier.parts if held < step]:
                 try:

@@ -110,7 +110,7 @@ async def test_a_rank_that_skips_a_save_does_not_fall_out_of_step(place: Place) 
         await ranks.failed(step=1)
         ranks.let_wait(SOON)
         await works(ranks, 2)
-        assert len({store.engine.state.last_serial for store in ranks.stores}) == 1
+        assert len({store.engine.state.branch.last_serial for store in ranks.stores}) == 1
 
 
 async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place: Place) -> None:

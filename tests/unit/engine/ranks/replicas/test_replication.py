@@ -118,7 +118,7 @@ async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> A
             state = State(
                 settings, make_tiers(settings, read_only=False), Events(), pool, Scratch(1 << 20), read_only=False
             )
-            state.marker = StoreMarker(store=STORE)
+            state.identity.marker = StoreMarker(store=STORE)
             connect_ram(state, sharers=1)
             await connect(state, state.tiers[0])
             made.append(Node(coordinator, state, Collector(state)))

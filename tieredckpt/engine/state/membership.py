@@ -1,0 +1,48 @@
+"""The ranks that make every step together, as one of them sees its steps; a group of one where it is alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.manifest import StepId, StepIndex
+
+__all__ = ["Membership", "Streamed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A rank's part of a step that its RAM could not hold: written to a shared tier, and not committed there yet."""
+
+    tier: Tier
+    index: StepIndex
+    packs: frozenset[str]
+    """To which the part refers: those written for it, and older ones."""
+
+
+@dataclass
+class Membership:
+    """This rank, how many there are, and its steps that are not decided yet."""
+
+    rank: int = 0
+    size: int = 1
+    neighbours: tuple[int, ...] = (0,)
+    """The ranks of this machine, this one included."""
+    streamed: dict[StepId, Streamed] = field(default_factory=dict)
+    """This rank's parts of steps that RAM could not hold, until they are committed."""
+    undecided: set[StepId] = field(default_factory=set)
+    """Steps that this rank saved, and the ranks have not agreed on yet."""
+    failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
+    """Steps that this rank saved, and the ranks did not agree on."""
+    replicated: dict[StepId, int] = field(default_factory=dict)
+    """Steps whose parts all lie in the RAM of several nodes, and of how many."""
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank answers for what former ranks left on its machine."""
+        return self.neighbours[0] == self.rank
+
+    def packs_streamed_to(self, tier: Tier) -> set[str]:
+        """Packs of a tier to which saves of several ranks refer that are not committed there yet."""
+        return tier.streamed_to.union(*(part.packs for part in self.streamed.values() if part.tier is tier))
