@@ -19,13 +19,13 @@ import pytest
 from support.agents import agent_of, end_agent, eventually, log_of, until, wait_for_end
 from support.chfs_servers import LookalikeServers
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
+from support.limits import limit
 from support.lookalike import missing
 from support.scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, ram_in, tree
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.config import to_toml
-from tieredckpt.engine.agent import client
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
 from tieredckpt.engine.restoring.source import StepSource
@@ -229,7 +229,7 @@ async def test_an_agent_that_cannot_be_had_is_told_and_holds_up_no_save(
 async def test_an_agent_that_hangs_is_told_and_taken_back_when_it_goes_on(
     shared_memory: Path, ram_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "PATIENCE", 8.0)  # more than an agent is ever silent
+    limit(monkeypatch, agent_silence=8.0)  # more than an agent is ever silent
     async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
         heard = Heard(store)
         await (await store.save(1, tree(1))).reached("disk")

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
+from support.limits import limit
 from support.lookalike import missing
 from support.scenes import Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.tier import tier
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 
@@ -25,8 +25,8 @@ from tieredckpt.events import TierFailed, TierRecovered
 def _tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     if why := missing():
         pytest.skip(why)
-    monkeypatch.setattr(tier, "_FIRST_RETRY", 0.02)
-    monkeypatch.setattr(tier, "_LAST_RETRY", 0.2)
+    limit(monkeypatch, first_retry=0.02)
+    limit(monkeypatch, last_retry=0.2)
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
+from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
@@ -127,7 +127,7 @@ async def test_what_an_unreadable_commit_uses_outlives_the_other_steps_that_use_
         await store.collect()  # which sees that step 2 uses the same packs,
         await store.evict(2, "disk")  # and now it does no more
         if for_good:
-            monkeypatch.setattr(collector, "_PATIENCE", 0.0)  # a minute is over
+            limit(monkeypatch, unreadable_commit=0.0)  # a minute is over
             packs = set(disk.glob("packs/*/*"))
             await store.collect()
             assert set(disk.glob("packs/*/*")) < packs
@@ -151,7 +151,7 @@ async def test_a_commit_that_is_misread_after_all_was_well_keeps_its_packs_for_t
         tier_of(store, "disk").indexes.clear()
         (found,) = await store.verify(1)
         assert found.problem
-        monkeypatch.setattr(collector, "_PATIENCE", 0.0)
+        limit(monkeypatch, unreadable_commit=0.0)
         await store.evict(2, "disk")
         await store.collect()
         flip(manifest, 40)
@@ -174,7 +174,7 @@ async def test_beside_a_commit_that_cannot_be_read_a_full_tier_gives_up_nothing_
         with pytest.raises(NoSpace):
             await store.save(4, state(4))
         assert [info.step for info in await store.steps() if info.tiers] == [2, 3]
-        monkeypatch.setattr(collector, "_PATIENCE", 0.0)  # a minute is over
+        limit(monkeypatch, unreadable_commit=0.0)  # a minute is over
         await store.save(4, state(4))
         assert (await store.steps())[-1].step == 4
         (found,) = await store.verify(4)

@@ -11,9 +11,9 @@ import pytest
 from reliability.journal import Failure, files_after
 from reliability.life import KINDS, SLOW, Life, live
 from reliability.replay import Lost, replay
+from support.limits import limit
 
 from tieredckpt.blobs.posix.paths import Folders
-from tieredckpt.engine.opening import catalog_write
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
@@ -56,7 +56,7 @@ async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
 async def test_a_crash_at_any_change_around_a_catalog_costs_nothing_that_was_promised(
     kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_write, "_ENOUGH", 1)
+    limit(monkeypatch, catalog_entries=1)
     life = await lived(kind, shared_memory)
     assert any(path.startswith(layout.CATALOGS) for path in life.left[SLOW])
     found = await replay(life, "node", shared_memory / "life", every=2 * EVERY[kind])

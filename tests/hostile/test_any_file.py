@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reliability.forging import tampered_bytes
+from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.opening import catalog_write
 from tieredckpt.errors import TieredCkptError
 
 TIERS = ("ram", "disk", "far")
@@ -45,7 +45,7 @@ def over(place: Path) -> StoreConfig:
 @pytest.fixture(autouse=True, scope="module")
 def _few_steps_are_enough_for_a_catalog() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog_write, "_ENOUGH", 1)
+        limit(patch, catalog_entries=1)
         yield
 
 

@@ -22,7 +22,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -30,8 +30,8 @@ import numpy as np
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.config import TierConfig
+from tieredckpt.engine import limits
 from tieredckpt.engine.opening import connect
-from tieredckpt.engine.tier import tier as tiers
 from tieredckpt.errors import NoSpace
 from tieredckpt.events import Event, StepPromoted
 from tieredckpt.store import CheckpointStore
@@ -117,7 +117,8 @@ def _train(job: Job) -> None:
         return _Fatal(disk, verb, chance.randrange(3, 12), after=chance.random() < 0.5)
 
     connect.open_slower = opened
-    tiers._FIRST_RETRY, tiers._LAST_RETRY = 0.01, 0.05  # or a tier that was full once is left alone for too long
+    # Or a tier that was full once is left alone for too long.
+    limits.in_force = replace(limits.in_force, first_retry=0.01, last_retry=0.05)
     opening = CheckpointStore.open(job.config)
     opening.subscribe(_hear)
     with opening.sync() as store:

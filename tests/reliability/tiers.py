@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from support.limits import limit
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.opening import connect
-from tieredckpt.engine.promoting import promoter
-from tieredckpt.engine.tier import tier as tiers
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.testing.faulty import Faulty, Kind
 
@@ -112,7 +111,7 @@ def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
 def tried_again_soon() -> Iterator[None]:
     """Let tiers that failed in the block be tried again in hundredths of a second instead of half a minute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "_FIRST_RETRY", 0.02)
-        patch.setattr(tiers, "_LAST_RETRY", 0.2)
-        patch.setattr(promoter, "_SOURCE_RETRY", 0.05)
+        limit(patch, first_retry=0.02)
+        limit(patch, last_retry=0.2)
+        limit(patch, source_retry=0.05)
         yield

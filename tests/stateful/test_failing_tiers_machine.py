@@ -22,13 +22,12 @@ from reliability.life import slow_stores
 from reliability.memory import MemoryBlobs, Objects
 from reliability.tiers import FaultyTiers, faulty_tiers
 from support.insight import tier_of
+from support.limits import limit
 from support.scenes import CHUNK, SOON, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
-from tieredckpt.engine.promoting import promoter
 from tieredckpt.engine.restoring.source import SilentSource
-from tieredckpt.engine.tier import tier
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
 
@@ -86,9 +85,9 @@ class FailingTiersMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         now = time.time
         self.patch.setattr(time, "time", lambda: now() + self.late)
-        self.patch.setattr(tier, "_FIRST_RETRY", 0.005)
-        self.patch.setattr(tier, "_LAST_RETRY", 0.02)
-        self.patch.setattr(promoter, "_SOURCE_RETRY", 0.02)
+        limit(self.patch, first_retry=0.005)
+        limit(self.patch, last_retry=0.02)
+        limit(self.patch, source_retry=0.02)
         self.servers.__enter__()
         self.faults = self.script.__enter__()  # around the servers
         self.open()

@@ -16,10 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from support.cohort import Cohort, assert_whole, cohort
+from support.limits import limit
 from support.scenes import SOON, new_shared_folder
 
 from tieredckpt.checkpoint import Restored
-from tieredckpt.engine.ranks import group
 from tieredckpt.errors import RanksUnavailable
 
 T = TypeVar("T")
@@ -181,5 +181,5 @@ class RestoresMachine(RuleBasedStateMachine):
 def test_a_restore_that_all_ranks_call_is_the_same_for_all_whatever_was_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group, "LONGER", 0.1)
+    limit(monkeypatch, wait_longer=0.1)
     run_state_machine_as_test(RestoresMachine, settings=settings(max_examples=12, stateful_step_count=8))

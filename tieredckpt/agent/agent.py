@@ -20,6 +20,7 @@ from tieredckpt.blobs.ram.slab_meta import read_note
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, outlast, whole
 from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.deltas import VERSION, adopt_ram, settings_of
 from tieredckpt.engine.agent.process import claim
@@ -51,8 +52,6 @@ _CLAIM_TRIES = 5
 """Who only looks whether there is an agent holds its lock for a moment."""
 _HELLO = 10.0
 """Seconds in which a trainer says its first words."""
-_LAST_TRIES = 3600.0
-"""Seconds for which an agent without a trainer goes on with tiers that fail, before it gives up what is due there."""
 _TRY_AGAIN = 1.0
 
 
@@ -321,7 +320,7 @@ class Agent:
 
     async def _finish(self) -> None:
         begin, told = time.monotonic(), ""
-        while time.monotonic() - begin < _LAST_TRIES:
+        while time.monotonic() - begin < limits.in_force.agent_gives_up:
             try:
                 await self._engine.flush()
             except TieredCkptError as error:
@@ -331,7 +330,9 @@ class Agent:
                 await asyncio.sleep(_TRY_AGAIN)
             else:
                 return
-        _log.error("gave up what is not promoted after %g s without a trainer: %s", _LAST_TRIES, told)
+        _log.error(
+            "gave up what is not promoted after %g s without a trainer: %s", limits.in_force.agent_gives_up, told
+        )
 
     async def _stop_finishing(self) -> None:
         if self._finishing is not None:

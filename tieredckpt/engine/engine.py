@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig, TierConfig
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
@@ -51,7 +52,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
-_SCRATCH_MIN = 256 << 20
 _CHUNKS_IN_SCRATCH = 8
 
 
@@ -117,7 +117,7 @@ class Engine:
             events=self.events,
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(
-                max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size),
+                max(limits.in_force.scratch_size, _CHUNKS_IN_SCRATCH * config.chunk_size),
                 shared=any(tier.kind == "chfs" for tier in config.tiers),  # whose worker reads and writes it in place
             ),
             read_only=self._read_only,

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tieredckpt.concurrency import in_thread, outlast, told_to_end
+from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.deltas import VERSION, RamNews, adopt_tier, event_of, settings_of
-from tieredckpt.engine.agent.supervisor import PATIENCE, Starter
+from tieredckpt.engine.agent.supervisor import Starter
 from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
 from tieredckpt.engine.notify import Pulse
 from tieredckpt.engine.opening.ram import mark_ram
@@ -40,8 +41,6 @@ _log = logging.getLogger("tieredckpt")
 
 _CALL_AGAIN = 0.1
 """Seconds after which a call that failed is waited for again."""
-_GOODBYE = 30.0
-"""Seconds that an agent which has nothing more to do may take to end."""
 
 
 @dataclass
@@ -94,7 +93,11 @@ class Link:
             asyncio.create_task(self._keep_telling(), name="tieredckpt news for the agent"),
         ]
         begin = time.monotonic()
-        while self._wire is None and self._absent is None and (left := begin + PATIENCE - time.monotonic()) > 0:
+        while (
+            self._wire is None
+            and self._absent is None
+            and (left := begin + limits.in_force.agent_silence - time.monotonic()) > 0
+        ):
             await self._changed.wait(left)
         if isinstance(self._absent, Conflict | Invalid):
             raise self._absent
@@ -114,9 +117,9 @@ class Link:
         if self._wire is not None and self._talk is not None:
             self._tell()
             self._wire.send(said.Farewell(done))
-            await asyncio.wait([self._talk], timeout=_GOODBYE)
+            await asyncio.wait([self._talk], timeout=limits.in_force.agent_ends)
             if done:
-                await self._starter.ended(_GOODBYE)
+                await self._starter.ended(limits.in_force.agent_ends)
         await self._hang_up()
         await self._end_talk()
         for opening in self._opening:
@@ -193,7 +196,7 @@ class Link:
             self._news = RamNews(state)
             wire.send(self._news.take())
             while True:
-                self._hear(await wire.read(said.FromAgent, PATIENCE), wire)
+                self._hear(await wire.read(said.FromAgent, limits.in_force.agent_silence), wire)
         except Silent as error:
             self._tell_absence(TierUnavailable(f"the agent, process {wire.peer}, does not answer: {error}"))
         except Parted as error:
@@ -293,8 +296,10 @@ class Link:
                 raise TierUnavailable("the store is closing")
             if self._absent is not None:
                 raise self._absent
-            if (left := begin + PATIENCE - time.monotonic()) <= 0:
-                raise TierUnavailable(f"no agent was there for {PATIENCE:g} s; see its log in {self._folder}")
+            if (left := begin + limits.in_force.agent_silence - time.monotonic()) <= 0:
+                raise TierUnavailable(
+                    f"no agent was there for {limits.in_force.agent_silence:g} s; see its log in {self._folder}"
+                )
             await self._changed.wait(left)
         return self._wire
 

@@ -11,22 +11,14 @@ from pathlib import Path
 
 from tieredckpt.concurrency import in_thread, told_to_end
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine import limits
 from tieredckpt.engine.agent.process import AgentProcess, lives
 from tieredckpt.engine.notify import Pulse
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 
-__all__ = ["PATIENCE", "Starter"]
+__all__ = ["Starter"]
 
 _log = logging.getLogger("tieredckpt")
-
-PATIENCE = 60.0
-"""Seconds that an agent may be silent, or take to get ready while somebody waits for it."""
-
-_FIRST_RETRY = 0.2
-_LAST_RETRY = 30.0
-"""Seconds until another agent is started in place of one that did not get ready."""
-_LOOK_AGAIN = 0.2
-"""Seconds between looks at whether an agent lives that has not called yet."""
 
 
 class Starter:
@@ -62,21 +54,25 @@ class Starter:
                 await self._changed.wait()
                 failures, since = 0, time.monotonic()
             elif self._runs() or await self._is_there():
-                await self._changed.wait(_LOOK_AGAIN)
+                await self._changed.wait(limits.in_force.agent_look)
             else:
                 if failures:
                     self._absent(self.refused or TierUnavailable(self._what_happened()))
-                    await asyncio.sleep(min(_LAST_RETRY, _FIRST_RETRY * 2.0 ** (failures - 1)))
+                    await asyncio.sleep(
+                        min(limits.in_force.agent_last_retry, limits.in_force.agent_first_retry * 2.0 ** (failures - 1))
+                    )
                 await self._start()
                 failures += 1  # until it is ready
-            if not self._ready() and time.monotonic() - since > PATIENCE:
-                self._absent(TierUnavailable(f"no agent was ready for {PATIENCE:g} s; see its log"))
+            if not self._ready() and time.monotonic() - since > limits.in_force.agent_silence:
+                self._absent(
+                    TierUnavailable(f"no agent was ready for {limits.in_force.agent_silence:g} s; see its log")
+                )
 
     async def ended(self, within: float) -> None:
         """Return when the agent that was started here has ended, or after so many seconds."""
         begin = time.monotonic()
         while self._runs() and time.monotonic() - begin < within:
-            await self._changed.wait(_LOOK_AGAIN)
+            await self._changed.wait(limits.in_force.agent_look)
 
     def _runs(self) -> bool:
         return self._process is not None and self._process.running

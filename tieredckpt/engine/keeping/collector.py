@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredckpt.blobs.base import Sweep
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
 from tieredckpt.engine.state.state import State
@@ -22,10 +23,6 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["Collected", "Collector"]
 
 _log = logging.getLogger("tieredckpt")
-
-_PATIENCE = 60.0
-"""Seconds for which a commit that cannot be read, and of which nothing is known, keeps all packs there are: so long a
-medium may lie, and so long nothing that is evicted makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ class Collector:
             await self.collect(tier, orphans=False)
             if enough():
                 return True
-            if tier.damaged.any_packs(_PATIENCE):
+            if tier.damaged.any_packs(limits.in_force.unreadable_commit):
                 return False  # what is evicted now would make no room yet
         for step in going:
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
@@ -107,7 +104,7 @@ class Collector:
 
     async def freed_by(self, steps: Collection[StepId], tier: Tier) -> int:
         """Bytes of the packs of a tier that would be dead without these steps."""
-        if tier.damaged.any_packs(_PATIENCE):
+        if tier.damaged.any_packs(limits.in_force.unreadable_commit):
             return 0  # for now they stay
         used = await self._packs_by_step(tier)
         going = {key for step in steps for key in used.get(step, ())}
@@ -144,8 +141,8 @@ class Collector:
             if orphans:
                 await self._find_strays(tier)
             # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
-            own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(_PATIENCE)
-            live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(_PATIENCE)
+            own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(limits.in_force.unreadable_commit)
+            live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(limits.in_force.unreadable_commit)
             live |= self._state.membership.packs_streamed_to(tier)
             kept = tier.orphans | own | tier.damaged.own_packs()
             oldest_kept = time.time() - self._state.config.grace

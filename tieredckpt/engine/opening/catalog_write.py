@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tieredckpt.concurrency import together
+from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_read import stamp_of
 from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp
 from tieredckpt.engine.tier.tier import Tier
@@ -21,8 +22,6 @@ from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["write_catalog"]
 
-_ENOUGH = 64
-"""Packs and steps that no catalog has, from which on one is written for them: fewer are soon read."""
 _CHUNKS_EACH = 2 << 20
 """Chunks of a catalog, about; 64 MiB of it."""
 _STEPS_EACH = 100_000
@@ -79,7 +78,7 @@ def _plan(tier: Tier) -> _Plan | None:
     known = tier.catalogued
     packs = tier.packs.keys() - known.packs - tier.unlisted
     steps = set() if known.timeless else tier.held.keys() - known.steps
-    due = len(packs) + len(steps) >= _ENOUGH
+    due = len(packs) + len(steps) >= limits.in_force.catalog_entries
     replaces: list[str] = []
     alive = {
         key: (file.packs & tier.packs.keys(), file.steps & known.steps & tier.held.keys())

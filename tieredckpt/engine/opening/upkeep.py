@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tieredckpt.concurrency import told_to_end
+from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_write import write_catalog
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -15,9 +16,6 @@ from tieredckpt.errors import TieredCkptError
 __all__ = ["catalogue", "keep_catalogued", "keep_tidy", "renew_lease"]
 
 _log = logging.getLogger("tieredckpt")
-
-_CATALOG_EVERY = 60.0
-"""Seconds after which it is seen whether enough is new to be written down."""
 
 
 async def renew_lease(state: State, tier: Tier) -> None:
@@ -51,7 +49,7 @@ async def keep_catalogued(tier: Tier) -> None:
     """Write down what comes to a tier, so that the next opening need not read it; until cancelled."""
     while not told_to_end():
         await catalogue(tier)
-        await asyncio.sleep(_CATALOG_EVERY)
+        await asyncio.sleep(limits.in_force.catalog_interval)
 
 
 async def catalogue(tier: Tier) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from tieredckpt.concurrency import told_to_end
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.keeping.policies import is_due
@@ -29,12 +30,6 @@ TellStuck = Callable[[StepId, Tier, Exception], None]
 """Copies a step to a tier; returns the bytes written."""
 
 _log = logging.getLogger("tieredckpt")
-
-_LOOK_AGAIN = 30.0
-"""Seconds after which policies are asked again though nothing happened: an answer may depend on the time."""
-
-_SOURCE_RETRY = 2.0
-"""Seconds until a step that only a silent tier has the bytes of is tried again."""
 
 
 class Promoter:
@@ -114,7 +109,7 @@ class Promoter:
                 if self._waiters:
                     self._state.changed.beat()
                 soonest = min(self._retry_at.values(), default=math.inf) - time.monotonic()
-                await self._state.changed.wait(min(soonest, _LOOK_AGAIN))
+                await self._state.changed.wait(min(soonest, limits.in_force.ask_policies_again))
                 self._forget_silence()  # not before all else is done, or a tier that works would never be told to
             except TieredCkptError as error:
                 self._state.report(self.tier, error)
@@ -192,7 +187,7 @@ class Promoter:
                 if self._tell_stuck is not None:
                     self._tell_stuck(step, self.tier, error)
                 if isinstance(error, (SilentSource, RanksUnavailable)):
-                    self._retry_at[step] = time.monotonic() + _SOURCE_RETRY
+                    self._retry_at[step] = time.monotonic() + limits.in_force.source_retry
         finally:
             self.busy = self._copying = None
             self._state.changed.beat()

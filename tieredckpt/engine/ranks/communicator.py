@@ -16,13 +16,13 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
 __all__ = [
     "LEADER",
-    "LONGER",
     "Coordinator",
     "RanksMissing",
     "Solo",
@@ -35,9 +35,6 @@ __all__ = [
 
 LEADER = 0
 """The rank that decides where one must."""
-
-LONGER = 2.0
-"""Seconds for which other ranks wait longer than the leader, who may tell them which rank was silent."""
 
 
 class RanksMissing(RanksUnavailable):
@@ -230,7 +227,7 @@ async def exchange(coordinator: Coordinator, topic: str, data: bytes, *, timeout
         await coordinator.post(range(1, coordinator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
         return said
     await coordinator.post([LEADER], topic, data)
-    answer = await coordinator.take(LEADER, topic, timeout=timeout + LONGER)
+    answer = await coordinator.take(LEADER, topic, timeout=timeout + limits.in_force.wait_longer)
     try:
         told_by_leader = msgspec.msgpack.decode(answer, type=_Told)
     except msgspec.DecodeError as error:

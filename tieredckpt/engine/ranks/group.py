@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tieredckpt.concurrency import outlast
+from tieredckpt.engine import limits
 from tieredckpt.engine.ranks import messages
-from tieredckpt.engine.ranks.communicator import LEADER, LONGER, Coordinator, RanksMissing, exchange, gather
+from tieredckpt.engine.ranks.communicator import LEADER, Coordinator, RanksMissing, exchange, gather
 from tieredckpt.engine.ranks.messages import Closing, Logged, Reported
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
@@ -27,13 +28,6 @@ __all__ = ["Team", "bow_out", "consult"]
 _log = logging.getLogger("tieredckpt")
 
 M = TypeVar("M")
-
-_LISTEN_AGAIN = 60.0
-"""Seconds after which a rank that hears nothing asks its coordinator anew."""
-_POST_AGAIN = 1.0
-"""Seconds until a rank tries again to tell what could not be told."""
-_LAST_WORDS = 5.0
-"""Seconds that the leader gives the others to take what it said last."""
 
 
 class Team:
@@ -60,7 +54,7 @@ class Team:
     @property
     def patience(self) -> float:
         """Seconds that a rank waits for what the leader decides."""
-        return self.deadline + LONGER
+        return self.deadline + limits.in_force.wait_longer
 
     @property
     def others(self) -> range:
@@ -124,14 +118,16 @@ class Team:
             await gather(self.coordinator, "close", b"", timeout=self.deadline, among=there)
         finally:
             self.tell(Closing())
-            async with asyncio.timeout(_LAST_WORDS):
+            async with asyncio.timeout(limits.in_force.last_words):
                 await self._outbox.join()
-        await gather(self.coordinator, "closed", b"", timeout=_LAST_WORDS, among=there)
+        await gather(self.coordinator, "closed", b"", timeout=limits.in_force.last_words, among=there)
 
     async def _ask_to_go(self) -> None:
         await self.coordinator.post([LEADER], "close", b"")
         if self._listening is not None and not self.deserted:
-            async with asyncio.timeout(2 * self.deadline + _LAST_WORDS):  # the leader may wait for others as long
+            async with asyncio.timeout(
+                2 * self.deadline + limits.in_force.last_words
+            ):  # the leader may wait for others as long
                 await asyncio.wait([self._listening])
         await self.coordinator.post([LEADER], "closed", b"")
 
@@ -197,7 +193,7 @@ class Team:
             topic, data = await self._outbox.get()
             # The others wait for this one before they hear the next, and nothing but time mends it.
             while not await self._posted(topic, data):  # noqa: ASYNC110
-                await asyncio.sleep(_POST_AGAIN)
+                await asyncio.sleep(limits.in_force.send_again)
             self._outbox.task_done()
 
     async def _posted(self, topic: str, data: bytes) -> bool:
@@ -212,7 +208,7 @@ class Team:
         """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
         heard = 0
         # All that the leader listens to together make it look as often as one: each asking anew is a look at once.
-        again = _LISTEN_AGAIN * (len(self.others) if self.leads else 1)
+        again = limits.in_force.listen_again * (len(self.others) if self.leads else 1)
         while True:
             try:
                 data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=again)

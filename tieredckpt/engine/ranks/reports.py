@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.ranks.communicator import LEADER
 from tieredckpt.engine.ranks.group import Team
@@ -27,9 +28,6 @@ from tieredckpt.format.manifest import StepId, decode_step
 __all__ = ["Reports"]
 
 _log = logging.getLogger("tieredckpt")
-
-_PATIENCE = 5.0
-"""Seconds that a rank gives the leader to bring a step to a tier, before it asks again."""
 
 
 class Reports:
@@ -80,10 +78,11 @@ class Reports:
         """
         self._team.report(Wanted(step.step, step.serial, tier.name))
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(limits.in_force.ask_rank_0_again):
                 await self._state.changed.until(lambda: step in tier.held)
         except TimeoutError:
-            what = f"rank {LEADER} has not brought {step} to tier {tier.name!r} within {_PATIENCE:.0f} s"
+            patience = limits.in_force.ask_rank_0_again
+            what = f"rank {LEADER} has not brought {step} to tier {tier.name!r} within {patience:.0f} s"
             raise RanksUnavailable(what, [LEADER]) from None
 
     # -- the leader ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.state.state import State
 
@@ -20,8 +21,6 @@ __all__ = ["Plan"]
 
 _log = logging.getLogger("tieredckpt")
 
-_AHEAD = 1.0
-"""Seconds that a message is given to come to all ranks, at first."""
 _FARTHEST = 60.0
 _EVER = 1e9
 """Seconds after which everything that hangs on the time is due."""
@@ -43,7 +42,7 @@ class Plan:
         self._asked: deque[int] = deque(maxlen=_REMEMBERED)
         self._begin: tuple[float, int] | None = None
         """When the first step was asked about, and which."""
-        self._ahead = _AHEAD
+        self._ahead = limits.in_force.schedule_ahead
         self._last: int | None = None
         """What was ordered last, and has not failed."""
 

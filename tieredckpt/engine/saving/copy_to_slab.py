@@ -11,6 +11,7 @@ from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
 from tieredckpt.engine.promoting.pack_writer import stored_size
@@ -24,11 +25,6 @@ from tieredckpt.units import format_size
 __all__ = ["SkipSave", "copy_cells", "fill_slab", "has_room", "wait_for_room"]
 
 _log = logging.getLogger("tieredckpt")
-
-_WAIT_FOR_ROOM = 600.0
-"""Seconds that ``when_full = "wait"`` waits at most."""
-_LOOK_AGAIN = 1.0
-"""Seconds after which a waiting save looks for what nobody announces: a reader that has gone."""
 
 
 class SkipSave(Exception):
@@ -141,11 +137,11 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
         SkipSave: it did not help.
     """
     when_full = state.config.when_full
-    patience = time.monotonic() + _WAIT_FOR_ROOM
+    patience = time.monotonic() + limits.in_force.wait_for_room
     while not await collector.make_room(tier, enough):
         left = patience - time.monotonic()
         if when_full == "wait" and left > 0 and _waiting_helps(state, tier):
-            await state.changed.wait(min(left, _LOOK_AGAIN))
+            await state.changed.wait(min(left, limits.in_force.look_for_room))
             continue
         if when_full != "skip" and await collector.replace_oldest(tier, enough):
             return

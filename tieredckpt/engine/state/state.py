@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine import limits
 from tieredckpt.engine.notify import Pulse
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Role", "State", "numbers"]
 
 _log = logging.getLogger("tieredckpt")
-
-_SERIALS_SKIPPED_WHEN_BLIND = 10_000
-"""A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
 
 
 class Role(enum.Enum):
@@ -139,7 +137,7 @@ class State:
         serials = [step.serial for tier in self.tiers for step in (*tier.held, *tier.damaged)]
         blind = any(tier.marker is None for tier in self.tiers)
         self.branch.last_serial = max(self.branch.last_serial, *serials, 0) + (
-            _SERIALS_SKIPPED_WHEN_BLIND if blind else 0
+            limits.in_force.serials_skipped if blind else 0
         )
         left_behind = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.left_behind]
         self.observation.history = history_of(records[newest] if newest else None, [*left_behind, *dead])

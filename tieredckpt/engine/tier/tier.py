@@ -15,6 +15,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.concurrency import whole
 from tieredckpt.config import TierConfig
+from tieredckpt.engine import limits
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.chunk_index import KnownChunks
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
@@ -46,8 +47,6 @@ MARKER_MAX = 64 << 10
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
 _PARALLEL_READS = 16
-_FIRST_RETRY = 0.5
-_LAST_RETRY = 60.0
 
 
 @dataclass
@@ -181,7 +180,7 @@ class Tier:
     def fail(self, error: Exception) -> float:
         """Note a failure; returns the seconds until the next try."""
         self.error = error
-        delay = min(_LAST_RETRY, _FIRST_RETRY * 2.0**self._failures)
+        delay = min(limits.in_force.last_retry, limits.in_force.first_retry * 2.0**self._failures)
         self._failures += 1
         self.retry_at = time.monotonic() + delay
         return delay

@@ -19,13 +19,13 @@ from reliability.life import slow_stores
 from reliability.memory import MemoryBlobs, Objects
 from reliability.tiers import FaultyTiers
 from support.insight import flip, flip_chunk, tier_of
+from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.opening import catalog_write
 from tieredckpt.engine.opening.upkeep import catalogue
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
@@ -39,7 +39,7 @@ from tieredckpt.testing.faulty import Faulty
 @pytest.fixture(autouse=True, scope="module")
 def _everything_is_enough() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog_write, "_ENOUGH", 1)
+        limit(patch, catalog_entries=1)
         yield
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.cohort import assert_whole, cohort
+from support.limits import limit
 from support.scenes import SOON
 
-from tieredckpt.engine.ranks import group
 from tieredckpt.errors import TieredCkptError
 
 SIZE = 3
@@ -20,8 +20,8 @@ SIZE = 3
 async def test_a_death_at_any_call_locks_nobody_up_and_loses_no_step(
     victim: int, nth: int, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "_LAST_WORDS", 0.2)
-    monkeypatch.setattr(group, "LONGER", 0.2)
+    limit(monkeypatch, last_words=0.2)
+    limit(monkeypatch, wait_longer=0.2)
     disk = tmp_path / "disk"
     async with cohort(SIZE, shared_memory, disk, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")

@@ -16,12 +16,12 @@ import pytest
 from reliability.ranks import InProcess, World
 from reliability.tiers import FaultyTiers
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.limits import limit
 from support.scenes import SOON, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.folder import take
-from tieredckpt.engine.ranks import group
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
 from tieredckpt.preempt import preemption
@@ -45,7 +45,7 @@ class Place:
 
 @pytest.fixture
 def place(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(group, "_LAST_WORDS", 0.5)
+    limit(monkeypatch, last_words=0.5)
     return Place(shared_memory, tmp_path / "disk")
 
 
@@ -141,7 +141,7 @@ async def test_closing_does_not_wait_for_the_dead(place: Place, victim: int) -> 
 async def test_closing_does_not_wait_again_for_who_was_waited_for_in_vain(
     place: Place, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "LONGER", 0.2)
+    limit(monkeypatch, wait_longer=0.2)
     async with place.open(3, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
         ranks.let_wait(DEADLINE)
@@ -157,7 +157,7 @@ async def test_closing_does_not_wait_again_for_who_was_waited_for_in_vain(
 async def test_a_rank_that_was_slow_once_and_is_heard_again_is_waited_for_as_all_are(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "LONGER", 0.2)
+    limit(monkeypatch, wait_longer=0.2)
     async with place.open(3) as ranks:
         ranks.let_wait(DEADLINE)
         await ranks.save(1, ranks=[0, 1])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from support.cohort import Cohort, cohort, part
+from support.limits import limit
 
-from tieredckpt.engine.ranks import schedule as schedules
 from tieredckpt.events import CommitFailed, StepAgreed
 
 SIZE = 3
@@ -44,7 +44,7 @@ async def test_a_schedule_of_steps_is_answered_at_once_and_alike(
 async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_apart(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "_AHEAD", 0.5)
+    limit(monkeypatch, schedule_ahead=0.5)
     schedule = {"kind": "every", "interval": 0.3}
     behind, last = (3, 0, 7), 250
     saved: list[list[int]] = [[] for _ in behind]
@@ -66,7 +66,7 @@ async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_a
 async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more_time(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "_AHEAD", 0.001)
+    limit(monkeypatch, schedule_ahead=0.001)
     schedule = {"kind": "every", "interval": 0.01}
     quiet = {"promote": "never"}
     async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule, disk_settings=quiet) as ranks:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.limits import limit
 from support.scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.ranks import group
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
 from tieredckpt.events import StepAgreed
 
@@ -161,7 +161,7 @@ async def test_a_rank_that_hangs_after_it_streamed_does_not_stall_the_saves_of_o
 async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobody_waiting(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "LONGER", 0.1)
+    limit(monkeypatch, wait_longer=0.1)
     async with place.open(crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
         ranks.world.kill(0, "post", topic="todo/*")

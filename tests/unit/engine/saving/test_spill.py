@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
+from support.limits import limit
 from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
-from tieredckpt.engine import engine as engine_module
 from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.errors import NoSpace, NotFound
 from tieredckpt.events import SaveSkipped, StepPromoted, StepSaved, TierFailed
@@ -322,7 +322,7 @@ async def test_a_slab_that_cannot_grow_in_the_middle_of_a_save_lets_the_save_pas
 async def test_without_a_ram_tier_a_save_passes_through_scratch_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: FaultyTiers
 ) -> None:
-    monkeypatch.setattr(engine_module, "_SCRATCH_MIN", 0)
+    limit(monkeypatch, scratch_size=0)
     tiers = {"disk": folder(tmp_path / "disk", retain="all"), "far": folder(tmp_path / "far", retain="all")}
     states = {step: state(step) for step in range(1, 4)}
     async with CheckpointStore.open(config(tiers)) as store:
@@ -346,7 +346,7 @@ async def test_without_a_ram_tier_a_save_passes_through_scratch_memory(
 async def test_a_save_waits_for_scratch_memory_that_others_have_borrowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_SCRATCH_MIN", 0)
+    limit(monkeypatch, scratch_size=0)
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
         scratch = store._engine.state.scratch
 
@@ -369,7 +369,7 @@ async def test_a_save_waits_for_scratch_memory_that_others_have_borrowed(
 async def test_a_borrower_of_scratch_memory_is_woken_by_a_save_that_used_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: FaultyTiers
 ) -> None:
-    monkeypatch.setattr(engine_module, "_SCRATCH_MIN", 0)
+    limit(monkeypatch, scratch_size=0)
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
         zeros = {"x": np.zeros(4 * CHUNK, np.uint8)}  # one chunk for several places, which passes through such memory
         await store.save(1, zeros)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
+from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.state import state
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NotFound
@@ -90,7 +90,7 @@ async def test_where_room_is_short_abandoned_steps_leave_before_older_ones(share
 async def test_serials_keep_clear_of_those_that_a_silent_tier_turns_out_to_have(
     tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_SERIALS_SKIPPED_WHEN_BLIND", 1)
+    limit(monkeypatch, serials_skipped=1)
     near, far = folder(tmp_path / "near"), folder(tmp_path / "far", retain="all")
     async with CheckpointStore.open(config({"near": near, "far": far})) as store:
         await store.save(1, tree(1))

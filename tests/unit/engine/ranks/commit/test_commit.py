@@ -14,11 +14,10 @@ import pytest
 import tensorstore as ts
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort, common, part, whole
 from support.insight import tier_of
+from support.limits import limit
 from support.scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.promoting import promoter
-from tieredckpt.engine.ranks import group
 from tieredckpt.errors import (
     Conflict,
     Corrupt,
@@ -54,7 +53,7 @@ class Place:
 
 @pytest.fixture
 def place(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(promoter, "_SOURCE_RETRY", 0.05)
+    limit(monkeypatch, source_retry=0.05)
     return Place(shared_memory, tmp_path / "disk")
 
 
@@ -168,7 +167,7 @@ async def test_a_rank_that_dies_while_it_writes_its_part_leaves_no_commit(place:
 async def test_a_tier_that_fails_one_rank_is_tried_again(
     place: Place, fault: str, error: type[TieredCkptError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredckpt.engine.tier.tier._FIRST_RETRY", 0.02)
+    limit(monkeypatch, first_retry=0.02)
     async with place.open() as ranks:
         if fault == "get of a part":
             ranks.faulty(0).fail("get", error("by script"), key="steps/*/parts/1")
@@ -255,7 +254,7 @@ async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_
 
 
 async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "LONGER", 0.1)
+    limit(monkeypatch, wait_longer=0.1)
     async with place.open(2, crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
         ranks.world.kill(0, "post", topic="todo/*")
@@ -313,7 +312,7 @@ async def test_a_crash_of_the_leader_between_any_two_writes_leaves_a_whole_step_
 async def test_a_part_that_is_not_what_its_rank_wrote_is_never_committed_and_written_anew(
     place: Place, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredckpt.engine.tier.tier._FIRST_RETRY", 0.02)
+    limit(monkeypatch, first_retry=0.02)
     async with place.open() as ranks:
         if fault == "damaged":
             ranks.faulty(0).flip("get", key="steps/*/parts/1", bit=999)

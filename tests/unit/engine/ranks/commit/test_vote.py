@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.limits import limit
 from support.scenes import SOON
 
 from tieredckpt import Shard
-from tieredckpt.engine.ranks import group
 from tieredckpt.errors import NotFound, RanksUnavailable
 from tieredckpt.events import CommitFailed, SaveSkipped, StepAgreed
 from tieredckpt.testing.faulty import Hold
@@ -146,7 +146,7 @@ async def test_a_leader_that_dies_leaves_the_others_with_a_clear_event(place: Pl
 async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "_POST_AGAIN", 0.02)
+    limit(monkeypatch, send_again=0.02)
     async with place.open() as ranks:
         coordinator = ranks[0].engine.mode.ranked.team.coordinator
         post, failures = coordinator.post, iter([1, 2])

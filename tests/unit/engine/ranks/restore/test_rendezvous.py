@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort
+from support.limits import limit
 from support.scenes import SOON, crash
 
 from tieredckpt.checkpoint import Restored
-from tieredckpt.engine.ranks import group
 from tieredckpt.engine.ranks.messages import Chosen
 from tieredckpt.errors import Closed, Corrupt, RanksUnavailable
 
@@ -18,7 +18,7 @@ from tieredckpt.errors import Closed, Corrupt, RanksUnavailable
 @pytest.fixture(autouse=True)
 def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for the leader waits little longer than the leader does."""
-    monkeypatch.setattr(group, "LONGER", 0.2)
+    limit(monkeypatch, wait_longer=0.2)
 
 
 async def asked(ranks: Cohort, rank: int, times: int = 1) -> None:

@@ -1,0 +1,72 @@
+"""Seconds and sizes that the engine works with, in one frozen value: how long it waits, how soon it tries again.
+
+Modules read `in_force` whenever they need one of them, so that a test can put another value in its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Limits", "in_force"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Times are in seconds, sizes in bytes."""
+
+    # -- tiers
+    first_retry: float = 0.5
+    """Until a tier that failed is tried again; doubles with every failure."""
+    last_retry: float = 60.0
+    """The longest that such a tier is left alone."""
+    source_retry: float = 2.0
+    """Until a step is tried again that only a silent tier has the bytes of."""
+    ask_policies_again: float = 30.0
+    """Until policies are asked again though nothing happened: an answer may depend on the time."""
+    unreadable_commit: float = 60.0
+    """For which a commit that cannot be read, and of which nothing is known, keeps all packs there are."""
+    catalog_interval: float = 60.0
+    """Between looks at whether enough is new for a catalog."""
+    catalog_entries: int = 64
+    """Packs and steps that no catalog has, from which on one is written for them: fewer are soon read."""
+    serials_skipped: int = 10_000
+    """A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
+
+    # -- saves
+    wait_for_room: float = 600.0
+    """That ``when_full = "wait"`` waits at most."""
+    look_for_room: float = 1.0
+    """Until a waiting save looks for what nobody announces: a reader that has gone."""
+    scratch_size: int = 256 << 20
+    """The least scratch memory of an engine."""
+
+    # -- ranks
+    wait_longer: float = 2.0
+    """That other ranks wait longer than rank 0, which may tell them which rank was silent."""
+    listen_again: float = 60.0
+    """Until a rank that hears nothing asks its communicator anew."""
+    send_again: float = 1.0
+    """Until a rank tries again to send what could not be sent."""
+    last_words: float = 5.0
+    """That rank 0 gives the others to take its last message."""
+    schedule_ahead: float = 1.0
+    """That a message is given to reach all ranks, at first."""
+    ask_rank_0_again: float = 5.0
+    """That a rank gives rank 0 to bring a step to a tier, before it asks again."""
+
+    # -- the agent
+    agent_silence: float = 60.0
+    """That an agent may be silent, or take to get ready while somebody waits for it."""
+    agent_first_retry: float = 0.2
+    """Until another agent is started in place of one that did not get ready; doubles with every failure."""
+    agent_last_retry: float = 30.0
+    agent_look: float = 0.2
+    """Between looks at whether an agent lives that has not called yet."""
+    agent_ends: float = 30.0
+    """That an agent which has nothing more to do may take to end."""
+    agent_gives_up: float = 3600.0
+    """For which an agent without a trainer goes on with tiers that fail, before it gives up what is due there."""
+
+
+in_force = Limits()
+"""What holds in this process."""
