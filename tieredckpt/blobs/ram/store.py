@@ -146,7 +146,7 @@ class RamStore:
             survives=Survives.NOTHING if self.notice else Survives.PROCESS,
             durable=False,
             atomic_put=True,
-            create_only=self._files.traits.create_only,
+            create_only=False,
             ranged_get=True,
             direct_io=False,
             object_size=self.slab.capacity,
