@@ -14,7 +14,7 @@ from reliability.ranks import World
 
 from tieredckpt.blobs.kvstore import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.engine.ranks.communicator import Coordinator, Solo
+from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.testing.communicators import CoordinatorTests
@@ -26,12 +26,6 @@ Processes = Callable[[], list[Coordinator]]
 def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
     with blockbuster_ctx("tieredckpt") as guard:
         yield guard
-
-
-class TestSolo(CoordinatorTests):
-    @pytest.fixture
-    def processes(self) -> Processes:
-        return lambda: [Solo()]
 
 
 class TestInProcess(CoordinatorTests):

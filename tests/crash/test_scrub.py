@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.owner import write_owner
+from tieredckpt.blobs.wrap import Pace
 from tieredckpt.cli.app import app
 from tieredckpt.config import to_toml
 from tieredckpt.engine.repairing.scan_budget import Scan
@@ -436,7 +437,7 @@ async def test_a_rate_bounds_what_is_read(place: Path) -> None:
     async def sleep(seconds: float) -> None:
         now[0] += max(0.0, seconds)
 
-    scan = Scan(1000.0, clock=lambda: now[0], sleep=sleep)
+    scan = Scan(Pace(1000.0, clock=lambda: now[0], sleep=sleep))
     items = [(i, 100) for i in range(50)]
     read = 0
     for batch in scan.batches(items):
@@ -446,10 +447,10 @@ async def test_a_rate_bounds_what_is_read(place: Path) -> None:
         assert read <= 250 + 1000 * now[0]
     assert read == 5000
     assert now[0] >= 4.7
-    assert list(Scan(1.0).batches([("large", 1 << 30)])) == [["large"]]
+    assert list(Scan(Pace(1.0)).batches([("large", 1 << 30)])) == [["large"]]
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(Invalid):
-            Scan(rate)
+            Pace(rate)
 
 
 async def test_a_scrub_takes_the_rate_it_is_given(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +459,7 @@ async def test_a_scrub_takes_the_rate_it_is_given(place: Path, monkeypatch: pyte
 
     async def counted(scan: Scan, nbytes: int) -> None:
         turns.append(nbytes)
-        assert scan._rate == 1e9
+        assert scan._pace.rate == 1e9
         await turn(scan, nbytes)
 
     monkeypatch.setattr(Scan, "turn", counted)

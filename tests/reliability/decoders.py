@@ -37,6 +37,7 @@ from reliability.forging import (
     tampered_records,
     tampered_steps,
 )
+from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.ram import slab_meta
 from tieredckpt.config import load, to_toml
@@ -104,7 +105,7 @@ _METADATA = (
     b'"configuration":{"chunk_shape":[1,8192]}},"chunk_key_encoding":{"name":"default","configuration":'
     b'{"separator":"/"}},"fill_value":0,"codecs":[{"name":"bytes"},{"name":"crc32c"}],"attributes":{}}'
 )
-_NOTE = {"slab": layout.pack_key("ab" * 16), "capacity": 1 << 20, "boot_id": slab_meta.boot_id(), "memfd": None}
+_NOTE = {"slab": layout.pack_key("ab" * 16), "capacity": 1 << 20, "boot_id": boot_id(), "memfd": None}
 _HOLDER = msgspec.to_builtins(lease._this_process(1.7e9))
 _CONFIG = load({"tiers": {"ram": {"kind": "ram"}, "disk": {"kind": "posix", "path": "/checkpoints"}}})
 _FOOTER = pack.encode_footer([pack.PackEntry(bytes([i]) * 16, 8192 * i, 5000) for i in range(5)], 65536)

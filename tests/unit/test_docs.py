@@ -11,6 +11,8 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _PAGES = sorted([*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md"), *_ROOT.glob("tests/data/*.md")])
 _LINK = re.compile(r"\]\(([^)#:]+?)(?:#[^)]*)?\)")
+_FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+)`( \(to come\))?")
 _TEST = re.compile(r"`(tests/[\w/.-]+\.py)(?:::(\w+))?`")
 
 
@@ -33,3 +35,10 @@ def _has(path: Path, name: str) -> bool:
         return False
     nodes = ast.walk(ast.parse(path.read_text("utf-8")))
     return not name or name in {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_path_of_the_map_exists_or_is_still_to_come() -> None:
+    text = _FENCED.sub("", (_ROOT / "docs/explanation/architecture.md").read_text("utf-8"))
+    paths = {path: bool(to_come) for path, to_come in _PATH.findall(text) if (_ROOT / path.split("/")[0]).exists()}
+    assert len(paths) > 50
+    assert not [path for path, to_come in paths.items() if (_ROOT / path).exists() == to_come]

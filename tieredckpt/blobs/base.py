@@ -101,7 +101,7 @@ class Traits:
     atomic_put: bool
     """No reader ever sees part of an object."""
     create_only: bool
-    """``put(create_only=True)`` has exactly one winner."""
+    """Ability: ``put(create_only=True)``, which has exactly one winner."""
     ranged_get: bool
     """A range costs its own bytes, not the whole object."""
     direct_io: bool
@@ -156,9 +156,8 @@ class Put(Protocol):
 
         The parts are not copied where the store can avoid it, so they must not change until this returns.
         On return the object is visible to every reader and as durable as the traits say, its name
-        included. A store without the trait ``create_only`` checks before it writes, so that two writers at
-        the same moment may both succeed and the later one stays. Raises `NoSpace`, `Conflict` (only with
-        ``create_only``), `TierUnavailable`, `Closed`, `Invalid`.
+        included. Raises `NoSpace`, `TierUnavailable`, `Closed`, `Invalid`; with ``create_only`` `Conflict`
+        where the object exists, and `Invalid` from a store without that trait.
         """
 
 

@@ -139,6 +139,8 @@ class _Trial:
         raise _Failed("an object that was never written is there")
 
     async def _exclusive(self) -> str:
+        if not self._store.traits.create_only:
+            return "not offered, and not needed"
         key, results = self._folder + "exclusive", []
         for content in (b"first", b"second"):
             try:
@@ -148,7 +150,7 @@ class _Trial:
                 pass
         if results != [b"first"] or await self._store.get(key, limit=100) != b"first":
             raise _Failed("an object was created over one that was there")
-        return "one winner" if self._store.traits.create_only else "checked before writing; two at once may both win"
+        return "one winner"
 
     async def _replacing(self) -> str:
         for content in (self._small[:100], self._small):
@@ -195,7 +197,9 @@ class _Trial:
 
     async def _list(self) -> str:
         found = {info.key.removeprefix(self._folder): info.size async for info in self._store.list(self._folder)}
-        expected = {"small": len(self._small), "exclusive": 5, "large": self._large.size}
+        expected = {"small": len(self._small), "large": self._large.size}
+        if self._store.traits.create_only:
+            expected["exclusive"] = 5
         if found != expected:
             raise _Failed(f"{found} is listed, {expected} was written")
         return f"{len(found)} of {len(expected)} objects, with their sizes"

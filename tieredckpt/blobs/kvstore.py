@@ -121,14 +121,15 @@ class KvStoreBlobs:
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         self._check(key)
+        if create_only and not self._traits.create_only:
+            raise Invalid(f"{self._at(key)} was to be written by an exclusive put, which its driver may not have")
         store, condition = self._store, None
         with self._errors(key, "written"):
             if create_only:
                 found = await store.read(key, byte_range=slice(0, 0))
                 if found.state != "missing":
                     raise Conflict(f"{self._at(key)} exists already")
-                if self._traits.create_only:
-                    condition = found.stamp.generation
+                condition = found.stamp.generation
             written = await _to_its_end(lambda: store.write(key, _joined(parts), if_equal=condition))
         if condition is not None and written.generation == _CONDITION_FAILED:
             raise Conflict(f"{self._at(key)} was created by another writer meanwhile")

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["hold", "let_go"]
+from tieredckpt.errors import Conflict
+
+__all__ = ["hold", "let_go", "lock_file"]
 
 _held: set[int] = set()
 
@@ -18,6 +23,25 @@ def hold(fd: int) -> int:
     """Have ``fd`` closed in every child that is forked from now on; returns it."""
     _held.add(fd)
     return fd
+
+
+def lock_file(path: Path, refusal: Callable[[str], str]) -> int:
+    """Lock a file, which is made, and write into it who holds it; the descriptor, for `let_go`. Blocking.
+
+    Raises:
+        Conflict: it is locked; ``refusal`` words that, given the holder.
+        FileNotFoundError: there is no such folder.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(fd, 200).decode(errors="replace") or "another process"
+        os.close(fd)
+        raise Conflict(refusal(holder)) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return hold(fd)
 
 
 def let_go(fd: int) -> None:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from tieredckpt.bench.compare import compare, unlike
-from tieredckpt.bench.html import figure, render
+from tieredckpt.bench.peers import OURS
 from tieredckpt.bench.report import AIMS, Aim, Report, Row, load_report, make_report
 from tieredckpt.bench.run import MEASURED, Outcome, Request, run
+from tieredckpt.bench.workloads import workload_named
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable
 from tieredckpt.cli.opening import Json
 from tieredckpt.errors import Invalid
-from tieredckpt.units import format_rate, format_size
+from tieredckpt.units import format_duration, format_rate, format_size
 
 __all__ = ["bench"]
 
 _SMALLEST = 1 << 20
+_PAGE = 260
+"""Characters of a line of the HTML page."""
+_BAR = 80
+"""Characters of the longest bar."""
 
 
 def bench(
@@ -66,13 +74,13 @@ def bench(
     )
     report = make_report(_run(request))
     if html is not None:
-        html.write_text(render(report, before), "utf-8")
+        page = Console(record=True, file=io.StringIO(), markup=False, emoji=False, highlight=False, width=_PAGE)
+        _show(report, before, page, bars=True)
+        html.write_text(page.export_html(), "utf-8")
     if as_json:
         print_json(msgspec.to_builtins(report))
         return
-    _show(report)
-    if before is not None:
-        _show_changes(before, report)
+    _show(report, before, output())
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -87,18 +95,23 @@ def _run(request: Request) -> Outcome:
         return run(request, lambda what: status.update(printable(what)))
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, before: Report | None, console: Console, *, bars: bool = False) -> None:
+    """Print the report, compared with the one ``before``; with ``bars``, a picture of every figure of the peers."""
     machine = report.machine
-    output().print(
-        f"{printable(machine['processor'])}, {machine['cores']} cores, {format_size(int(machine['memory']))}, "
-        f"{printable(machine['file_system'])}; Python {machine['python']}; "
+    console.print(
+        f"{report.begun}; {printable(machine['processor'])}, {machine['cores']} cores, "
+        f"{format_size(int(machine['memory']))} of memory, {printable(machine['system'])}, "
+        f"{printable(machine['file_system'])} on {printable(machine['device'])}; Python {machine['python']}, "
+        f"native code: {machine['native']}; "
         + ", ".join(f"{name} {version}" for name, version in report.versions.items())
+        + f"; {format_duration(report.took_s)} in all"
     )
     print_table(
         f"{format_size(report.size)}, medians of {report.rounds} x {report.repeats} repetitions",
-        ("", "is", "aim", ""),
+        ("", "key", "is", "aim", ""),
         [_aim_row(report, aim) for aim in AIMS],
         right=("is", "aim"),
+        console=console,
     )
     print_table(
         "limits of this machine",
@@ -108,61 +121,103 @@ def _show(report: Report) -> None:
             for name, took in report.limits.items()
         ],
         right=("seconds", "speed"),
+        console=console,
     )
+    if before is not None:
+        _show_changes(before, report, console)
     for workload, rows in report.rows.items():
-        print_table(workload, _COLUMNS, [_peer_row(row) for row in rows], right=_COLUMNS[1:-1])
+        about = f"{workload}: {workload_named(workload).about}; {rows[0].arrays} arrays, {format_size(rows[0].nbytes)}"
+        shown = [each for each in _COLUMNS if any(each[1](row) is not None for row in rows)]
+        columns = ["", *(name for name, _, _ in shown)]
+        cells = [(row.peer, *(_figure(value(row), unit) for _, value, unit in shown)) for row in rows]
+        print_table(about, columns, cells, right=columns[1:], console=console)
+        ways = [(row.peer, row.way, row.capture, row.durability, _snapshot(row)) for row in rows]
+        print_table("", ("", "called", "captures by", "durable means", "a snapshot"), ways, console=console)
+        if bars:
+            _show_bars(report, rows, console)
     for name, why in report.missing.items():
-        output().print(f"missing: {name}: {printable(why)}")
+        console.print(f"missing: {name}: {printable(why)}")
     for name, why in report.failed.items():
-        output().print(f"failed: {name}: {printable(why)}")
+        console.print(f"failed: {name}: {printable(why)}")
+
+
+def _figure(value: float | None, unit: str) -> str:
+    """A figure for people; empty for None."""
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return format_size(int(value))
+    return f"{value:.3g}" if not unit else format_duration(value / 1e6 if unit == "us" else value)
 
 
 def _aim_row(report: Report, aim: Aim) -> Sequence[str]:
     value = report.ratios.get(aim.key)
     if value is None:
-        return (aim.about, "not measured", figure(aim.most, aim.unit), "")
+        return (aim.about, aim.key, "not measured", _figure(aim.most, aim.unit), "")
     met = "" if aim.most is None else ("met" if value <= aim.most else "missed")
-    return (aim.about, figure(value, aim.unit), figure(aim.most, aim.unit), met)
+    return (aim.about, aim.key, _figure(value, aim.unit), _figure(aim.most, aim.unit), met)
 
 
-_COLUMNS = (
-    "",
-    "first stall",
-    "stall",
-    "durable",
-    "files",
-    "tenth: written",
-    "tenth: durable",
-    "restore cold",
-    "warm",
-    "memory",
-    "lost per GB",
-    "snapshot",
+def _cold(row: Row) -> float | None:
+    found = [each for each in (row.restore_cold_existing_s, row.restore_cold_new_s) if each is not None]
+    return min(found, default=None)
+
+
+def _snapshot(row: Row) -> str:
+    return "yes" if row.snapshot else "NO: it follows the training"
+
+
+_Of = Callable[[Row], float | None]
+
+_COLUMNS: tuple[tuple[str, _Of, str], ...] = (
+    ("first stall", lambda row: row.first_stall_s, "s"),
+    ("stall", lambda row: row.stall_s, "s"),
+    ("durable", lambda row: row.durable_s, "s"),
+    ("written / state", lambda row: row.written_ratio, ""),
+    ("files", lambda row: row.files, ""),
+    ("tenth: stall", lambda row: row.tenth_stall_s, "s"),
+    ("tenth: durable", lambda row: row.tenth_durable_s, "s"),
+    ("tenth: written / state", lambda row: row.tenth_written_ratio, ""),
+    ("cold, existing", lambda row: row.restore_cold_existing_s, "s"),
+    ("cold, new", lambda row: row.restore_cold_new_s, "s"),
+    ("warm, existing", lambda row: row.restore_warm_existing_s, "s"),
+    ("warm, new", lambda row: row.restore_warm_new_s, "s"),
+    ("memory, save / state", lambda row: row.peak_save_ratio, ""),
+    ("memory, restore / state", lambda row: row.peak_restore_ratio, ""),
+    ("lost per GB", lambda row: row.interference, "s"),
 )
 
-
-def _peer_row(row: Row) -> Sequence[str]:
-    cold = row.restore_cold_existing_s if row.restore_cold_existing_s is not None else row.restore_cold_new_s
-    warm = row.restore_warm_existing_s if row.restore_warm_existing_s is not None else row.restore_warm_new_s
-    return (
-        row.peer,
-        *(_seconds(value) for value in (row.first_stall_s, row.stall_s, row.durable_s)),
-        "" if row.files is None else str(row.files),
-        "" if row.tenth_written_ratio is None else f"{row.tenth_written_ratio:.2f}",
-        *(_seconds(value) for value in (row.tenth_durable_s, cold, warm)),
-        "" if row.peak_save_ratio is None else f"{row.peak_save_ratio:.2f}",
-        _seconds(row.interference),
-        "yes" if row.snapshot else "NO: it follows the training",
-    )
+_BARS: tuple[tuple[str, _Of, str, Sequence[str]], ...] = (
+    ("stall of a save", lambda row: row.stall_s, "s", ("memcpy",)),
+    ("a save until it is durable", lambda row: row.durable_s, "s", ("direct_write",)),
+    ("bytes written after a tenth changed, over the state", lambda row: row.tenth_written_ratio, "", ()),
+    ("restore from cold files, by the better way of each", _cold, "s", ("direct_read",)),
+    ("memory of saves beyond the state, over the state", lambda row: row.peak_save_ratio, "", ()),
+    ("what a compute loop loses for each GB written behind", lambda row: row.interference, "s", ()),
+)
+"""Title, figure, unit, and the limits of the machine that are drawn beside it."""
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def _show_bars(report: Report, rows: Sequence[Row], console: Console) -> None:
+    limits = report.limits if any(row.tenth_stall_s is not None for row in rows) else {}
+    for title, value_of, unit, beside in _BARS:
+        drawn = {row.peer: value for row in rows if (value := value_of(row)) is not None}
+        if drawn:
+            drawn |= {name.replace("_", " "): limits[name] for name in beside if name in limits}
+            console.print(Text(f"\n{title}", "bold"))
+            _draw(drawn, unit, console)
 
 
-def _show_changes(before: Report, now: Report) -> None:
+def _draw(drawn: Mapping[str, float], unit: str, console: Console) -> None:
+    scale = _BAR / max(*drawn.values(), 1e-12)
+    for name, value in drawn.items():
+        bar = Text("█" * round(value * scale), "blue" if name.startswith(OURS) else "bright_black")
+        console.print(Text(f"{printable(name):>32} "), bar, Text(f" {_figure(value, unit)}"), sep="")
+
+
+def _show_changes(before: Report, now: Report, console: Console) -> None:
     for reason in unlike(before, now):
-        output().print(f"not comparable: {printable(reason)}")
+        console.print(f"not comparable: {printable(reason)}")
     print_table(
         f"since {before.begun}",
         ("", "was", "is", ""),
@@ -176,4 +231,5 @@ def _show_changes(before: Report, now: Report) -> None:
             for change in compare(before, now)
         ],
         right=("was", "is"),
+        console=console,
     )

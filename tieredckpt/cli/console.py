@@ -72,14 +72,19 @@ def _console(*, stderr: bool) -> Console:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+    console: Console | None = None,
 ) -> None:
     """Print a table, without a header where no column has a name; those in ``right`` hold numbers.
 
     Numbers, times and words up to `_WORD` characters stay whole: on a narrow terminal the table loses its margins
-    first, and is wider than the terminal before it splits them.
+    first, and is wider than the terminal before it splits them. ``console`` is standard output unless another is given.
     """
-    console = output()
+    console = console or output()
     texts = [[printable(cell) for cell in row] for row in rows]
     least = [_least(name, [row[at] for row in texts], name in right) for at, name in enumerate(columns)]
     tight = sum(least) + 3 * len(least) > console.width

@@ -90,11 +90,12 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
         lambda: store.get(key, limit=10),
         lambda: store.get_into(key, 0, memoryview(bytearray(1))),
         lambda: store.put(key, [b"x"]),
-        lambda: store.put(key, [b"x"], create_only=True),
         lambda: store.put(key, [bytes(2 << 20)]),
         lambda: store.stat(key),
         lambda: store.delete(key),
     ]
+    if store.traits.create_only:
+        calls.append(lambda: store.put(key, [b"x"], create_only=True))
     if store.traits.digested_reads and isinstance(store, GetDigested):
         calls.append(lambda: store.get_digested(key, [Stretch(0, 1, memoryview(bytearray(1)))]))
     return calls

@@ -89,21 +89,21 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def probe(root: Path, *, tries: bool = True) -> tuple[bool, bool]:
-    """Whether files in ``root`` take direct I/O, and whether it has hard links; found out by trying.
+def probe(root: Path, *, tries: bool = True) -> bool:
+    """Whether files in ``root`` take direct I/O; found out by trying.
 
     A root that cannot be written to, or is not to be, promises direct I/O, since a read falls back by itself.
     """
     if not tries:
-        return bool(O_DIRECT), False
-    path, other = root / new_temporary(), root / new_temporary()
+        return bool(O_DIRECT)
+    path = root / new_temporary()
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:
-        return bool(O_DIRECT), False
+        return bool(O_DIRECT)
     try:
         os.close(fd)
-        return _takes_direct(path), _takes_link(path, other)
+        return _takes_direct(path)
     finally:
         os.unlink(path)
 
@@ -121,15 +121,6 @@ def _takes_direct(path: Path) -> bool:
         return False
     finally:
         os.close(fd)
-
-
-def _takes_link(path: Path, other: Path) -> bool:
-    try:
-        os.link(path, other)
-    except OSError:
-        return False
-    os.unlink(other)
-    return True
 
 
 def _described(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
@@ -219,15 +210,13 @@ class Folders:
                 return vanished
         return foreign(error, path, doing)
 
-    def create(self, path: Path, flags: int, mode: int, *, create_only: bool) -> tuple[Path, int]:
+    def create(self, path: Path, flags: int, mode: int) -> tuple[Path, int]:
         """A new temporary file in the folder of ``path``, which is made, and a descriptor to write it.
 
-        Raises `OSError`; with ``create_only`` `FileExistsError` at once if ``path`` is there already.
+        Raises `OSError`.
         """
         self.check_root()
         self.check_way(path)
-        if create_only and os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         left = _TRIES
         while True:
@@ -253,22 +242,12 @@ class Folders:
         """``folder`` and its parents below the root, outermost first."""
         return [path for path in (*reversed(folder.parents), folder) if self.root in path.parents]
 
-    def publish(self, temporary: Path, path: Path, *, create_only: bool) -> None:
+    def publish(self, temporary: Path, path: Path) -> None:
         """Give a finished file its name, durably.
 
-        Raises `OSError`, with ``create_only`` `FileExistsError`; `TierUnavailable` when the object is there
-        and its name may not survive a crash.
+        Raises `OSError`; `TierUnavailable` when the object is there and its name may not survive a crash.
         """
-        if create_only:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                # Over NFS the link may be ours, made by a request whose answer was lost.
-                if os.stat(temporary).st_nlink < 2:
-                    raise
-            os.unlink(temporary)
-        else:
-            os.replace(temporary, path)
+        os.replace(temporary, path)
         if self.fsync:
             try:
                 self._sync_names(path.parent)

@@ -79,7 +79,7 @@ class PosixStore:
     ) -> None:
         self._root = Path(os.path.abspath(root))
         self._folders = Folders(self._root, folder_mode, follow_symlinks, fsync)
-        takes_direct, self._links = probe(self._root, tries=tries)
+        takes_direct = probe(self._root, tries=tries)
         if direct and not takes_direct:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
         self._direct = takes_direct if direct is None else direct
@@ -89,7 +89,7 @@ class PosixStore:
             survives=survives,
             durable=fsync,
             atomic_put=True,
-            create_only=self._links,
+            create_only=False,
             ranged_get=True,
             direct_io=self._direct,
             object_size=object_size,
@@ -137,13 +137,15 @@ class PosixStore:
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         path = self._path(key)
+        if create_only:
+            raise Invalid(f"a folder has no exclusive put, which {key} was to be written by")
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if nbytes >= transfer.DIRECT_FROM or not self._fsync:
             # What waits for no device is written sooner than it is handed from one thread's turn to the next.
-            await self._on_thread(partial(self._write_in_one_turn, path, parts, nbytes, create_only))
+            await self._on_thread(partial(self._write_in_one_turn, path, parts, nbytes))
             return
         stop = transfer.Stop()
-        write = self._write_and_sync(path, b"".join(parts), create_only, stop)
+        write = self._write_and_sync(path, b"".join(parts), stop)
         await self._settle(asyncio.ensure_future(write), stop.set)
 
     async def stat(self, key: str) -> BlobInfo:
@@ -301,11 +303,11 @@ class PosixStore:
                     raise
         return self._folders.open(path, os.O_RDONLY), False
 
-    async def _write_and_sync(self, path: Path, data: bytes, create_only: bool, stop: transfer.Stop) -> None:
-        folders, pool, exact = self._folders, self._pool, create_only and self._links
+    async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop) -> None:
+        folders, pool = self._folders, self._pool
         try:
             create = aiofiles.os.wrap(folders.create)
-            temporary, fd = await create(path, 0, self._file_mode, create_only=create_only, executor=pool)
+            temporary, fd = await create(path, 0, self._file_mode, executor=pool)
             try:
                 file = await aiofiles.open(fd, "wb", executor=pool)
                 try:
@@ -317,7 +319,7 @@ class PosixStore:
                 if stop.is_set():
                     raise transfer.Stopped
                 publish = aiofiles.os.wrap(folders.publish)
-                await publish(temporary, path, create_only=exact, executor=pool)
+                await publish(temporary, path, executor=pool)
             except BaseException:
                 with contextlib.suppress(OSError):
                     await aiofiles.os.unlink(temporary, executor=pool)
@@ -325,14 +327,12 @@ class PosixStore:
         except OSError as error:
             raise _of_put(await self._mapped(error, path, "written"), path) from error
 
-    def _write_in_one_turn(
-        self, path: Path, parts: Sequence[Buffer], nbytes: int, create_only: bool, stop: transfer.Stop
-    ) -> None:
-        folders, exact = self._folders, create_only and self._links
+    def _write_in_one_turn(self, path: Path, parts: Sequence[Buffer], nbytes: int, stop: transfer.Stop) -> None:
+        folders = self._folders
         direct = self._direct and nbytes >= transfer.DIRECT_FROM
         flags = transfer.O_DIRECT if direct else 0
         try:
-            temporary, fd = folders.create(path, flags, self._file_mode, create_only=create_only)
+            temporary, fd = folders.create(path, flags, self._file_mode)
             try:
                 try:
                     reserve(fd, nbytes)
@@ -343,7 +343,7 @@ class PosixStore:
                     os.close(fd)
                 if stop.is_set():
                     raise transfer.Stopped
-                folders.publish(temporary, path, create_only=exact)
+                folders.publish(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from tieredckpt.blobs.locks import hold, let_go
+from tieredckpt.blobs.locks import let_go, lock_file
 from tieredckpt.errors import Conflict
 
 __all__ = [
@@ -130,16 +129,8 @@ def _open_to_others(path: Path) -> Conflict:
 
 
 def _lock_folder(folder: Path) -> int:
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(fd, 200).decode(errors="replace") or "another process"
-        os.close(fd)
-        raise Conflict(f"the RAM tier at {folder} is in use by {holder}; one store at a time may write to it") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return hold(fd)
+    refusal = "the RAM tier at {} is in use by {}; one store at a time may write to it"
+    return lock_file(folder / LOCK, partial(refusal.format, folder))
 
 
 def remove(folder: Path) -> None:

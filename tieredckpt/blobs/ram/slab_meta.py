@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.mapping import give_back
 from tieredckpt.blobs.ram.files import read_json, replace_json
 from tieredckpt.format.layout import parse_pack_key
@@ -22,7 +23,6 @@ __all__ = [
     "GROWING",
     "NOTE_FILES",
     "Note",
-    "boot_id",
     "growing",
     "has_slab",
     "read_note",
@@ -54,13 +54,6 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
     memfd: int | None = None
     """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
-
-
-def boot_id() -> str:
-    """What the kernel calls the time since it was started."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "unknown"
 
 
 def read_note(folder: Path) -> Note | None:

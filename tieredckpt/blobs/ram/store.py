@@ -21,6 +21,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
+from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.posix.paths import Folders, foreign, open_regular
@@ -35,7 +36,6 @@ from tieredckpt.blobs.ram.slab_meta import (
     GROWING,
     NOTE_FILES,
     Note,
-    boot_id,
     growing,
     read_note,
     undo_growth,
@@ -146,7 +146,7 @@ class RamStore:
             survives=Survives.NOTHING if self.notice else Survives.PROCESS,
             durable=False,
             atomic_put=True,
-            create_only=self._files.traits.create_only,
+            create_only=False,
             ranged_get=True,
             direct_io=False,
             object_size=self.slab.capacity,

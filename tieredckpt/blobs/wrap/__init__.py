@@ -9,7 +9,7 @@ from __future__ import annotations
 from tieredckpt.blobs.wrap.deadline import Deadline
 from tieredckpt.blobs.wrap.limited import Limited
 from tieredckpt.blobs.wrap.metered import Metered, Usage, VerbUsage
-from tieredckpt.blobs.wrap.paced import Paced
+from tieredckpt.blobs.wrap.paced import Pace, Paced
 from tieredckpt.blobs.wrap.retrying import Retrying
 
-__all__ = ["Deadline", "Limited", "Metered", "Paced", "Retrying", "Usage", "VerbUsage"]
+__all__ = ["Deadline", "Limited", "Metered", "Pace", "Paced", "Retrying", "Usage", "VerbUsage"]

@@ -11,36 +11,48 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.errors import Invalid
 
-__all__ = ["Paced"]
+__all__ = ["Pace", "Paced"]
 
 T = TypeVar("T")
 
 
-class Paced(Forward):
-    """Begins a put only when those before it have used up their share of time at ``rate`` bytes a second.
+class Pace:
+    """Limits a rate: work begins when the work before it has used up its share of time at ``rate`` bytes a second.
 
-    Nothing is saved up while the store is idle. Raises `Invalid` for a rate that is not positive. ``clock``
-    gives seconds, monotonic; ``sleep`` waits for so many.
+    Nothing is saved up while idle; a rate of None limits nothing. Raises `Invalid` for a rate that is not positive.
+    ``clock`` gives seconds, monotonic; ``sleep`` waits for so many.
     """
 
     def __init__(
         self,
-        inner: BlobStore,
+        rate: float | None,
         *,
-        rate: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        if rate <= 0:
+        if rate is not None and not rate > 0:
             raise Invalid(f"a rate is a positive number of bytes a second, not {rate}")
-        super().__init__(inner)
-        self._rate, self._clock, self._sleep = rate, clock, sleep
+        self.rate = rate
+        self._clock, self._sleep = clock, sleep
         self._free_at = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until work on so many bytes may begin."""
+        if self.rate is not None:
+            now = self._clock()
+            begin = max(now, self._free_at)
+            self._free_at = begin + nbytes / self.rate
+            await self._sleep(begin - now)
+
+
+class Paced(Forward):
+    """Begins each put at the pace that is given."""
+
+    def __init__(self, inner: BlobStore, pace: Pace) -> None:
+        super().__init__(inner)
+        self._pace = pace
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         if operation.verb == "put":
-            now = self._clock()
-            begin = max(now, self._free_at)
-            self._free_at = begin + operation.nbytes / self._rate
-            await self._sleep(begin - now)
+            await self._pace.take(operation.nbytes)
         return await call()

@@ -10,16 +10,15 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tieredckpt.blobs.locks import hold
+from tieredckpt.blobs.locks import lock_file
 from tieredckpt.config import StoreConfig, dump_with_secrets
-from tieredckpt.errors import Conflict
 
 __all__ = ["LOCK", "LOG", "AgentProcess", "claim", "lives"]
 
@@ -92,18 +91,8 @@ def claim(folder: Path) -> int:
         Conflict: another one is.
         FileNotFoundError: there is no such folder.
     """
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(fd, 200).decode(errors="replace") or "another process"
-        os.close(fd)
-        raise Conflict(
-            f"the RAM tier at {folder} has an agent already, {holder}; end that one first, or leave the work to it"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return hold(fd)
+    refusal = "the RAM tier at {} has an agent already, {}; end that one first, or leave the work to it"
+    return lock_file(folder / LOCK, partial(refusal.format, folder))
 
 
 def lives(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.owner import Place
 from tieredckpt.blobs.ram.places import places_of
 from tieredckpt.blobs.ram.store import RamStore
-from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Paced, Retrying
+from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import left_behind_after, whole
 from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
 from tieredckpt.config.checks import doubtful
@@ -89,7 +89,7 @@ async def _connect_slower(tier: TierConfig, read_only: bool) -> BlobStore:
     store = Retrying(store, attempts=tier.retries + 1)
     store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
     if tier.rate_limit is not None:
-        store = Paced(store, rate=tier.rate_limit)
+        store = Paced(store, Pace(tier.rate_limit))
     return Metered(store)
 
 

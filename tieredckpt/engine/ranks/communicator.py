@@ -1,8 +1,8 @@
 """How the ranks of a training speak: small messages with deadlines and, where it can be, bulk bytes.
 
-A *coordinator* is one rank's end of that. `Solo` is the one of a training with a single process; those over
-other engines are in `tieredckpt.engine.transport`. What several ranks do together is written here once,
-as functions over any coordinator: `gather`, `broadcast`, `exchange`, `barrier`. In all of them rank 0 leads.
+A *coordinator* is one rank's end of that; those over the engines of a training are in `tieredckpt.engine.transport`.
+What several ranks do together is written here once, as functions over any coordinator: `gather`, `broadcast`,
+`exchange`, `barrier`. In all of them rank 0 leads.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import asyncio
 import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from tieredckpt.blobs.boot import boot_id
 from tieredckpt.engine import limits
-from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
@@ -25,7 +24,6 @@ __all__ = [
     "LEADER",
     "Coordinator",
     "RanksMissing",
-    "Solo",
     "barrier",
     "broadcast",
     "exchange",
@@ -108,50 +106,9 @@ class Coordinator(Protocol):
         """Fill ``memory``, whose length is that of the bytes sent. Errors as `send`; what was filled is undefined."""
 
 
-class Solo:
-    """The coordinator of a training with one process."""
-
-    def __init__(self, *, node: str | None = None) -> None:
-        self.rank, self.size, self.bulk = LEADER, 1, False
-        self.node = node or node_of_this_process()
-        self._inbox = Inbox()
-
-    async def open(self, *, timeout: float) -> None:
-        """There is nobody to wait for."""
-
-    async def close(self) -> None:
-        """Take no more."""
-        self._inbox.close()
-
-    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
-        """Keep the message, if it is for oneself."""
-        self._inbox.check_open()
-        if LEADER in to:
-            self._inbox.arrived(LEADER, topic, data)
-
-    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
-        """What was posted to oneself."""
-        return await self._inbox.take(source, topic, timeout)
-
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """There is nobody to send to."""
-        raise Invalid(f"a training of one rank sends nothing in bulk, and nothing to rank {to}")
-
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """There is nobody to receive from."""
-        raise Invalid(f"a training of one rank receives nothing in bulk, and nothing from rank {source}")
-
-
 def node_of_this_process() -> str:
     """``TIEREDCKPT_NODE`` where that is set, else host name and boot id."""
-    named = os.environ.get("TIEREDCKPT_NODE")
-    if named:
-        return named
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return socket.gethostname()
-    return f"{socket.gethostname()}/{boot}"
+    return os.environ.get("TIEREDCKPT_NODE") or f"{socket.gethostname()}/{boot_id()}"
 
 
 async def gather(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from tieredckpt.errors import Invalid
+from tieredckpt.blobs.wrap import Pace
 
 __all__ = ["Place", "Scan"]
 
@@ -24,27 +22,17 @@ _BATCH_SECONDS = 0.25
 class Scan:
     """What one verification of many steps on one tier has seen so far.
 
-    ``rate`` bounds the bytes read a second. Raises `Invalid` for a rate that is not positive. ``clock`` gives
-    seconds, monotonic; ``sleep`` waits for so many.
+    ``pace`` bounds the bytes read a second.
     """
 
-    def __init__(
-        self,
-        rate: float | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        if rate is not None and not rate > 0:
-            raise Invalid(f"a rate is a positive number of bytes a second, not {rate}")
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace(None)
         self.intact: dict[Place, bool] = {}
         """What was found where."""
-        self._rate, self._clock, self._sleep = rate, clock, sleep
-        self._free_at = 0.0
 
     def batches(self, items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
         """``items`` with their bytes, cut into what is read in one go; an item alone may be more."""
-        limit = _BATCH if self._rate is None else min(_BATCH, self._rate * _BATCH_SECONDS)
+        limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
         batch: list[T] = []
         size = 0
         for item, nbytes in items:
@@ -57,10 +45,5 @@ class Scan:
             yield batch
 
     async def turn(self, nbytes: int) -> None:
-        """Return when so many bytes may be read: when those before have used up their share of time."""
-        if self._rate is None:
-            return
-        now = self._clock()
-        begin = max(now, self._free_at)
-        self._free_at = begin + nbytes / self._rate
-        await self._sleep(begin - now)
+        """Wait until so many bytes may be read."""
+        await self._pace.take(nbytes)

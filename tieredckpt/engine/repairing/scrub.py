@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.scan import pack_table
 from tieredckpt.engine.repairing.repack import rewrite
@@ -43,7 +44,7 @@ async def scrub(
     """
     found: list[Verified] = []
     for tier in tiers:
-        scan, mend = Scan(rate), repair and state.manages(tier)
+        scan, mend = Scan(Pace(rate)), repair and state.manages(tier)
         if not tier.answers or tier.marker is None:
             if state.read_only and isinstance(tier.error, NotFound):
                 continue  # it was never made, or ended with its process

@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore
+from tieredckpt.blobs.boot import boot_id
 from tieredckpt.concurrency import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
@@ -58,9 +59,7 @@ def decode_holder(data: bytes) -> Holder | None:
 
 
 def _machine() -> str:
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    found = [socket.gethostname(), boot_id()]
     with contextlib.suppress(OSError):
         found.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(found)

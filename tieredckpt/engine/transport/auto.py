@@ -11,7 +11,7 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config import PosixTier, StoreConfig, TierConfig
 from tieredckpt.engine.opening.connect import open_slower
-from tieredckpt.engine.ranks.communicator import Coordinator, Solo
+from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.errors import Invalid
 
@@ -26,28 +26,25 @@ _LAUNCHERS = {
 """By launcher: the variables of a process's rank and of the number of processes, and one that tells it is there."""
 
 
-def coordinator_of(ranks: Coordinator | str | None, config: StoreConfig) -> Coordinator:
-    """What the argument ``ranks`` of `CheckpointStore.open` stands for. Raises `Invalid`."""
-    if ranks is None:
-        return Solo()
+def coordinator_of(ranks: Coordinator | str | None, config: StoreConfig) -> Coordinator | None:
+    """The coordinator that ``ranks`` of `CheckpointStore.open` means; None for one process alone. Raises `Invalid`."""
     if ranks == "auto":
         return find_coordinator(config)
-    if isinstance(ranks, Coordinator):
+    if ranks is None or isinstance(ranks, Coordinator):
         return ranks
     raise Invalid(f"ranks is 'auto', None (this process alone) or a coordinator, not {ranks!r}")
 
 
-def find_coordinator(config: StoreConfig, environment: Mapping[str, str] = os.environ) -> Coordinator:
-    """The coordinator of the engine that this process is part of.
+def find_coordinator(config: StoreConfig, environment: Mapping[str, str] = os.environ) -> Coordinator | None:
+    """The coordinator of the engine that this process is part of; None for a process alone.
 
     In this order: torch.distributed, jax.distributed and MPI, where they are loaded and initialised for more than
-    one process; what a launcher says in the environment, with messages through the nearest slower tier; this
-    process alone.
+    one process; what a launcher says in the environment, with messages through the nearest slower tier.
 
     Raises:
         Invalid: a launcher started several processes, and there is no slower tier for their messages.
     """
-    return _of_torch(config) or _of_jax(config) or _of_mpi(config) or _of_environment(config, environment) or Solo()
+    return _of_torch(config) or _of_jax(config) or _of_mpi(config) or _of_environment(config, environment)
 
 
 def _of_torch(config: StoreConfig) -> Coordinator | None:

@@ -20,7 +20,7 @@ from tieredckpt.blobs.base import BlobStore, Stretch, Survives
 from tieredckpt.blobs.posix import transfer
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
 
 SMALL, LARGE = 10_000, 3 << 20
@@ -78,10 +78,9 @@ class TestPermissions:
     async def test_what_it_makes_is_the_owners_alone(self, root: Path, store: PosixStore) -> None:
         await store.put("a/b/small", [b"x"])
         await store.put("a/b/large", [bytes(LARGE)])
-        await store.put("a/b/new", [b"x"], create_only=True)
         for path in (root, root / "a", root / "a/b"):
             assert mode(path) == 0o700
-        for name in ("small", "large", "new"):
+        for name in ("small", "large"):
             assert mode(root / "a/b" / name) == 0o600
 
     async def test_other_permissions_are_the_users_choice(self, tmp_path: Path) -> None:
@@ -517,58 +516,6 @@ class TestCancellation:
         asyncio.run(abandon())
         stores[0]._pool.shutdown(wait=True)
         assert files(root) == set()
-
-
-class TestCreateOnly:
-    async def test_without_hard_links_it_is_checked_before(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        Calls(monkeypatch, "link").error = errno.EPERM
-        store = await asyncio.to_thread(PosixStore, root)
-        assert not store.traits.create_only
-        for nbytes in (SMALL, LARGE):
-            await store.put(f"key{nbytes}", [bytes(nbytes)], create_only=True)
-            with pytest.raises(Conflict):
-                await store.put(f"key{nbytes}", [bytes(nbytes)], create_only=True)
-        await store.close()
-        assert files(root) == {f"key{SMALL}", f"key{LARGE}"}
-
-    @sizes
-    async def test_a_link_whose_answer_was_lost_is_ours(
-        self, root: Path, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        real = os.link
-
-        def lose_the_answer(source: Any, target: Any) -> None:
-            real(source, target)
-            real(source, target)  # what a resent request comes to
-
-        monkeypatch.setattr(os, "link", lose_the_answer)
-        await store.put("key", [bytes(nbytes)], create_only=True)
-        assert files(root) == {"key"}
-
-    @sizes
-    async def test_the_loser_of_a_race_leaves_nothing(
-        self, root: Path, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        real = os.link
-
-        def lose(source: Any, target: Any) -> None:
-            Path(target).write_bytes(b"winner")
-            real(source, target)
-
-        monkeypatch.setattr(os, "link", lose)
-        with pytest.raises(Conflict, match="exists already"):
-            await store.put("key", [bytes(nbytes)], create_only=True)
-        assert files(root) == {"key"}
-        assert (root / "key").read_bytes() == b"winner"
-
-    async def test_nothing_is_written_for_a_key_that_is_there(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        await store.put("key", [b"x"])
-        calls = Calls(monkeypatch, "pwritev")
-        with pytest.raises(Conflict):
-            await store.put("key", [bytes(LARGE)], create_only=True)
-        assert calls.seen == []
 
 
 class TestFoldersComeAndGo:

@@ -516,7 +516,8 @@ async def test_another_file_is_never_taken_for_a_memfd_that_ended(small_tmpfs: P
 
 FILL = """
     import os, sys, pathlib
-    from tieredckpt.blobs import mapping, ram
+    from tieredckpt.blobs import mapping
+    from tieredckpt.blobs.ram import store as ram
     from tieredckpt.errors import NoSpace
 
     folder = pathlib.Path(sys.argv[1])

@@ -12,7 +12,7 @@ import pytest
 from reliability.ranks import World
 
 from tieredckpt import Invalid, StoreConfig
-from tieredckpt.engine.ranks.communicator import Solo, node_of_this_process
+from tieredckpt.engine.ranks.communicator import node_of_this_process
 from tieredckpt.engine.transport.auto import coordinator_of, find_coordinator, ranks_of_environment
 from tieredckpt.engine.transport.shared import SharedStore
 
@@ -55,7 +55,7 @@ def test_ranks_of_a_launcher_speak_through_the_shared_tier(launcher: str, config
     ],
 )
 def test_a_process_without_others_is_alone(environment: Mapping[str, str], config: StoreConfig) -> None:
-    assert isinstance(find_coordinator(config, environment), Solo)
+    assert find_coordinator(config, environment) is None
 
 
 def test_ranks_without_a_shared_tier_are_told_what_to_do() -> None:
@@ -74,13 +74,13 @@ def test_engines_that_are_loaded_and_not_initialised_do_not_count(
     }
     for name, module in idle.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert isinstance(find_coordinator(config, {}), Solo)
+    assert find_coordinator(config, {}) is None
 
 
 def test_what_is_given_is_taken(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED["PMI"].items():
         monkeypatch.setenv(name, value)
-    assert isinstance(coordinator_of(None, config), Solo)
+    assert coordinator_of(None, config) is None
     mine = World(2).coordinator(1)
     assert coordinator_of(mine, config) is mine
     with pytest.raises(Invalid, match="'auto', None"):
@@ -91,4 +91,4 @@ def test_a_node_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIEREDCKPT_NODE", raising=False)
     assert node_of_this_process() == node_of_this_process() != ""
     monkeypatch.setenv("TIEREDCKPT_NODE", "rack-1-node-7")
-    assert node_of_this_process() == Solo().node == "rack-1-node-7"
+    assert node_of_this_process() == "rack-1-node-7"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.engine.ranks.communicator import Coordinator
@@ -35,7 +35,7 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
 from tieredckpt.units import format_size
 
-__all__ = ["Pace", "Refused", "Transfer", "give", "keep"]
+__all__ = ["Refused", "Transfer", "give", "keep"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -47,29 +47,6 @@ _AHEAD = 2
 Bytes = npt.NDArray[np.uint8]
 MakeRoom = Callable[[Tier, Callable[[], bool]], Awaitable[object]]
 """Lets older steps go from a tier until there is room enough, as far as they may."""
-
-
-class Pace:
-    """Holds transfers back to a rate, in bytes a second, all together; None for none."""
-
-    def __init__(
-        self,
-        rate: float | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._rate, self._clock, self._sleep = rate, clock, sleep
-        self._free_at = 0.0
-
-    async def take(self, nbytes: int) -> None:
-        """Wait until what was taken before has used up its share of time. Nothing is saved up while idle."""
-        if self._rate is None:
-            return
-        now = self._clock()
-        begin = max(now, self._free_at)
-        self._free_at = begin + nbytes / self._rate
-        await self._sleep(begin - now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import msgspec
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram.folder import RANK_FOLDER
 from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config.tiers import RamTier, TierConfig
 from tieredckpt.engine.keeping.collector import Collector
@@ -29,7 +30,7 @@ from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.communicator import LEADER, exchange, gather
 from tieredckpt.engine.ranks.group import Team, consult
 from tieredckpt.engine.ranks.messages import Replicate, Replicated
-from tieredckpt.engine.ranks.replicas.copy_part import Pace, Refused, Transfer, give, keep
+from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
 from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier

@@ -17,9 +17,10 @@ from reliability.ranks import InProcess, World
 from support.records import first_record
 from support.scenes import CHUNK, config, ram
 
+from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
-from tieredckpt.engine.ranks.replicas.copy_part import Pace, Refused, Transfer, give, keep
+from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
