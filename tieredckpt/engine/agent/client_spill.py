@@ -5,7 +5,6 @@ The agent makes the room, tells which chunks the tier has, and collects nothing 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
@@ -18,10 +17,12 @@ from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.ranks.commit.parts import check_found
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepIndex, decode_step, encode_step
+from tieredckpt.format.manifest import StepIndex, decode_step
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["AgentsTiers", "LentTiers"]
@@ -44,32 +45,24 @@ class AgentsTiers:
         await self._link.ask(said.Lend(tier.name), again=False)
 
     async def _give_back(self, tier: Tier) -> None:
-        tier.chunks.clear()  # nothing here hears of what becomes of them
-        tier.packs.clear()
         with suppress(TierUnavailable):  # an agent that has ended keeps nothing
             await self._link.ask(said.GiveBack(tier.name), again=False)
 
-    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> None:
-        """Know of those chunks which the tier has intact."""
-        unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in tier.chunks}
+    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
+        """Where those of the chunks lie that the tier has intact."""
         found: list[tuple[bytes, str, int, int]]
-        found = await self._link.ask(said.Find(tier.name, unknown), list[tuple[bytes, str, int, int]], again=False)
-        tier.chunks.update({digest: Extent(pack, offset, length) for digest, pack, offset, length in found})
+        found = await self._link.ask(said.Find(tier.name, dict(sizes)), list[tuple[bytes, str, int, int]], again=False)
+        return {digest: Extent(pack, offset, length) for digest, pack, offset, length in found}
 
-    async def commit(self, tier: Tier, index: StepIndex) -> None:
-        """Have a step committed whose packs are written.
+    async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
+        """Have a step committed whose packs are written, of that many bytes each.
 
         Raises as `manifests.commit`; `Conflict` where packs are gone.
         """
         step = index.record.id
         key = layout.btree_key(step.step, step.serial)
-        encoded = await in_thread(_encode, index, key, pool=self._state.pool)
-        await self._link.ask(said.Commit(tier.name, *encoded, key, dict(tier.packs)), again=False)
-
-
-def _encode(index: StepIndex, key: str) -> tuple[bytes, bytes]:
-    encoded = encode_step(index.record, index.arrays, btree_path=key, checksum=True)
-    return encoded.manifest, encoded.btree
+        encoded = (await commit_file.encode(tier, index.record, index.arrays, key)).index
+        await self._link.ask(said.Commit(tier.name, encoded.manifest, encoded.btree, key, dict(packs)), again=False)
 
 
 class LentTiers:
@@ -117,14 +110,11 @@ class LentTiers:
         for key, size in order.packs.items():
             if layout.parse_pack_key(key) is None or (await tier.store.stat(key)).size != size:
                 raise Conflict(f"tier {tier.name!r}: pack {key} is not as the trainer has written it; save again")
-            tier.packs[key] = size
-            tier.orphans[key] = time.time()  # until the commit refers to it
+        found = unique_extents(index.arrays)
+        new = {digest: extent for digest, extent in found.items() if extent.path in order.packs}
+        tier.add_packs(WrittenPacks(new, order.packs))
         check_found(index, tier.packs)
         await commit_file.commit(tier, index.record, index.arrays)
-        for array in index.arrays.values():
-            for digest, where in array.chunks:
-                if isinstance(where, Extent) and where.path in order.packs:
-                    tier.chunks[digest] = where
         self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells
         self._state.changed.beat()
 
