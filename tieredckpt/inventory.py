@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State, numbers
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
@@ -228,4 +228,4 @@ async def _used(tier: Tier) -> int:
         with suppress(Corrupt, NotFound):  # one that cannot be read must not hide the others
             found = unique_extents((await tier.load_index(step)).arrays).values()
             extents.update((extent.offset, extent.length) for extent in found)
-    return tier.used + sum(stored_size(length) for _, length in extents)
+    return tier.used + sum(slab_size(length) for _, length in extents)

@@ -30,6 +30,7 @@ from tieredckpt.format import layout, pack
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import plan_block
 from tieredckpt.format.manifest import StepIndex, StoreMarker, encode_marker, encode_step
 from tieredckpt.format.merging import merge
@@ -101,7 +102,7 @@ async def commit(root: Path, ranks: int) -> None:
     """What a leader does once all parts are there."""
     whole = merge(parts(root, ranks))
     btree_key = layout.btree_key(STEP, SERIAL)
-    files = encode_step(whole.record, whole.arrays, btree_path=btree_key, checksum=True)
+    files = encode_step(whole.record, whole.arrays, btree_path=btree_key, encoding=CRC32C)
     store = PosixStore(root)
     try:
         await store.put(btree_key, [files.btree])
@@ -177,8 +178,8 @@ def test_a_promotion_costs_rank_0_no_second_merge(tmp_path: Path, ranks: int, ar
     def promote(whole: StepIndex) -> StepIndex:
         having, sizes = holders(said, lambda _: False)
         share_out(having, sizes)
-        index = placed(whole, extents_of(said), {})
-        encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), checksum=True)
+        index = placed(whole, extents_of(said), {}, CRC32C)
+        encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), encoding=CRC32C)
         return index
 
     agreed, whole = least_work(agree)

@@ -19,8 +19,8 @@ from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound
 from tieredckpt.events import ChunkRepaired, StepRestored
@@ -467,7 +467,7 @@ async def test_a_damaged_commit_in_ram_is_dropped_and_the_next_tier_serves(
         assert await restored(store) == {"disk": TOTAL}
         await assert_clean(store, "disk", "far")
         await store.save(2, state(2))
-        assert slab_of(store).used == len(KEYS) * PER_ARRAY * stored_size(CHUNK)
+        assert slab_of(store).used == len(KEYS) * PER_ARRAY * slab_size(CHUNK)
 
 
 async def test_a_step_that_claims_memory_of_a_newer_one_is_dropped_from_ram(place: Path) -> None:
@@ -476,14 +476,14 @@ async def test_a_step_that_claims_memory_of_a_newer_one_is_dropped_from_ram(plac
         (folder_of_1,) = root.glob("steps/*")
         shutil.copytree(folder_of_1, place / "kept")
         await store.evict(1, "ram")
-        slab_of(store).allocate(2 * PER_ARRAY * stored_size(CHUNK))  # so that step 2 lies where array c was
+        slab_of(store).allocate(2 * PER_ARRAY * slab_size(CHUNK))  # so that step 2 lies where array c was
         await store.save(2, {"a": state(2)["a"]})
         await store.flush()
         await crash(store)
     shutil.move(place / "kept", folder_of_1)
     async with opened(place) as store:
         assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("disk", "far")), (2, TIERS)]
-        assert slab_of(store).used == await bytes_of_listed_steps(store) == PER_ARRAY * stored_size(CHUNK)
+        assert slab_of(store).used == await bytes_of_listed_steps(store) == PER_ARRAY * slab_size(CHUNK)
         assert not folder_of_1.exists()
         assert await restored(store) == {"disk": TOTAL}
 

@@ -129,11 +129,11 @@ def test_an_older_step_that_is_on_its_way_gives_way(
 ) -> None:
     write_packs, writing = copy_step.write_packs, threading.Event()
 
-    async def stall_at_first(*arguments: Any) -> int:
+    async def stall_at_first(*arguments: Any) -> None:
         if not writing.is_set():
             writing.set()
             await asyncio.Event().wait()
-        return await write_packs(*arguments)
+        await write_packs(*arguments)
 
     monkeypatch.setattr(copy_step, "write_packs", stall_at_first)
     with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})).sync() as store:

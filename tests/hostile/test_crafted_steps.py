@@ -28,6 +28,7 @@ from tieredckpt.engine.state.failures import history_of
 from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout, manifest, ocdbt, ocdbt_read, pack
+from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import (
     ArrayIndex,
@@ -111,7 +112,7 @@ def test_a_policy_that_nobody_could_read_is_refused_before_it_is_stored() -> Non
     _, record, arrays = sample_step()
     deep = msgspec.structs.replace(record, policy={"kind": nested(100)})
     with pytest.raises(Invalid, match="nested more than 100 deep"):
-        encode_step(deep, arrays, btree_path=BTREE, checksum=True)
+        encode_step(deep, arrays, btree_path=BTREE, encoding=CRC32C)
 
 
 def test_a_record_larger_than_any_tree_is_corrupt_before_it_is_parsed() -> None:
@@ -128,7 +129,7 @@ def one_array(shape: tuple[int, ...], cell: tuple[int, ...], where: list[Extent]
     """A step of one array of bytes with a grid that no configuration gives."""
     arrays = {"w": ArrayIndex(Grid(shape, cell, 1), np.dtype(np.uint8), [Chunk(bytes(16), at) for at in where])}
     tree = DictNode(["w"], [ArrayNode("w", "uint8", shape, "numpy")])
-    return encode_step(forged_record(tree), arrays, btree_path=BTREE, checksum=True)
+    return encode_step(forged_record(tree), arrays, btree_path=BTREE, encoding=CRC32C)
 
 
 @pytest.mark.parametrize("nbytes", [(1 << 30) + 1, 1 << 40, 1 << 61])
@@ -141,7 +142,7 @@ def test_a_chunk_larger_than_any_configuration_allows_is_corrupt(nbytes: int) ->
 def test_an_array_of_countless_chunks_is_corrupt_before_they_are_counted_out() -> None:
     entries = entries_of(sample_step()[0])
     for shape, cell in [((1 << 40, 8192), (1, 8192)), ((1 << 62,), (1,))]:
-        entries[b"params/w/zarr.json"] = array_metadata(shape, np.dtype(np.uint8), cell, True)
+        entries[b"params/w/zarr.json"] = array_metadata(shape, np.dtype(np.uint8), cell, CRC32C)
         files = resealed(entries)
         assert files is not None
         with at_most(16 * MIB), pytest.raises(Corrupt, match="more than there are digests"):
@@ -151,13 +152,13 @@ def test_an_array_of_countless_chunks_is_corrupt_before_they_are_counted_out() -
 def test_an_array_that_the_tree_does_not_have_is_corrupt() -> None:
     arrays = sample_arrays()
     record = forged_record(tree_of({key: array for key, array in arrays.items() if key != "small"}))
-    files = encode_step(record, arrays, btree_path=BTREE, checksum=True)
+    files = encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C)
     with pytest.raises(Corrupt, match="1 arrays or blocks are not those of the tree"):
         decode_step(files.manifest, files.btree, BTREE)
 
 
 def encode_and_decode(record: StepRecord, arrays: dict[str, ArrayIndex]) -> None:
-    files = encode_step(record, arrays, btree_path=BTREE, checksum=True)
+    files = encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C)
     decode_step(files.manifest, files.btree, BTREE)
 
 
@@ -198,7 +199,7 @@ def test_every_unit_of_time_is_a_dtype(unit: str) -> None:
 
 
 def test_metadata_with_numbers_beyond_floats_is_corrupt() -> None:
-    metadata = array_metadata((3,), np.dtype(np.uint8), (3,), False)
+    metadata = array_metadata((3,), np.dtype(np.uint8), (3,), PLAIN)
     with pytest.raises(Corrupt):
         parse_array_metadata(metadata.replace(b'"shape":[3]', b'"shape":[1.5,1%s]' % (b"0" * 400)))
 

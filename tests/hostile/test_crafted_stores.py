@@ -35,6 +35,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.digest import digest
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_step
 from tieredckpt.format.ocdbt import Extent
@@ -95,14 +96,14 @@ def sound() -> tuple[StepRecord, dict[str, ArrayIndex]]:
 
 def step_of(arrays: dict[str, ArrayIndex], **changes: Any) -> ocdbt.Index:
     record = msgspec.structs.replace(sound()[0], structure=tree_of(arrays), **changes)
-    return encode_step(record, arrays, btree_path=BTREE, checksum=True)
+    return encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C)
 
 
 def bytes_array(shape: tuple[int, ...], cell: tuple[int, ...], where: list[Extent]) -> ocdbt.Index:
     """A step of one array ``w`` of which every chunk claims to be the sample's."""
     arrays = {"w": ArrayIndex(Grid(shape, cell, 1), np.dtype(np.uint8), [Chunk(digest(PATTERN), at) for at in where])}
     tree = DictNode(["w"], [ArrayNode("w", "uint8", shape, "numpy")])
-    return encode_step(forged_record(tree), arrays, btree_path=BTREE, checksum=True)
+    return encode_step(forged_record(tree), arrays, btree_path=BTREE, encoding=CRC32C)
 
 
 @asynccontextmanager
@@ -114,7 +115,7 @@ async def opened(*roots: Path, **settings: Any) -> AsyncIterator[CheckpointStore
 
 async def test_the_store_of_these_tests_is_sound(tmp_path: Path) -> None:
     record, arrays = sound()
-    plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a") as store:
         found = await store.restore()
         assert found is not None
@@ -140,7 +141,7 @@ async def test_extents_outside_of_their_pack_lose_their_array_and_no_other(tmp_p
     where = arrays["params/w"].chunks[1].where
     assert isinstance(where, Extent)
     arrays["params/w"].chunks[1] = Chunk(b"\1" * 16, Extent(where.path, offset, where.length))
-    plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a") as store:
         with resident(256 * MIB), pytest.raises(Corrupt, match=r"array 'params/w' of step 20 .* is lost"):
             await store.restore()
@@ -156,7 +157,7 @@ async def test_extents_that_overlap_are_read_as_their_digests_say(tmp_path: Path
     path = layout.pack_key("ab" * 16)
     arrays["params/w"].chunks[1] = Chunk(digest(PATTERN), Extent(path, 0, 8196))
     arrays["params/w"].chunks[2] = Chunk(digest(PATTERN), Extent(path, 4096, 8196))
-    plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a") as store:
         found = await store.restore()  # the pack has the chunk elsewhere too
         assert found is not None
@@ -171,13 +172,13 @@ async def test_bytes_in_the_index_that_are_not_what_their_digest_says_come_from_
         **arrays,
         "small": ArrayIndex(arrays["small"].grid, arrays["small"].dtype, [Chunk(chunk.digest, bytes(16))]),
     }
-    plant(tmp_path / "a", encode_step(record, forged, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "a", encode_step(record, forged, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a") as store:
         with pytest.raises(Corrupt, match=r"array 'small' of step 20 .* is lost"):
             await store.restore()
         (verified,) = await store.verify(repair=True)
         assert (verified.damaged, verified.lost, verified.repaired) == (("small",), ("small",), False)
-    plant(tmp_path / "b", encode_step(record, arrays, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "b", encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a", tmp_path / "b") as store:
         (verified,) = await store.verify(tier="tier0", repair=True)
         assert (verified.damaged, verified.lost, verified.repaired) == (("small",), (), True)
@@ -185,7 +186,7 @@ async def test_bytes_in_the_index_that_are_not_what_their_digest_says_come_from_
         found = await store.restore()
         assert found is not None
         assert_same(found.tree["small"], np.arange(4, dtype=np.float32))
-    plant(tmp_path / "a", encode_step(record, forged, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "a", encode_step(record, forged, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a", tmp_path / "b") as store:
         found = await store.restore()
         assert found is not None
@@ -195,7 +196,7 @@ async def test_bytes_in_the_index_that_are_not_what_their_digest_says_come_from_
 
 
 async def test_a_pack_of_a_sparse_terabyte_costs_no_memory(tmp_path: Path) -> None:
-    plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
+    plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
     footer = pack.encode_footer([pack.PackEntry(bytes(16), 0, 4096)], 4096)
     path = write(tmp_path / "a", layout.pack_key("cd" * 16), b"")
     count, end = 1 << 33, 1 << 39
@@ -247,11 +248,11 @@ async def test_a_record_of_one_tier_is_not_mixed_with_the_arrays_of_another(
     tmp_path: Path, other: str, how: str
 ) -> None:
     """The record is that of the nearest tier, whose index cannot be read as a whole."""
-    entries = entries_of(encode_step(*sound(), btree_path=BTREE, checksum=True))
+    entries = entries_of(encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
     del entries[b"small/c/0"], entries[b"small/zarr.json"]
     plant(tmp_path / "a", resealed(entries))
     arrays = told_otherwise(other)
-    plant(tmp_path / "b", encode_step(forged_record(tree_of(arrays)), arrays, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "b", encode_step(forged_record(tree_of(arrays)), arrays, btree_path=BTREE, encoding=CRC32C))
     target = {"params": {"w": np.zeros((3, 8192), np.uint8)}}
     async with opened(tmp_path / "a", tmp_path / "b") as store:
         with pytest.raises(Corrupt, match="params/w"):
@@ -261,9 +262,9 @@ async def test_a_record_of_one_tier_is_not_mixed_with_the_arrays_of_another(
 
 @pytest.mark.parametrize("other", OTHERWISE)
 async def test_a_chunk_is_not_taken_from_a_tier_that_tells_otherwise_of_its_array(tmp_path: Path, other: str) -> None:
-    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
+    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
     arrays = told_otherwise(other)
-    plant(tmp_path / "b", encode_step(forged_record(tree_of(arrays)), arrays, btree_path=BTREE, checksum=True))
+    plant(tmp_path / "b", encode_step(forged_record(tree_of(arrays)), arrays, btree_path=BTREE, encoding=CRC32C))
     for pack_file in (*root.rglob("*.pack"), *(tmp_path / "b").rglob("*.pack")):
         os.truncate(pack_file, 4096)
     async with opened(tmp_path / "a", tmp_path / "b") as store:
@@ -276,7 +277,7 @@ async def test_a_chunk_is_not_taken_from_a_tier_that_tells_otherwise_of_its_arra
 
 @pytest.mark.parametrize("name", ["btree", "manifest.ocdbt", "pack", "marker", "lease"])
 async def test_a_pipe_in_the_place_of_a_file_hangs_nobody(tmp_path: Path, name: str) -> None:
-    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
+    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
     path = {
         "btree": root / BTREE,
         "manifest.ocdbt": root / layout.manifest_key(STEP, SERIAL),
@@ -316,7 +317,7 @@ async def test_a_step_with_the_largest_serial_is_restored_and_refuses_the_next_s
     btree = layout.btree_key(STEP, top)
     record, arrays = sound()
     record = msgspec.structs.replace(record, serial=top, line=((top, top),))
-    plant(tmp_path / "a", encode_step(record, arrays, btree_path=btree, checksum=True), btree=btree)
+    plant(tmp_path / "a", encode_step(record, arrays, btree_path=btree, encoding=CRC32C), btree=btree)
     async with opened(tmp_path / "a") as store:
         assert await store.restore() is not None
         with pytest.raises(Invalid, match=r"neither may exceed 2\*\*63 - 1"):
@@ -348,7 +349,7 @@ async def test_a_made_up_lease_keeps_nobody_out(tmp_path: Path, lease: bytes) ->
 
 
 async def test_a_tier_whose_marker_is_no_marker_says_so(tmp_path: Path) -> None:
-    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
+    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
     for data in (b"[" * 60_000, as_json({**marker_json(), "format_version": 2}), bytes(MIB)):
         write(root, layout.MARKER, data)
         (root / layout.manifest_key(STEP, SERIAL)).unlink(missing_ok=True)
@@ -378,7 +379,7 @@ async def test_nothing_is_read_written_or_deleted_where_a_link_leads(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "new_pack_id", lambda: "ef" + secrets.token_hex(15))  # none goes where a link is
-    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, checksum=True))
+    root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
     outside = tmp_path / "outside"
     write(root, "leases/0000000000000000", b"{}")
     (root / name).rename(outside)

@@ -22,6 +22,7 @@ from tieredckpt.config import load, to_toml
 from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Invalid
 from tieredckpt.format import layout
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.keys import child_key
 from tieredckpt.format.manifest import encode_step
 from tieredckpt.format.structure import ArrayNode, DictNode, IntNode, Node, StrNode
@@ -55,7 +56,7 @@ def talkative(root: Path) -> None:
         provenance={ESCAPES: ESCAPES, "host": ESCAPES},
         policy={ESCAPES: {"kind": ESCAPES, ESCAPES: [ESCAPES]}, "tiers": [{"name": ESCAPES, "kind": ESCAPES}, ESCAPES]},
     )
-    files = encode_step(record, arrays, btree_path=BTREE, checksum=True)
+    files = encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C)
     for name, data in {
         layout.MARKER: as_json(marker_json()),
         BTREE: files.btree,

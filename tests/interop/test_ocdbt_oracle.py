@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.crc import crc32c
+from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import cell_key, cells, plan
 from tieredckpt.format.ocdbt import Extent, Value
 from tieredckpt.format.zarr import array_metadata
@@ -160,7 +161,12 @@ def write_step(root: Path, arrays: dict[str, np.ndarray[Any, Any]], *, checksum:
     entries: list[tuple[bytes, Value]] = [(layout.STEP_RECORD.encode(), b"{}")]
     for key, array in arrays.items():
         grid = plan(array.shape, array.dtype.itemsize, 4096)
-        entries.append((f"{key}/zarr.json".encode(), array_metadata(grid.shape, array.dtype, grid.cell, checksum)))
+        entries.append(
+            (
+                f"{key}/zarr.json".encode(),
+                array_metadata(grid.shape, array.dtype, grid.cell, CRC32C if checksum else PLAIN),
+            )
+        )
         leaf = array.tobytes()
         for cell in cells(grid):
             chunk = leaf[cell.start : cell.start + cell.nbytes].ljust(grid.cell_nbytes, b"\0")

@@ -23,6 +23,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import cell_box, cells, plan_block
 from tieredckpt.format.manifest import StepIndex, decode_step, encode_step
 from tieredckpt.format.merging import merge
@@ -74,7 +75,7 @@ class Ranks:
         """What the leader does; the step as it is read again."""
         whole = merge(reversed(self.parts))
         path = layout.btree_key(7, 1)
-        files = encode_step(whole.record, whole.arrays, btree_path=path, checksum=True)
+        files = encode_step(whole.record, whole.arrays, btree_path=path, encoding=CRC32C)
         folder = self.root / layout.step_folder(7, 1)
         folder.mkdir(parents=True)
         (self.root / path).write_bytes(files.btree)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.format.crc import crc32c
+from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import Grid, cell_key, cells, plan
 from tieredckpt.format.zarr import array_metadata, dtype_from_name, dtype_name, parse_array_metadata
 
@@ -70,12 +71,12 @@ def test_every_dtype_is_read_bit_for_bit(name: str) -> None:
             values -= 1 << bits - 1
         leaf = values.astype(np.int16).astype(np.uint8).tobytes()
     grid = plan((256,), dtype.itemsize, 100 * dtype.itemsize)
-    metadata = array_metadata(grid.shape, dtype, grid.cell, False)
+    metadata = array_metadata(grid.shape, dtype, grid.cell, PLAIN)
     found = read_by_stock(metadata, chunks_of(grid, leaf, checksum=False))
     assert found.tobytes() == native_order(leaf, dtype)
     if not name.startswith(("datetime64", "timedelta64")):
         assert found.dtype == dtype_from_name(name.removesuffix(":big"))
-        assert parse_array_metadata(metadata) == ((256,), dtype, (86,))
+        assert parse_array_metadata(metadata) == ((256,), dtype, (86,), PLAIN)
     assert dtype_name(dtype) == name
 
 
@@ -90,7 +91,7 @@ def test_every_grid_is_read_bit_for_bit(shape: tuple[int, ...], name: str, targe
     dtype = dtype_from_name(name)
     grid = plan(shape, dtype.itemsize, target)
     array = np.random.default_rng(0).integers(0, 256, grid.nbytes, np.uint8).view(dtype).reshape(shape)
-    metadata = array_metadata(shape, dtype, grid.cell, checksum)
+    metadata = array_metadata(shape, dtype, grid.cell, CRC32C if checksum else PLAIN)
     found = read_by_stock(metadata, chunks_of(grid, array.tobytes(), checksum=checksum))
     assert (found.shape, found.dtype) == (shape, dtype)
     assert found.tobytes() == array.tobytes()

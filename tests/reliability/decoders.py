@@ -49,6 +49,7 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
 from tieredckpt.format.crc import crc32c
+from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
 from tieredckpt.format.merging import merge
@@ -146,7 +147,7 @@ def _use_step(index: StepIndex) -> None:
         assert sum(cell.nbytes for cell in cells(array.grid)) == array.grid.nbytes
         assert len(array.chunks) == array.grid.size
         dtype_name(array.dtype)
-    again = encode_step(index.record, index.arrays, btree_path=BTREE, checksum=False)
+    again = encode_step(index.record, index.arrays, btree_path=BTREE, encoding=PLAIN)
     assert decode_step(again.manifest, again.btree, BTREE).record == index.record
 
 

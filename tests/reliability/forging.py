@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tieredckpt.errors import Invalid
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.digest import digest
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import plan
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_step
 from tieredckpt.format.ocdbt import Extent, Value
@@ -198,7 +199,7 @@ def sample_step() -> tuple[ocdbt.Index, StepRecord, dict[str, ArrayIndex]]:
     """A whole step: its two files, and what is in them."""
     arrays = sample_arrays()
     record = forged_record(tree_of(arrays), nbytes=sum(array.grid.nbytes for array in arrays.values()))
-    return encode_step(record, arrays, btree_path=BTREE, checksum=True), record, arrays
+    return encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C), record, arrays
 
 
 def entries_of(files: ocdbt.Index, btree: str = BTREE) -> dict[bytes, Value]:

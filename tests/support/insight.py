@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex
+from tieredckpt.format.manifest import ArrayIndex
 from tieredckpt.format.ocdbt import Extent
 
 
@@ -55,7 +56,7 @@ async def bytes_of_listed_steps(store: CheckpointStore) -> int:
         used: dict[bytes, int] = {}
         for step in ram.held:
             for digest, extent in unique_extents((await ram.load_index(step)).arrays).items():
-                used[digest] = aligned(extent.length + CHECKSUM_SIZE)
+                used[digest] = slab_size(extent.length)
         return sum(used.values())
 
     return await store.engine_loop.call(add_up())

@@ -22,9 +22,9 @@ from tieredckpt import CheckpointStore, checkpoint, store
 from tieredckpt.engine import loop
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.promoting import copy_step, pack_writer
-from tieredckpt.engine.restoring import reader, source
+from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.saving import snapshot
-from tieredckpt.engine.tier import commit_file, tier
+from tieredckpt.engine.tier import chunk_reader, commit_file, tier
 from tieredckpt.events import StepPromoted, TierFailed
 
 SYSTEM_CALLS = (
@@ -46,7 +46,7 @@ HEAVY = (
     (pack_writer, "seal"),
     (reader, "deliver"),
     (snapshot, "copy_and_digest"),
-    (source, "digest_array"),
+    (chunk_reader, "digest_array"),
     (tier, "decode_step"),
 )
 """Work that grows with the tree."""

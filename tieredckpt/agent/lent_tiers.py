@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.keeping.collector import Collector
@@ -12,11 +10,12 @@ from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.ranks.commit.parts import check_found
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import decode_step
-from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["LentTiers"]
 
@@ -66,14 +65,11 @@ class LentTiers:
         for key, size in order.packs.items():
             if layout.parse_pack_key(key) is None or (await tier.store.stat(key)).size != size:
                 raise Conflict(f"tier {tier.name!r}: pack {key} is not as the trainer has written it; save again")
-            tier.packs[key] = size
-            tier.orphans[key] = time.time()  # until the commit refers to it
+        found = unique_extents(index.arrays)
+        new = {digest: extent for digest, extent in found.items() if extent.path in order.packs}
+        tier.add_packs(WrittenPacks(new, order.packs))
         check_found(index, tier.packs)
         await commit_file.commit(tier, index.record, index.arrays)
-        for array in index.arrays.values():
-            for digest, where in array.chunks:
-                if isinstance(where, Extent) and where.path in order.packs:
-                    tier.chunks[digest] = where
         self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells
         self._state.changed.beat()
 

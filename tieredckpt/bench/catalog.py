@@ -22,10 +22,9 @@ import numpy as np
 from tieredckpt.bench.isolate import asked
 from tieredckpt.bench.workloads import change
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
-from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.format import layout
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.manifest import (
-    CHECKSUM_SIZE,
     ArrayIndex,
     Chunk,
     StepIndex,
@@ -116,15 +115,15 @@ def _lengthen(root: Path, steps: int) -> None:
         entries: list[PackEntry] = []
         end = 0
         for name, array in first.arrays.items():
-            entry = PackEntry(secrets.token_bytes(16), end, _CHUNK + CHECKSUM_SIZE)
+            entry = PackEntry(secrets.token_bytes(16), end, _CHUNK + CRC32C.overhead)
             entries.append(entry)
             chunk = Chunk(entry.digest, Extent(key, entry.offset, entry.length))
             arrays[name] = ArrayIndex(array.grid, array.dtype, [chunk])
-            end += stored_size(_CHUNK)
+            end += CRC32C.stored_size(_CHUNK)
         _write_hole(root / key, end, encode_footer(entries, end))
         record = msgspec.structs.replace(first.record, step=serial - 1, serial=serial, line=((1, serial),))
         btree_key = layout.btree_key(record.step, serial)
-        index = encode_step(record, arrays, btree_path=btree_key, checksum=True)
+        index = encode_step(record, arrays, btree_path=btree_key, encoding=CRC32C)
         (root / btree_key).parent.mkdir()
         (root / btree_key).write_bytes(index.btree)
         (root / layout.manifest_key(record.step, serial)).write_bytes(index.manifest)

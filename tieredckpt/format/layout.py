@@ -22,6 +22,7 @@ __all__ = [
     "RANKS",
     "STEPS",
     "STEP_RECORD",
+    "aligned",
     "array_key",
     "block_key",
     "btree_key",
@@ -77,6 +78,11 @@ _STEP_FOLDER = re.compile(r"steps/(\d{10,})-(\d{6,})/", re.ASCII)
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
 _CATALOG_KEY = re.compile(r"catalogs/([0-9a-f]{32})")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def step_folder(step: int, serial: int) -> str:

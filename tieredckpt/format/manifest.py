@@ -29,13 +29,12 @@ from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout, ocdbt, zarr
 from tieredckpt.format.boxes import Box, tile
-from tieredckpt.format.crc import crc32c
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
-    "CHECKSUM_SIZE",
     "INLINE_MAX",
     "MAX_CHUNK",
     "ArrayIndex",
@@ -55,9 +54,6 @@ __all__ = [
 
 INLINE_MAX = 4096
 """The chunks of an array of at most this many bytes lie in the index itself: an extent is padded to a page."""
-
-CHECKSUM_SIZE = 4
-"""Bytes that zarr's ``crc32c`` codec adds to a chunk on tiers that use it."""
 
 MAX_CHUNK: Final = 1 << 30
 """Bytes of the largest chunk that a configuration allows, so that none is read that memory cannot hold."""
@@ -198,15 +194,15 @@ def decode_marker(data: bytes, where: str) -> StoreMarker:
 
 
 def encode_step(
-    record: StepRecord, arrays: Mapping[str, ArrayIndex], *, btree_path: str, checksum: bool
+    record: StepRecord, arrays: Mapping[str, ArrayIndex], *, btree_path: str, encoding: Encoding
 ) -> ocdbt.Index:
     """The two files that commit a step: the index nodes (``btree_path``) and the manifest.
 
     Args:
         record: of the step.
-        arrays: every array; extents are relative to the tier's root and include the checksum if there is one.
+        arrays: every array; extents are relative to the tier's root.
         btree_path: where the nodes will be, relative to the tier's root.
-        checksum: whether this tier's chunks carry zarr's ``crc32c``.
+        encoding: of the tier.
 
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
@@ -216,12 +212,12 @@ def encode_step(
     for key in sorted(arrays, key=str.encode):
         array = arrays[key]
         prefix = key.encode()
-        metadata = zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, checksum)
+        metadata = zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, encoding)
         entries.append((prefix + b"/zarr.json", metadata))
         for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
             where = chunk.where
-            if checksum and isinstance(where, bytes):
-                where += crc32c(where).to_bytes(CHECKSUM_SIZE, "little")
+            if isinstance(where, bytes):
+                where = encoding.encode_inline(where, array.grid.itemsize)
             entries.append((prefix + b"/" + cell_key(cell.index).encode(), where))
             digest_parts.append(chunk.digest)
     entries += _in_parts(layout.STEP_RECORD, _encode_record(record))
@@ -282,7 +278,7 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
             raise Corrupt(f"{where} has metadata outside the index")
         try:
             key = prefix.decode()
-            shape, dtype, cell = zarr.parse_array_metadata(metadata)
+            shape, dtype, cell, encoding = zarr.parse_array_metadata(metadata)
         except (UnicodeDecodeError, TieredCkptError) as error:
             raise Corrupt(f"{where} has unreadable metadata: {error}") from error
         grid = Grid(shape, cell, dtype.itemsize)
@@ -292,11 +288,15 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
         if end > len(table):
             raise Corrupt(f"{where} has {grid.size} chunks, more than there are digests")
         chunks = []
+        bounds = encoding.bounds(grid.cell_nbytes)
         for position in cells(grid):
             value = values.get(prefix + b"/" + cell_key(position.index).encode())
             digest = table[taken : taken + digests.SIZE]
             taken += digests.SIZE
-            chunks.append(Chunk(digest, _chunk_location(value, grid.cell_nbytes, packs, where)))
+            if isinstance(value, bytes):
+                chunks.append(Chunk(digest, encoding.decode_inline(value, grid.cell_nbytes, where)))
+            else:
+                chunks.append(Chunk(digest, _chunk_extent(value, grid.cell_nbytes, bounds, packs, where)))
         arrays[key] = ArrayIndex(grid, dtype, chunks)
     if taken != len(table) or len(values) != len(arrays) + taken // digests.SIZE:
         raise Corrupt(f"{btree_path}: arrays, chunks and digests do not match in number")
@@ -333,15 +333,11 @@ def _stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.int64).newbyteorder(dtype.byteorder) if dtype.kind in "mM" else dtype
 
 
-def _chunk_location(value: bytes | Extent | None, nbytes: int, packs: set[str], where: str) -> bytes | Extent:
+def _chunk_extent(value: Extent | None, nbytes: int, bounds: tuple[int, int], packs: set[str], where: str) -> Extent:
     """Where a chunk is, checked; ``packs`` remembers the paths that were seen to be packs."""
-    if isinstance(value, bytes):
-        if len(value) not in (nbytes, nbytes + CHECKSUM_SIZE):
-            raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {len(value)}")
-        return value[:nbytes]
     if value is None:
         raise Corrupt(f"{where}: a chunk of {nbytes} bytes is missing")
-    if value.length not in (nbytes, nbytes + CHECKSUM_SIZE) or value.offset % layout.ALIGNMENT:
+    if not bounds[0] <= value.length <= bounds[1] or value.offset % layout.ALIGNMENT:
         raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {value.length} at {value.offset}")
     if value.path not in packs:
         if layout.parse_pack_key(value.path) is None:

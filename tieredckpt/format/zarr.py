@@ -1,7 +1,7 @@
 """The ``zarr.json`` of an array, and the names of dtypes, both ways.
 
 zarr version 3 (https://zarr-specs.readthedocs.io) as TensorStore reads it: a regular grid, the default chunk
-key encoding, the codec ``bytes``, and ``crc32c`` after it on tiers that want stock readers to notice damage.
+key encoding, the codec ``bytes``, and after it those of the tier's `tieredckpt.format.encoding.Encoding`.
 
 Two kinds of names. A *zarr data type* is what the metadata says (``float32``, ``bfloat16``). A *dtype name*
 also says what zarr keeps elsewhere or cannot say: a byte order that is not little as a suffix
@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format.encoding import ENCODINGS, Encoding
 from tieredckpt.format.grid import Grid, check
 
 __all__ = ["array_metadata", "dtype_from_name", "dtype_name", "parse_array_metadata", "zarr_type"]
@@ -84,24 +85,24 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=4096)
-def array_metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool) -> bytes:
+def array_metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], encoding: Encoding) -> bytes:
     """The ``zarr.json`` of an array.
 
     Args:
         shape: of the array.
         dtype: of the array; its byte order is that of the chunks.
         cell: shape of a chunk, as `tieredckpt.format.grid.plan` chose it.
-        checksum: whether each chunk is followed by its CRC-32C.
+        encoding: of its chunks.
 
     Raises:
         Invalid: a dtype that zarr cannot hold.
     """
-    return json.dumps(_metadata(shape, dtype, cell, checksum), separators=(",", ":")).encode()
+    return json.dumps(_metadata(shape, dtype, cell, encoding), separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=4096)
-def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...]]:
-    """Shape, dtype and cell shape from a ``zarr.json`` that `array_metadata` wrote, with or without checksum.
+def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...], Encoding]:
+    """Shape, dtype, cell shape and encoding from a ``zarr.json`` that `array_metadata` wrote.
 
     Times come back as the int64 that they are stored as; the byte order is that of the chunks.
 
@@ -118,17 +119,20 @@ def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], t
         big = codecs[0].get("configuration") == {"endian": "big"}
         dtype = dtype_from_name(metadata["data_type"] + (_BIG if big else ""))
         check(Grid(shape, cell, dtype.itemsize))
+        (encoding,) = (each for each in ENCODINGS.values() if each.codecs(dtype.itemsize) == codecs[1:])
         # json.dumps tells 1 from True and 1.0, which compare equal.
         found = json.dumps(metadata, sort_keys=True)
-        expected = json.dumps(_metadata(shape, dtype, cell, len(codecs) > 1), sort_keys=True)
+        expected = json.dumps(_metadata(shape, dtype, cell, encoding), sort_keys=True)
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"zarr.json is not one that tieredckpt writes: {error!r:.200}") from error
     if found != expected:
         raise Corrupt(f"zarr.json is not one that tieredckpt writes: {data[:200]!r}")
-    return shape, dtype, cell
+    return shape, dtype, cell, encoding
 
 
-def _metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], checksum: bool) -> dict[str, Any]:
+def _metadata(
+    shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], encoding: Encoding
+) -> dict[str, Any]:
     data_type = zarr_type(dtype)
     codec: dict[str, Any] = {"name": "bytes"}
     if (endian := _endian(dtype)) is not None:
@@ -142,7 +146,7 @@ def _metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(axis) for axis in cell]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
-        "codecs": [codec, {"name": "crc32c"}] if checksum else [codec],
+        "codecs": [codec, *encoding.codecs(dtype.itemsize)],
         "attributes": {},
     }
 

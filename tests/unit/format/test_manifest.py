@@ -11,6 +11,7 @@ from support.records import first_record
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.digest import digest
+from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import Grid
 from tieredckpt.format.keys import child_key
 from tieredckpt.format.layout import block_key, btree_key
@@ -31,7 +32,7 @@ def test_every_array_gets_its_own_digests_back(names: set[str], checksum: bool) 
     nodes = [ArrayNode(key, "uint8", (4,), "numpy") for key in keys.values()]
     record = first_record(DictNode(list(keys), nodes), nbytes=4 * len(arrays))
     path = btree_key(1, 1)
-    files = encode_step(record, arrays, btree_path=path, checksum=checksum)
+    files = encode_step(record, arrays, btree_path=path, encoding=CRC32C if checksum else PLAIN)
     decoded = decode_step(files.manifest, files.btree, path)
     assert decoded.record == record
     assert decoded.arrays == arrays
@@ -47,7 +48,7 @@ def _blocks(record: StepRecord, blocks: dict[str, tuple[int, ...]], dtype: str =
         for i, (name, shape) in enumerate(blocks.items())
     }
     path = btree_key(1, 1)
-    files = encode_step(record, arrays, btree_path=path, checksum=False)
+    files = encode_step(record, arrays, btree_path=path, encoding=PLAIN)
     return decode_step(files.manifest, files.btree, path)
 
 

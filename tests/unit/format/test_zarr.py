@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import plan
 from tieredckpt.format.zarr import array_metadata, dtype_from_name, dtype_name, parse_array_metadata
 
@@ -72,7 +73,7 @@ def test_dtypes_that_zarr_cannot_hold_are_refused_by_name(dtype: np.dtype[Any]) 
     with pytest.raises(Invalid, match="convert the array"):
         dtype_name(dtype)
     with pytest.raises(Invalid, match="convert the array"):
-        array_metadata((2,), dtype, (2,), False)
+        array_metadata((2,), dtype, (2,), PLAIN)
 
 
 @given(
@@ -86,14 +87,14 @@ def test_metadata_leads_back_to_shape_dtype_and_cell(
 ) -> None:
     dtype = dtype_from_name(name)
     grid = plan(shape, dtype.itemsize, target)
-    metadata = array_metadata(shape, dtype, grid.cell, checksum)
-    assert parse_array_metadata(metadata) == (shape, dtype, grid.cell)
+    metadata = array_metadata(shape, dtype, grid.cell, CRC32C if checksum else PLAIN)
+    assert parse_array_metadata(metadata) == (shape, dtype, grid.cell, CRC32C if checksum else PLAIN)
     assert parse_array_metadata(json.dumps(json.loads(metadata), indent=4).encode())[1] == dtype
 
 
 def test_times_are_stored_as_int64_in_their_byte_order() -> None:
     for code, expected in (("<M8[ns]", "<i8"), (">m8[s]", ">i8")):
-        assert parse_array_metadata(array_metadata((3,), np.dtype(code), (3,), True))[1] == np.dtype(expected)
+        assert parse_array_metadata(array_metadata((3,), np.dtype(code), (3,), CRC32C))[1] == np.dtype(expected)
 
 
 CHANGES: list[tuple[str, Any]] = [
@@ -135,7 +136,7 @@ CHANGES: list[tuple[str, Any]] = [
 
 
 def original() -> dict[str, Any]:
-    metadata = json.loads(array_metadata((4, 4), np.dtype("<f4"), (2, 4), False))
+    metadata = json.loads(array_metadata((4, 4), np.dtype("<f4"), (2, 4), PLAIN))
     assert isinstance(metadata, dict)
     return metadata
 
@@ -160,7 +161,7 @@ def test_metadata_without_a_field_is_corrupt(field: str) -> None:
 
 @pytest.mark.parametrize("name", ["bool", "int8", "uint8", "float8_e4m3fn", "int4"])
 def test_single_bytes_have_no_order(name: str) -> None:
-    metadata = json.loads(array_metadata((2,), dtype_from_name(name), (2,), True))
+    metadata = json.loads(array_metadata((2,), dtype_from_name(name), (2,), CRC32C))
     assert metadata["codecs"] == [{"name": "bytes"}, {"name": "crc32c"}]
 
 

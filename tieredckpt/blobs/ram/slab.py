@@ -23,6 +23,7 @@ from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.mapping import HUGE_PAGE, private_memory
 from tieredckpt.blobs.ram import regions
 from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.format.layout import aligned
 from tieredckpt.units import format_size
 
 __all__ = ["Slab", "aligned"]
@@ -30,11 +31,6 @@ __all__ = ["Slab", "aligned"]
 _log = logging.getLogger("tieredckpt")
 
 _PREFAULT_STRIDE = 32 << 20
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Slab:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.client import Link
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepIndex, encode_step
+from tieredckpt.format.manifest import StepIndex
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["AgentsTiers"]
@@ -38,29 +38,21 @@ class AgentsTiers:
         await self._link.ask(said.Lend(tier.name), again=False)
 
     async def _give_back(self, tier: Tier) -> None:
-        tier.chunks.clear()  # nothing here hears of what becomes of them
-        tier.packs.clear()
         with suppress(TierUnavailable):  # an agent that has ended keeps nothing
             await self._link.ask(said.GiveBack(tier.name), again=False)
 
-    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> None:
-        """Know of those chunks which the tier has intact."""
-        unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in tier.chunks}
+    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
+        """Where those of the chunks lie that the tier has intact."""
         found: list[tuple[bytes, str, int, int]]
-        found = await self._link.ask(said.Find(tier.name, unknown), list[tuple[bytes, str, int, int]], again=False)
-        tier.chunks.update({digest: Extent(pack, offset, length) for digest, pack, offset, length in found})
+        found = await self._link.ask(said.Find(tier.name, dict(sizes)), list[tuple[bytes, str, int, int]], again=False)
+        return {digest: Extent(pack, offset, length) for digest, pack, offset, length in found}
 
-    async def commit(self, tier: Tier, index: StepIndex) -> None:
-        """Have a step committed whose packs are written.
+    async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
+        """Have a step committed whose packs are written, of that many bytes each.
 
         Raises as `manifests.commit`; `Conflict` where packs are gone.
         """
         step = index.record.id
         key = layout.btree_key(step.step, step.serial)
-        encoded = await in_thread(_encode, index, key, pool=self._state.pool)
-        await self._link.ask(said.Commit(tier.name, *encoded, key, dict(tier.packs)), again=False)
-
-
-def _encode(index: StepIndex, key: str) -> tuple[bytes, bytes]:
-    encoded = encode_step(index.record, index.arrays, btree_path=key, checksum=True)
-    return encoded.manifest, encoded.btree
+        encoded = (await commit_file.encode(tier, index.record, index.arrays, key)).index
+        await self._link.ask(said.Commit(tier.name, encoded.manifest, encoded.btree, key, dict(packs)), again=False)

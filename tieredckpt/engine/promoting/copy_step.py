@@ -19,18 +19,17 @@ from tieredckpt.engine.promoting.pack_writer import (
     Payload,
     seal,
     seal_all,
-    stored_size,
-    tail_size,
     write_packs,
 )
 from tieredckpt.engine.restoring.source import StepSource
-from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, TieredCkptError
+from tieredckpt.engine.tier.written_packs import WrittenPacks
+from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
@@ -95,7 +94,7 @@ async def _copy(
     begin = time.monotonic()
     was_there = again or step in tier.damaged
     async with StepSource.open(state, step) as source:
-        need = sum(stored_size(nbytes) for nbytes in _missing(source, tier, lost)[1].values())
+        need = sum(map(tier.encoding.stored_size, _missing(source, tier, lost)[1].values()))
         await have_room(state, collector, step, tier, need)
         async with needing(need), tier.guards_packs:
             if step in tier.held and not again:
@@ -104,7 +103,7 @@ async def _copy(
                 await _keep_own_extents(step, tier, leaving)
             await refer_to_intact(state, tier, step, _sizes(source))
             needs, sizes = _missing(source, tier, lost)
-            record, written, encoded = source.index.record, 0, None
+            record, written, encoded = source.index.record, WrittenPacks(), None
 
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
@@ -112,14 +111,17 @@ async def _copy(
                 encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
 
             if needs:
-                async with aclosing(batches(state, source, tier, needs, sizes)) as found:
-                    written = await write_packs(tier, found, None if was_there else encode)
+                try:
+                    async with aclosing(batches(state, source, tier, needs, sizes)) as found:
+                        await write_packs(tier, found, written, None if was_there else encode)
+                finally:
+                    tier.add_packs(written)  # also those before a failure: the next try refers to them
             # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
             located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
-            state.tell_promoted(source.index.record, tier, written, begin, again=again)
-        return written
+            state.tell_promoted(source.index.record, tier, written.nbytes, begin, again=again)
+        return written.nbytes
 
 
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
@@ -189,23 +191,23 @@ async def batches(
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    from_slab = source.tier.ram is not None
-    tails = state.scratch if source.tier.ram is not None and not source.tier.ram.slab.writable else None
+    from_slab, encoding = source.tier.ram is not None, target.encoding
+    behind = source.tier.ram is None or source.tier.ram.slab.writable
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
-    tails_limit = state.scratch.capacity // _SCRATCH_PACKS if tails is not None else limit
     threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)
-    for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, tails_limit):
+    room_limit = state.scratch.capacity // _SCRATCH_PACKS
+    for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
         batch = Batch()
         try:
             if from_slab:
-                await _add_from_slab(state, source, batch, some, sizes, tails, threads)
+                await _add_from_slab(state, source, batch, some, sizes, encoding, behind, threads)
                 threads = 1
             else:
                 for digest, need in some:
-                    await _add_read(state, source, batch, need, sizes[digest], digest)
+                    await _add_read(state, source, batch, need, sizes[digest], digest, encoding)
         except BaseException:
             await batch.lent.aclose()
             raise
@@ -213,24 +215,32 @@ async def batches(
 
 
 def _packs(
-    needs: Iterable[tuple[bytes, Need]], sizes: Mapping[bytes, int], first: int, limit: int, tails_limit: int
+    needs: Iterable[tuple[bytes, Need]],
+    sizes: Mapping[bytes, int],
+    first: int,
+    limit: int,
+    room_limit: int,
+    encoding: Encoding,
+    *,
+    behind: bool,
 ) -> Iterator[list[tuple[bytes, Need]]]:
     """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``.
 
-    No pack may be more than `_GROWTH` times as large as the one before. Their tails are at most ``tails_limit`` bytes.
+    No pack may be more than `_GROWTH` times as large as the one before, nor need more memory to encode than
+    ``room_limit``; ``behind`` as `Encoding.room` takes it.
     """
     pack: list[tuple[bytes, Need]] = []
     most = min(first, limit)
-    room, room_for_tails = most, tails_limit
+    left, room_left = most, room_limit
     for digest, need in needs:
-        size, tail = stored_size(sizes[digest]), tail_size(sizes[digest])
-        if pack and (size > room or tail > room_for_tails):
+        size, room = encoding.stored_size(sizes[digest]), encoding.room(sizes[digest], behind=behind)
+        if pack and (size > left or room > room_left):
             yield pack
             most = min(limit, most * _GROWTH)
-            pack, room, room_for_tails = [], most, tails_limit
+            pack, left, room_left = [], most, room_limit
         pack.append((digest, need))
-        room -= size
-        room_for_tails -= tail
+        left -= size
+        room_left -= room
     if pack:
         yield pack
 
@@ -241,10 +251,11 @@ async def _add_from_slab(
     batch: Batch,
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
-    tails: Scratch | None,
+    encoding: Encoding,
+    behind: bool,
     threads: int,
 ) -> None:
-    """Add chunks where they lie in RAM, sealed by so many threads, there or in ``tails``.
+    """Add chunks where they lie in RAM, encoded by so many threads; ``behind`` as `Encoding.room` takes it.
 
     What was damaged in RAM comes from elsewhere.
     """
@@ -252,31 +263,42 @@ async def _add_from_slab(
     slab = source.tier.ram.slab
     payloads: list[Payload] = []
     for digest, (key, ordinal) in some:
-        where = source.index.arrays[key].chunks[ordinal].where
+        array = source.index.arrays[key]
+        where, nbytes = array.chunks[ordinal].where, sizes[digest]
         assert isinstance(where, Extent)
-        memory = slab.array[where.offset : where.offset + stored_size(sizes[digest])]
-        tail = None if tails is None else await batch.carve(tails, tail_size(sizes[digest]))
-        payloads.append(Payload(digest, sizes[digest], memory, tail))
-    changed = {payload.digest for payload in await seal_all(payloads, state.pool, threads)}
-    for payload, (digest, need) in zip(payloads, some, strict=True):
-        if digest not in changed:
-            batch.add(payload)
+        memory = slab.array[where.offset : where.offset + encoding.stored_size(nbytes)]
+        need = encoding.room(nbytes, behind=behind)
+        room = await batch.carve(state.scratch, need) if need else None
+        payloads.append(Payload(digest, nbytes, array.grid.itemsize, memory, room))
+    sealed = await seal_all(payloads, encoding, state.pool, threads)
+    for encoded, (digest, (key, ordinal)) in zip(sealed, some, strict=True):
+        if encoded is not None:
+            batch.add(encoded)
             continue
-        key, ordinal = need
         why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
         source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
-        await _add_read(state, source, batch, need, sizes[digest], digest, bad=source.tier)
+        await _add_read(state, source, batch, (key, ordinal), sizes[digest], digest, encoding, bad=source.tier)
 
 
 async def _add_read(
-    state: State, source: StepSource, batch: Batch, need: Need, nbytes: int, digest: bytes, bad: Tier | None = None
+    state: State,
+    source: StepSource,
+    batch: Batch,
+    need: Need,
+    nbytes: int,
+    digest: bytes,
+    encoding: Encoding,
+    bad: Tier | None = None,
 ) -> None:
-    """Add a chunk that is read into scratch memory, from any tier but ``bad``, and sealed there."""
-    memory = await batch.borrow(state.scratch, stored_size(nbytes))
+    """Add a chunk that is read into scratch memory, from any tier but ``bad``, and encoded there."""
+    memory = await batch.borrow(state.scratch, encoding.stored_size(nbytes))
     await source.read(*need, memory, bad=bad)
-    payload = Payload(digest, nbytes, memory)
-    await in_thread(seal, payload, pool=state.pool)
-    batch.add(payload)
+    more = encoding.room(nbytes, behind=True)
+    room = await batch.borrow(state.scratch, more) if more else None
+    payload = Payload(digest, nbytes, source.index.arrays[need[0]].grid.itemsize, memory, room)
+    if (encoded := await in_thread(seal, payload, encoding, pool=state.pool)) is None:
+        raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
+    batch.add(encoded)
 
 
 def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:

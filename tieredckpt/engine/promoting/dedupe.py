@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.restoring.source import read_chunk
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
@@ -57,7 +57,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
         for extent in copies:
             async with state.scratch.lend(sizes[digest]) as memory:
                 try:
-                    await read_chunk(state, tier, digest, extent, sizes[digest], memory)
+                    await read_chunk(tier, extent, digest, memory[: sizes[digest]], state.pool)
                 except (Corrupt, NotFound):
                     continue
             tier.chunks[digest] = extent

@@ -1,9 +1,8 @@
-"""Chunks on their way to a durable tier: verified, sealed with a checksum, and written as packs."""
+"""Chunks on their way to a durable tier: verified, encoded, and written as packs."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -13,18 +12,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT, Buffer
-from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.base import Buffer
 from tieredckpt.concurrency import settle
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.format import layout
-from tieredckpt.format.digest import digest_and_checksum
-from tieredckpt.format.manifest import CHECKSUM_SIZE
+from tieredckpt.format.encoding import Encoded, Encoding
+from tieredckpt.format.layout import aligned
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "stored_size", "tail_size", "write_pack", "write_packs"]
+__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "write_packs"]
 
 PACK_SIZE = 256 << 20
 """Bytes of a pack that is written from the slab."""
@@ -38,74 +37,55 @@ _PACKS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A chunk to write: its digest, its bytes (``nbytes`` of ``memory``), and page-aligned room behind them.
+    """A chunk to write: its digest, its bytes (``nbytes`` of ``memory``, which is page-aligned), and of those an item.
 
-    Where nothing may be written into that room, ``tail`` takes the place of what follows the last full page.
+    ``room`` is what `Encoding.encode` needs besides; None where that may write behind the chunk, or needs nothing.
     """
 
     digest: bytes
     nbytes: int
+    itemsize: int
     memory: npt.NDArray[np.uint8]
-    tail: npt.NDArray[np.uint8] | None = None
-
-    def parts(self) -> list[npt.NDArray[np.uint8]]:
-        """What is written, in pages."""
-        if self.tail is None:
-            return [self.memory[: stored_size(self.nbytes)]]
-        full = self.nbytes // ALIGNMENT * ALIGNMENT
-        return [self.memory[:full], self.tail] if full else [self.tail]
+    room: npt.NDArray[np.uint8] | None = None
 
 
-def stored_size(nbytes: int) -> int:
-    """Bytes that a chunk takes in a pack: with its checksum, up to the next page."""
-    return aligned(nbytes + CHECKSUM_SIZE)
+def seal(payload: Payload, encoding: Encoding) -> Encoded | None:
+    """Encode a chunk in the pass that verifies its digest; None on a mismatch."""
+    encoded = encoding.encode(payload.memory, payload.nbytes, payload.itemsize, payload.room)
+    return encoded if encoded.digest == payload.digest else None
 
 
-def tail_size(nbytes: int) -> int:
-    """Bytes of a `Payload.tail`: the checksum may begin on one page and end on the next."""
-    return stored_size(nbytes) - nbytes // ALIGNMENT * ALIGNMENT
-
-
-def seal(payload: Payload) -> bool:
-    """Write the chunk's checksum behind it, in the pass that verifies its digest; False on a mismatch."""
-    digest, crc = digest_and_checksum(payload.memory[: payload.nbytes])
-    room, end = payload.memory, payload.nbytes
-    if payload.tail is not None:
-        room, end = payload.tail, payload.nbytes % ALIGNMENT
-        room[:end] = payload.memory[payload.nbytes - end : payload.nbytes]
-    room[end : end + CHECKSUM_SIZE] = np.frombuffer(crc.to_bytes(CHECKSUM_SIZE, "little"), dtype=np.uint8)
-    return digest == payload.digest
-
-
-async def seal_all(payloads: Sequence[Payload], pool: Executor, threads: int) -> list[Payload]:
-    """`seal` every chunk on ``threads`` threads of ``pool``; those that are not what their digest says."""
-    waiting = deque(payloads)
-    changed: list[Payload] = []
+async def seal_all(
+    payloads: Sequence[Payload], encoding: Encoding, pool: Executor, threads: int
+) -> list[Encoded | None]:
+    """`seal` every chunk on ``threads`` threads of ``pool``; what came of each."""
+    waiting = deque(enumerate(payloads))
+    sealed: list[Encoded | None] = [None] * len(payloads)
 
     def work() -> None:
         while True:
             try:
-                payload = waiting.popleft()
+                number, payload = waiting.popleft()
             except IndexError:
                 return
-            if not seal(payload):
-                changed.append(payload)
+            sealed[number] = seal(payload, encoding)
 
     loop = asyncio.get_running_loop()
     everyone = asyncio.gather(*(loop.run_in_executor(pool, work) for _ in range(min(threads, len(payloads)))))
     await settle(everyone, waiting.clear)
-    return changed
+    return sealed
 
 
 @dataclass(slots=True)
 class Batch:
-    """Sealed chunks that become one pack, and the memory that was lent for them until it is written."""
+    """Encoded chunks that become one pack, and the memory that was lent for them until it is written."""
 
     key: str = field(default_factory=lambda: layout.pack_key(layout.new_pack_id()))
     """Of the pack."""
-    payloads: list[Payload] = field(default_factory=list)
+    parts: list[Buffer] = field(default_factory=list)
+    """What is written, in whole pages."""
     places: list[tuple[bytes, Extent]] = field(default_factory=list)
-    """Of each payload, its digest and where it will be."""
+    """Of each chunk, its digest and where it will be."""
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
     size: int = 0
     """Bytes of the pack before its footer."""
@@ -127,31 +107,29 @@ class Batch:
         carved, self.block = self.block[:nbytes], self.block[nbytes:]
         return carved
 
-    def add(self, payload: Payload) -> None:
-        self.payloads.append(payload)
-        self.places.append((payload.digest, Extent(self.key, self.size, payload.nbytes + CHECKSUM_SIZE)))
-        self.size += stored_size(payload.nbytes)
+    def add(self, encoded: Encoded) -> None:
+        self.parts += map(memoryview, encoded.parts)
+        self.places.append((encoded.digest, Extent(self.key, self.size, encoded.length)))
+        self.size += aligned(encoded.length)
 
 
 async def write_packs(
     tier: Tier,
     batches: AsyncIterator[Batch],
+    written: WrittenPacks,
     meanwhile: Callable[[dict[bytes, Extent]], Awaitable[None]] | None = None,
-) -> int:
-    """Write every batch as a pack and add its chunks to the tier's index; returns the bytes written.
+) -> None:
+    """Write every batch as a pack. Each is added to ``written`` once it is stored, also where another one fails.
 
-    The caller holds ``tier.guards_packs``. The next batch is pulled while others are being written; ``meanwhile`` is
-    told where every chunk will be, when there is no next one.
+    The tier is not told: that is for whoever manages it. The next batch is pulled while others are being written;
+    ``meanwhile`` is called with the places of all chunks when there is no next one.
     """
     slots = asyncio.Semaphore(_PACKS_IN_FLIGHT)
-    written = 0
 
     async def write(batch: Batch) -> None:
-        nonlocal written
         try:
             async with batch.lent:
-                nbytes = await write_pack(tier, batch)
-                written += nbytes  # after the await, for another pack is counted meanwhile
+                await _write_pack(tier, batch, written)
         finally:
             slots.release()
 
@@ -169,22 +147,14 @@ async def write_packs(
     finally:
         for batch in taken:  # one that was cancelled before it began has given nothing back
             await batch.lent.aclose()
-    return written
 
 
 def _first(errors: BaseException) -> BaseException:
     return _first(errors.exceptions[0]) if isinstance(errors, BaseExceptionGroup) else errors
 
 
-async def write_pack(tier: Tier, batch: Batch) -> int:
-    """Write one batch as a pack; its bytes. The caller holds ``tier.guards_packs``."""
-    parts: list[Buffer] = [memoryview(part) for payload in batch.payloads for part in payload.parts()]
-    entries = [PackEntry(digest, extent.offset, extent.length) for digest, extent in batch.places]
-    parts.append(encode_footer(entries, batch.size))
-    total = batch.size + len(parts[-1])
-    await tier.store.put(batch.key, parts)
-    tier.packs[batch.key] = total
-    tier.orphans[batch.key] = time.time()  # until a commit refers to it
-    for digest, extent in batch.places:
-        tier.chunks[digest] = extent
-    return total
+async def _write_pack(tier: Tier, batch: Batch, written: WrittenPacks) -> None:
+    footer = encode_footer([PackEntry(digest, at.offset, at.length) for digest, at in batch.places], batch.size)
+    await tier.store.put(batch.key, [*batch.parts, footer])
+    written.sizes[batch.key] = batch.size + len(footer)
+    written.extents.update(batch.places)

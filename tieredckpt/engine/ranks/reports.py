@@ -18,8 +18,9 @@ from tieredckpt.engine.ranks.communicator import LEADER
 from tieredckpt.engine.ranks.group import Team
 from tieredckpt.engine.ranks.messages import Damaged, Signalled, Wanted
 from tieredckpt.engine.repairing.repair import heal, heal_index
-from tieredckpt.engine.restoring.source import Damage, StepSource, read_chunk
+from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -138,7 +139,7 @@ class Reports:
                     digests.discard(chunk.digest)
                     async with self._state.scratch.lend(aligned(nbytes)) as memory:
                         try:
-                            await read_chunk(self._state, tier, chunk.digest, chunk.where, nbytes, memory)
+                            await read_chunk(tier, chunk.where, chunk.digest, memory[:nbytes], self._state.pool)
                         except (Corrupt, NotFound) as error:
                             found.append(Damage(tier, chunk.digest, layout.array_key(key), error))
         return found

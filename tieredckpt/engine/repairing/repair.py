@@ -13,11 +13,12 @@ from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.repairing.check import check
 from tieredckpt.engine.repairing.scan_budget import Scan
-from tieredckpt.engine.restoring.reader import check
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
@@ -119,7 +120,7 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                 async with state.scratch.lend(aligned(nbytes)) as memory:
                     if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                         continue
-                    lies_at = tier.ram.slab.bytes_at(chunk.where.offset, nbytes)
+                    lies_at = chunk_in_ram(tier, chunk.where)[:nbytes]
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
                     if tier.slab_index is not None:
                         tier.slab_index.trust(chunk.digest, chunk.where.offset)

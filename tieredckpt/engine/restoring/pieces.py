@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import grid as grids
 from tieredckpt.format.boxes import Box, Boxes
-from tieredckpt.format.digest import copy_start_and_digest
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import cells
 from tieredckpt.format.layout import array_key, parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
+from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of", "verify_and_copy"]
+__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,6 +61,12 @@ class Piece:
     overlaps: tuple[Overlap, ...] = ()
 
     @property
+    def extent(self) -> Extent:
+        """Where it lies, outside the index."""
+        assert isinstance(self.chunk.where, Extent)
+        return self.chunk.where
+
+    @property
     def array(self) -> str:
         """Key of the array, for people."""
         return array_key(self.key)
@@ -79,20 +86,24 @@ class Piece:
             overlap.copy(memory)
 
 
-def verify_and_copy(source: Bytes, target: Bytes, expected: bytes) -> bool:
-    """Copy the start of a cell to ``target`` in the pass that verifies all of the cell; False on a mismatch.
+def deliver(piece: Piece, frame: Bytes, encoding: Encoding) -> bool:
+    """Decode a chunk that was read, verify it and put its bytes where they go; False if it is not intact.
 
-    What is digested is the copy as it arrives, so that it is the copy that is verified.
+    The start of a cell is copied to the target in the pass that verifies all of it: what is verified is the copy.
     """
-    return copy_start_and_digest(source, target) == expected
-
-
-def deliver(piece: Piece, memory: Bytes) -> bool:
-    """Verify a chunk that was read into ``memory`` and put its bytes where they go; False if it is not intact."""
-    if not verify_and_copy(memory, piece.target, piece.chunk.digest):
+    try:
+        if piece.overlaps and not encoding.raw:
+            memory = np.empty(piece.nbytes, dtype=np.uint8)
+            if encoding.decode(frame, piece.nbytes, memory) == piece.chunk.digest:
+                piece.put(memory)
+                return True
+            return False
+        if encoding.decode(frame, piece.nbytes, piece.target) != piece.chunk.digest:
+            return False
+    except Corrupt:
         return False
     for overlap in piece.overlaps:
-        overlap.copy(memory)
+        overlap.copy(frame)
     return True
 
 

@@ -17,18 +17,18 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread, settle, together
-from tieredckpt.engine.repairing.scan_budget import Place, Scan
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import digest
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import Chunk, StepId, StepRecord
-from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Read", "check", "fill"]
+__all__ = ["Read", "fill", "read_pieces"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -96,11 +96,11 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
     near, far = source.near_ones(pieces)
     for tier, some in near:
-        far += await _counted(sources, tier, some, _from_slab(state, source, tier, some))
+        far += await _counted(sources, tier, some, read_pieces(state, source, tier, some))
     if source.passing is not None:
         far = await source.passing(source, far, sources)
     tier, far, absent = await source.on_one_tier(far)
-    absent += await _counted(sources, tier, far, (_from_slab if tier.ram else _from_packs)(state, source, tier, far))
+    absent += await _counted(sources, tier, far, read_pieces(state, source, tier, far))
     for piece in [*damaged, *absent]:
         tier = await _from_elsewhere(state, source, piece)
         sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
@@ -119,50 +119,20 @@ async def _counted(
     return failed
 
 
-async def check(state: State, source: StepSource, scan: Scan) -> None:
-    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage.
+async def read_pieces(
+    state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, digested_reads: int = 0
+) -> list[Piece]:
+    """Read pieces from a tier to where they go, verified; those that were not intact, which are noted as damage.
 
-    What ``scan`` has seen already is not read again.
+    ``digested_reads`` is how many runs are read at a time of a store that digests them; 0 for as many as it likes best.
     """
-    pieces = [
-        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
-        for key, array in source.index.arrays.items()
-        for ordinal, chunk in enumerate(array.chunks)
-    ]
-    stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
-    for piece in pieces:
-        if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
-            source.note(
-                source.tier,
-                piece.key,
-                piece.chunk,
-                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
-            )
-    if source.progress is not None:
-        source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
-    reads = 2 * state.config.copy_threads
-    read = _from_slab if source.tier.ram is not None else partial(_from_packs, digested_reads=reads)
-    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
-    for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
-        await scan.turn(sum(piece.nbytes for piece in batch))
-        failed = {id(piece) for piece in await read(state, source, source.tier, batch)}
-        if source.silence is not None:
-            return  # what was not read is not known to be damaged
-        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
-    for piece in stored:
-        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
-            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
-
-
-def _place(piece: Piece) -> Place:
-    assert isinstance(piece.chunk.where, Extent)
-    return piece.chunk.where.path, piece.chunk.where.offset, piece.chunk.digest
+    if tier.ram is not None:
+        return await _from_slab(state, source, tier, pieces)
+    return await _from_packs(state, source, tier, pieces, digested_reads)
 
 
 async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
-    assert tier.ram is not None
-    slab = tier.ram.slab
+    encoding = tier.encoding
     waiting = deque(pieces)
     failed: list[Piece] = []
 
@@ -172,10 +142,8 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[
                 piece = waiting.popleft()
             except IndexError:
                 return
-            assert isinstance(piece.chunk.where, Extent)
             try:
-                memory = slab.bytes_at(piece.chunk.where.offset, piece.nbytes)
-                intact = deliver(piece, memory)
+                intact = deliver(piece, chunk_in_ram(tier, piece.extent), encoding)
             except Corrupt:
                 intact = False
             if not intact:
@@ -202,11 +170,17 @@ def _chunk(piece: Piece) -> tuple[Chunk, int]:
     return piece.chunk, piece.nbytes
 
 
-def _runs(pieces: list[Piece]) -> list[Run]:
+def _order(piece: Piece) -> tuple[str, int, bytes]:
+    extent = piece.extent
+    return extent.path, extent.offset, piece.chunk.digest
+
+
+def _runs(pieces: list[Piece], encoding: Encoding) -> list[Run]:
     runs: list[Run] = []
-    for piece in sorted(pieces, key=_place):
-        path, offset, _ = _place(piece)
-        end = offset + piece.nbytes
+    for piece in sorted(pieces, key=_order):
+        where = piece.extent
+        path, offset = where.path, where.offset
+        end = offset + where.length - encoding.checksum_size
         last = runs[-1] if runs else None
         if last is None or not (
             _chunk(last.pieces[-1]) == _chunk(piece)
@@ -220,18 +194,16 @@ def _runs(pieces: list[Piece]) -> list[Run]:
 
 
 async def _from_packs(
-    state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, digested_reads: int = 0
+    state: State, source: StepSource, tier: Tier, pieces: list[Piece], digested_reads: int
 ) -> list[Piece]:
-    """Read runs of extents, several at a time; what was not intact.
-
-    ``digested_reads`` is how many of a store that digests them; 0 for as many as it likes best.
-    """
+    """Read runs of extents, several at a time; what was not intact."""
     failed: list[Piece] = []
     if not pieces:
         return failed
-    waiting = deque(_runs(pieces))
+    encoding = tier.encoding
+    waiting = deque(_runs(pieces, encoding))
     traits = tier.store.traits
-    if traits.digested_reads and isinstance(tier.store, GetDigested):
+    if encoding.raw and traits.digested_reads and isinstance(tier.store, GetDigested):
         read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
         largest = max(run.end - run.offset for run in waiting)
         runs_at_once = min(digested_reads or traits.digested_reads, max(1, _DIGESTED_SIZE // largest))
@@ -248,7 +220,8 @@ async def _from_packs(
                 bad = await read(run)
             except (Corrupt, NotFound, TierUnavailable) as error:
                 if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
-                    waiting.extend(one for piece in run.pieces for one in _runs([piece]))  # some of them may be there
+                    # Some of them may be there.
+                    waiting.extend(one for piece in run.pieces for one in _runs([piece], encoding))
                     continue
                 bad, why = run.pieces, error
             for piece in bad:
@@ -280,7 +253,7 @@ async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyn
         stretches: list[Stretch] = []
         for same, nbytes in zip(chunks, passing, strict=True):
             places.append(scratch[: same[0].nbytes] if nbytes else same[0].target)
-            stretches.append(Stretch(_place(same[0])[1], same[0].nbytes, memoryview(places[-1])))
+            stretches.append(Stretch(same[0].extent.offset, same[0].nbytes, memoryview(places[-1])))
             scratch = scratch[nbytes:]
         digests = await store.get_digested(run.path, stretches)
         bad: list[Piece] = []
@@ -305,9 +278,10 @@ async def _through_scratch(state: State, tier: Tier, run: Run, *, reading: async
 
     def unpack(memory: Bytes) -> list[Piece]:
         bad = []
+        encoding = tier.encoding
         for piece in run.pieces:
-            start = _place(piece)[1] - run.offset
-            if not deliver(piece, memory[start : start + piece.nbytes]):
+            start = piece.extent.offset - run.offset
+            if not deliver(piece, memory[start : start + piece.extent.length - encoding.checksum_size], encoding):
                 bad.append(piece)
         return bad
 

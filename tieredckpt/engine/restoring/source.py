@@ -12,16 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.locks import let_go
-from tieredckpt.blobs.ram.slab import aligned
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.digest import digest_array
 from tieredckpt.format.manifest import Chunk, StepId, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
@@ -263,7 +261,7 @@ class StepSource:
         Args:
             key: of the array.
             ordinal: of the chunk in its grid.
-            memory: page-aligned, at least the chunk's size rounded up to pages.
+            memory: page-aligned, at least as long as the chunk.
             bad: a tier that was found not to have it where its index of the step says.
 
         Raises:
@@ -278,7 +276,7 @@ class StepSource:
             if tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal):
                 continue
             try:
-                await read_chunk(self.state, tier, chunk.digest, where, nbytes, memory)
+                await read_chunk(tier, where, chunk.digest, memory[:nbytes], self.state.pool)
             except (Corrupt, NotFound, TierUnavailable) as error:
                 last = error
                 self.note(tier, key, chunk, error)
@@ -358,20 +356,3 @@ def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
     # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
     if isinstance(error, TierUnavailable) and tier.error is None and not state.read_only:
         state.report(tier, error)
-
-
-async def read_chunk(
-    state: State, tier: Tier, digest: bytes, where: Extent | bytes, nbytes: int, memory: Bytes
-) -> None:
-    """Fill ``memory`` with one chunk from one tier and verify it. Raises as a blob store does, and `Corrupt`."""
-    if isinstance(where, bytes):
-        if len(where) != nbytes:
-            raise Corrupt(f"tier {tier.name!r}: a chunk in the index has {len(where)} bytes, not {nbytes}")
-        memory[:nbytes] = np.frombuffer(where, dtype=np.uint8)
-    else:
-        size = min(aligned(nbytes), where.length)
-        await tier.store.get_into(where.path, where.offset, memoryview(memory[:size]))
-    found = await in_thread(digest_array, memory[:nbytes], pool=state.pool)
-    if found != digest:
-        place = where.path if isinstance(where, Extent) else "the index"
-        raise Corrupt(f"tier {tier.name!r}: a chunk in {place} has digest {found.hex()}, not {digest.hex()}")

@@ -14,10 +14,9 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
-from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError
 from tieredckpt.units import format_size
@@ -73,7 +72,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     assert tier.slab_index is not None
     slab, index = tier.ram.slab, tier.slab_index
     new = [cell for cell in snapshot.pending if cell.expected is None or not index.holds(cell.expected)]
-    need = sum(stored_size(cell.nbytes) for cell in new)
+    need = sum(slab_size(cell.nbytes) for cell in new)
     if need > slab.capacity:
         return False
     try:
@@ -89,7 +88,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
                 if _size(snapshot) > slab.capacity:  # what was unchanged has left, or the slab could not grow
                     _put_back(snapshot, index)
                     return False
-                more = stored_size(snapshot.pending[0].nbytes)
+                more = slab_size(snapshot.pending[0].nbytes)
                 # More than there was: what is free may be in pieces that are too small.
                 await wait_for_room(state, collector, tier, partial(has_room, slab, slab.room + more))
     except NoSpace:
@@ -127,7 +126,7 @@ def _size(snapshot: Snapshot) -> int:
     """Bytes of the slab that the whole tree takes."""
     copied = {done.digest: done.cell.nbytes for done in snapshot.copied}
     pending = (cell.nbytes for cell in snapshot.pending)
-    return sum(stored_size(nbytes) for nbytes in (*copied.values(), *pending))
+    return sum(slab_size(nbytes) for nbytes in (*copied.values(), *pending))
 
 
 async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: Callable[[], bool]) -> None:

@@ -35,6 +35,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join
@@ -150,7 +151,7 @@ class Writer:
     ) -> tuple[Tier, StepRecord, dict[str, ArrayIndex]]:
         """Copy and commit to the nearest tier that has not refused; of a save that fails nothing stays behind."""
         async with AsyncExitStack() as until_committed:
-            tier, located = await self._place(snapshot, refusals, until_committed)
+            tier, located, written = await self._place(snapshot, refusals, until_committed)
             try:
                 record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
                 with attributed(tier):
@@ -159,7 +160,7 @@ class Writer:
                     if tier.ram is None and self._state.membership.size > 1:
                         await self._keep_streamed(tier, StepIndex(record, arrays))
                     elif tier.ram is None and self._state.agents_tiers is not None:
-                        await self._state.agents_tiers.commit(tier, StepIndex(record, stored))
+                        await self._state.agents_tiers.commit(tier, StepIndex(record, stored), written.sizes)
                     else:
                         await commit_file.commit(tier, record, stored)
                     if self._state.membership.size == 1:
@@ -202,13 +203,13 @@ class Writer:
 
     async def _place(
         self, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError], until_committed: AsyncExitStack
-    ) -> tuple[Tier, Located]:
+    ) -> tuple[Tier, Located, WrittenPacks]:
         """Copy every cell to where it will be committed: the slab, or if that is too small the next tier."""
         first = self._state.tiers[0]
         if first.ram is not None and first.healthy and first.name not in refusals:
             with attributed(first):
                 if await fill_slab(self._state, self._collector, snapshot, first):
-                    return first, snapshot.in_slab(first.ram.slab_key)
+                    return first, snapshot.in_slab(first.ram.slab_key), WrittenPacks()
         return await stream(self._state, self._collector, snapshot, refusals, until_committed)
 
     # -- what is remembered -------------------------------------------------------------------------------

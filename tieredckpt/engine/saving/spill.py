@@ -11,12 +11,13 @@ from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import make_room, needing
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal_all, stored_size, write_packs
+from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal_all, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.snapshot import Copied, Snapshot
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
@@ -61,8 +62,8 @@ async def stream(
     snapshot: Snapshot,
     refusals: Mapping[str, TieredCkptError],
     until_committed: AsyncExitStack,
-) -> tuple[Tier, Located]:
-    """Write every chunk to a slower tier, ready to be committed there.
+) -> tuple[Tier, Located, WrittenPacks]:
+    """Write every chunk to a slower tier, ready to be committed there; where they lie, and the packs written for it.
 
     Args:
         state: of the engine.
@@ -76,7 +77,6 @@ async def stream(
         SkipSave: the slab has no room for a single chunk, and ``when_full`` says not to wait for that.
         NoSpace: no slower tier can take the tree.
     """
-    need = sum(stored_size(cell.nbytes) for cell in snapshot.pending)
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
     for tier in state.tiers:
         if tier.config.kind == "ram" or tier.name in refusals:
@@ -84,6 +84,7 @@ async def stream(
         if not tier.healthy:
             problems.append(f"tier {tier.name!r} is not available ({tier.error})")
             continue
+        need = sum(tier.encoding.stored_size(cell.nbytes) for cell in snapshot.pending)
         with attributed(tier):
             if state.agents_tiers is not None:
                 fits = await state.agents_tiers.make_room(tier, need)
@@ -98,11 +99,9 @@ async def stream(
                 await state.agents_tiers.borrow(tier, until_committed)
         elif state.membership.size == 1:
             await until_committed.enter_async_context(tier.guards_packs)
-        elif not state.manages(tier):
-            until_committed.callback(tier.chunks.clear)  # nothing here hears of what becomes of their packs
         # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
         until_committed.callback(tier.streamed_to.clear)
-        return tier, await _write_all(state, collector, snapshot, tier, passage)
+        return tier, *await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
         + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
@@ -113,7 +112,7 @@ async def _passage(
     state: State, collector: Collector, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError]
 ) -> _Passage:
     first = state.tiers[0]
-    largest = max((stored_size(cell.nbytes) for cell in snapshot.pending), default=0)
+    largest = max((slab_size(cell.nbytes) for cell in snapshot.pending), default=0)
     usable = first.ram is not None and first.healthy and first.name not in refusals
     if usable and first.ram is not None and first.slab_index is not None and first.ram.slab.capacity >= largest:
         with attributed(first):
@@ -127,8 +126,11 @@ def _through_scratch(state: State) -> _Passage:
     return _Passage(state.scratch.slab, SlabIndex(state.scratch.slab), None)
 
 
-async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tier: Tier, passage: _Passage) -> Located:
+async def _write_all(
+    state: State, collector: Collector, snapshot: Snapshot, tier: Tier, passage: _Passage
+) -> tuple[Located, WrittenPacks]:
     located: Located = {}
+    written = WrittenPacks()
     new_bytes = 0
     while snapshot.pending:
         try:
@@ -138,8 +140,8 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
                 continue
             left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
             with attributed(tier):
-                async with needing(sum(stored_size(cell.nbytes) for cell in left)):
-                    nbytes, extents = await _write(state, tier, snapshot.copied, passage.slab)
+                async with needing(sum(tier.encoding.stored_size(cell.nbytes) for cell in left)):
+                    nbytes, extents = await _write(state, tier, snapshot, passage.slab, written)
             new_bytes += nbytes
             for done in snapshot.copied:
                 located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
@@ -148,7 +150,7 @@ async def _write_all(state: State, collector: Collector, snapshot: Snapshot, tie
             snapshot.copied.clear()
             state.scratch.returned.beat()
     snapshot.new_bytes = new_bytes
-    return located
+    return located, written
 
 
 async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, passage: _Passage) -> None:
@@ -168,25 +170,34 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
         await copy_cells(state, snapshot, passage.index)
 
 
-async def _write(state: State, tier: Tier, copied: Sequence[Copied], slab: Slab) -> tuple[int, Mapping[bytes, Extent]]:
-    """Write the chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are."""
-    sizes = {done.digest: done.cell.nbytes for done in copied}
+async def _write(
+    state: State, tier: Tier, snapshot: Snapshot, slab: Slab, written: WrittenPacks
+) -> tuple[int, Mapping[bytes, Extent]]:
+    """Write the copied chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are.
+
+    What was written for this save before, and is now, is added to ``written``.
+    """
+    sizes = {done.digest: done.cell.nbytes for done in snapshot.copied}
+    extents = {digest: written.extents[digest] for digest in sizes.keys() & written.extents.keys()}
+    unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in extents}
     if state.agents_tiers is not None:
-        await state.agents_tiers.find(tier, sizes)
+        extents |= await state.agents_tiers.find(tier, unknown)
     else:
         tier.streamed_to |= _packs_with(tier, sizes)
-        await refer_to_intact(state, tier, None, sizes)
-    extents = {digest: tier.chunks[digest] for digest, nbytes in sizes.items() if tier.has(digest, nbytes)}
+        await refer_to_intact(state, tier, None, unknown)
+        extents |= {digest: tier.chunks[digest] for digest, nbytes in unknown.items() if tier.has(digest, nbytes)}
     tier.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
-    new = {done.digest: done for done in copied if done.digest not in extents}
+    new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
     waiting = sorted(new.values(), key=lambda done: done.offset)
-
-    async def note(placed: Mapping[bytes, Extent]) -> None:
-        extents.update(placed)  # for with several ranks, the tier may forget meanwhile what it knew
-
-    async with aclosing(_batches(state, tier, waiting, slab)) as batches:
-        await write_packs(tier, batches, note)
-    return sum(done.cell.nbytes for done in waiting), extents
+    now = WrittenPacks()
+    try:
+        async with aclosing(_batches(state, tier, snapshot, waiting, slab)) as batches:
+            await write_packs(tier, batches, now)
+    finally:
+        written.add(now)
+        if state.manages(tier):
+            tier.add_packs(now)
+    return sum(done.cell.nbytes for done in waiting), extents | now.extents
 
 
 def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
@@ -195,22 +206,40 @@ def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
     return known | {extent.path for digest in tier.spares.keys() & digests for extent in tier.spares[digest]}
 
 
-async def _batches(state: State, tier: Tier, waiting: Sequence[Copied], slab: Slab) -> AsyncGenerator[Batch, None]:
-    traits = tier.store.traits
+async def _batches(
+    state: State, tier: Tier, snapshot: Snapshot, waiting: Sequence[Copied], slab: Slab
+) -> AsyncGenerator[Batch, None]:
+    traits, encoding = tier.store.traits, tier.encoding
     limit = min(traits.object_size, PACK_SIZE) if traits.ranged_get else 0
-    batch = Batch()
+    pack: list[Copied] = []
+    left = limit
     for done in waiting:
-        size = stored_size(done.cell.nbytes)
-        if batch.payloads and batch.size + size > limit:
-            yield await _sealed(state, tier, batch)
-            batch = Batch()
-        batch.add(Payload(done.digest, done.cell.nbytes, slab.array[done.offset : done.offset + size]))
-    if batch.payloads:
-        yield await _sealed(state, tier, batch)
+        size = encoding.stored_size(done.cell.nbytes)
+        if pack and size > left:
+            yield await _sealed(state, tier, snapshot, pack, slab)
+            pack, left = [], limit
+        pack.append(done)
+        left -= size
+    if pack:
+        yield await _sealed(state, tier, snapshot, pack, slab)
 
 
-async def _sealed(state: State, tier: Tier, batch: Batch) -> Batch:
+async def _sealed(state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[Copied], slab: Slab) -> Batch:
+    batch, encoding = Batch(), tier.encoding
     tier.streamed_to.add(batch.key)
-    if await seal_all(batch.payloads, state.pool, state.config.copy_threads):
-        raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
+    try:
+        payloads: list[Payload] = []
+        for done in pack:
+            nbytes = done.cell.nbytes
+            memory = slab.array[done.offset : done.offset + encoding.stored_size(nbytes)]
+            need = encoding.room(nbytes, behind=True)
+            room = await batch.carve(state.scratch, need) if need else None
+            payloads.append(Payload(done.digest, nbytes, snapshot.grids[done.cell.array].itemsize, memory, room))
+        for encoded in await seal_all(payloads, encoding, state.pool, state.config.copy_threads):
+            if encoded is None:
+                raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
+            batch.add(encoded)
+    except BaseException:
+        await batch.lent.aclose()
+        raise
     return batch

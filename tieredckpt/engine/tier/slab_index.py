@@ -9,9 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.format.manifest import CHECKSUM_SIZE
+from tieredckpt.format.encoding import CRC32C
 
-__all__ = ["SlabIndex"]
+__all__ = ["SlabIndex", "slab_size"]
+
+
+def slab_size(nbytes: int) -> int:
+    """Bytes of a slab that a chunk takes: with room for the checksum that promotion writes behind it."""
+    return CRC32C.stored_size(nbytes)
 
 
 class SlabIndex:
@@ -35,12 +40,12 @@ class SlabIndex:
 
     def allocate(self, nbytes: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
         """Offset and memory of a new extent for a chunk of ``nbytes``; None when the slab is full."""
-        offset = self._slab.allocate(nbytes + CHECKSUM_SIZE)
+        offset = self._slab.allocate(slab_size(nbytes))
         return None if offset is None else (offset, self._slab.array[offset : offset + nbytes])
 
     def release(self, offset: int, nbytes: int) -> None:
         """Give an extent back that never became a chunk."""
-        self._slab.release(offset, nbytes + CHECKSUM_SIZE)
+        self._slab.release(offset, slab_size(nbytes))
 
     def holds(self, digest: bytes) -> bool:
         """Whether a chunk is there now."""
@@ -96,7 +101,7 @@ class SlabIndex:
             if (offset, nbytes) not in (found, *others):
                 if found is not None and found[1] != nbytes:
                     return False
-                if not self._slab.claim(offset, nbytes + CHECKSUM_SIZE):
+                if not self._slab.claim(offset, slab_size(nbytes)):
                     return False
                 if found is None:
                     self._chunks[digest] = (offset, nbytes)

@@ -22,10 +22,11 @@ from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.slab_index import SlabIndex
 from tieredckpt.engine.tier.steps import DamagedSteps, Held, HeldSteps, Sizes
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
+from tieredckpt.format.encoding import CRC32C, PLAIN, Encoding
 from tieredckpt.format.manifest import (
-    CHECKSUM_SIZE,
     ArrayIndex,
     StepId,
     StepIndex,
@@ -142,9 +143,9 @@ class Tier:
         return self.config.kind == "ram" and self.blobs is None and isinstance(self.error, NotFound)
 
     @property
-    def checksum(self) -> bool:
-        """Whether chunks carry zarr's CRC-32C here; RAM does not pay for it."""
-        return self.ram is None
+    def encoding(self) -> Encoding:
+        """How chunks are stored here; RAM does not pay for a checksum."""
+        return CRC32C if self.ram is None else PLAIN
 
     @property
     def survives(self) -> Survives:
@@ -351,7 +352,15 @@ class Tier:
     def has(self, digest: bytes, nbytes: int) -> bool:
         """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
         extent = self.chunks.get(digest)
-        return extent is not None and extent.length == nbytes + CHECKSUM_SIZE
+        return extent is not None and self.encoding.fits(extent.length, nbytes)
+
+    def add_packs(self, written: WrittenPacks) -> None:
+        """Know of packs that were just written; for whoever manages the tier, under ``guards_packs``."""
+        for key, nbytes in written.sizes.items():
+            self.packs[key] = nbytes
+            self.unlisted.discard(key)
+            self.orphans[key] = time.time()  # until a commit refers to it
+        self.chunks.update(written.extents)
 
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guards_packs``."""

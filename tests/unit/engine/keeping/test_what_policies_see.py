@@ -69,11 +69,11 @@ async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
     seen: list[list[bool]] = []
     write_packs = copy_step.write_packs
 
-    async def look(*arguments: Any) -> int:
+    async def look(*arguments: Any) -> None:
         state = store._engine.state
         seen.append([tier.promoting for tier in state.view().tiers])
         seen.append([tier.promoting for tier in state.view(at_rest=True).tiers])
-        return await write_packs(*arguments)
+        await write_packs(*arguments)
 
     monkeypatch.setattr(copy_step, "write_packs", look)
     async with CheckpointStore.open(settings) as store:
@@ -127,11 +127,11 @@ async def test_flush_waits_for_a_step_that_waits_for_a_promotion_by_hand(
     held_up, go_on = asyncio.Event(), threading.Event()
     loop, write_packs = asyncio.get_running_loop(), copy_step.write_packs
 
-    async def hold_up(tier: Tier, *arguments: Any) -> int:
+    async def hold_up(tier: Tier, *arguments: Any) -> None:
         if tier.name == "disk":
             loop.call_soon_threadsafe(held_up.set)
             await asyncio.to_thread(go_on.wait, SOON)
-        return await write_packs(tier, *arguments)
+        await write_packs(tier, *arguments)
 
     tiers = {
         "ram": ram(shared_memory),

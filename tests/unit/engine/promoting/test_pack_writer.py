@@ -14,11 +14,11 @@ from support.scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting.copy_step import _GROWTH, Need, _packs
-from tieredckpt.engine.promoting.pack_writer import Payload, seal_all, stored_size, tail_size
+from tieredckpt.engine.promoting.pack_writer import Payload, seal_all
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import CHECKSUM_SIZE
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.ocdbt import Extent
 
 
@@ -26,25 +26,26 @@ from tieredckpt.format.ocdbt import Extent
     nbytes=st.lists(st.integers(1, 5 << 12), max_size=30),
     first=st.integers(0, 20 << 12),
     limit=st.integers(0, 20 << 12),
-    tails_limit=st.integers(0, 20 << 12),
+    room_limit=st.integers(0, 20 << 12),
+    behind=st.booleans(),
 )
 def test_packs_hold_every_chunk_once_in_order_and_no_more_than_they_may(
-    nbytes: list[int], first: int, limit: int, tails_limit: int
+    nbytes: list[int], first: int, limit: int, room_limit: int, behind: bool
 ) -> None:
     sizes = {number.to_bytes(16, "big"): size for number, size in enumerate(nbytes)}
     needs = [(digest, ("key", number)) for number, digest in enumerate(sizes)]
-    found = list(_packs(needs, sizes, first, limit, tails_limit))
+    found = list(_packs(needs, sizes, first, limit, room_limit, CRC32C, behind=behind))
     assert [need for pack in found for need in pack] == needs
     for number, pack in enumerate(found):
         room = min(limit, first * _GROWTH**number)
-        assert len(pack) == 1 or fits(pack, sizes, room, tails_limit)
+        assert len(pack) == 1 or fits(pack, sizes, room, room_limit, behind=behind)
         if number + 1 < len(found):  # and none has room for what the next begins with
-            assert not fits([*pack, found[number + 1][0]], sizes, room, tails_limit)
+            assert not fits([*pack, found[number + 1][0]], sizes, room, room_limit, behind=behind)
 
 
-def fits(pack: list[tuple[bytes, Need]], sizes: dict[bytes, int], room: int, room_for_tails: int) -> bool:
-    stored, tails = (sum(size(sizes[digest]) for digest, _ in pack) for size in (stored_size, tail_size))
-    return stored <= room and tails <= room_for_tails
+def fits(pack: list[tuple[bytes, Need]], sizes: dict[bytes, int], most: int, room_limit: int, *, behind: bool) -> bool:
+    stored = sum(CRC32C.stored_size(sizes[digest]) for digest, _ in pack)
+    return stored <= most and sum(CRC32C.room(sizes[digest], behind=behind) for digest, _ in pack) <= room_limit
 
 
 @given(changed=st.sets(st.integers(0, 19)), threads=st.integers(1, 4))
@@ -55,15 +56,15 @@ def test_every_chunk_that_changed_is_found_and_every_chunk_has_its_checksum_behi
     payloads = []
     for number in range(20):
         nbytes = 100 + 700 * number
-        memory = rng.integers(0, 256, stored_size(nbytes), dtype=np.uint8)
-        payloads.append(Payload(digest(memory[:nbytes]), nbytes, memory))
+        memory = rng.integers(0, 256, CRC32C.stored_size(nbytes), dtype=np.uint8)
+        payloads.append(Payload(digest(memory[:nbytes]), nbytes, 1, memory))
     for number in changed:
         payloads[number].memory[payloads[number].nbytes // 2] ^= 1
     with ThreadPoolExecutor(threads) as pool:
-        found = asyncio.run(seal_all(payloads, pool, threads))
-    assert {id(payload) for payload in found} == {id(payloads[number]) for number in changed}
+        sealed = asyncio.run(seal_all(payloads, CRC32C, pool, threads))
+    assert {number for number, encoded in enumerate(sealed) if encoded is None} == changed
     for payload in payloads:
-        end = payload.nbytes + CHECKSUM_SIZE
+        end = payload.nbytes + CRC32C.overhead
         stored = int.from_bytes(payload.memory[payload.nbytes : end].tobytes(), "little")
         assert stored == crc32c(payload.memory[: payload.nbytes])
 

@@ -16,6 +16,7 @@ from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
 
@@ -152,7 +153,7 @@ def test_extents_that_overlap_are_read_one_after_the_other() -> None:
         return Piece("key", 0, nbytes, Chunk(digest, Extent("pack", offset, nbytes + 4)), NOTHING)
 
     same = [piece(0, 4096, b"a"), piece(0, 4096, b"a")]
-    assert [len(run.pieces) for run in reader._runs([*same, piece(4096, 4096, b"b")])] == [3]
-    assert [len(run.pieces) for run in reader._runs([piece(0, 8192, b"a"), piece(4096, 4096, b"b")])] == [1, 1]
-    assert [len(run.pieces) for run in reader._runs([piece(0, 4096, b"a"), piece(0, 4096, b"b")])] == [1, 1]
-    assert [len(run.pieces) for run in reader._runs([piece(0, 4096, b"a"), piece(0, 8192, b"a")])] == [1, 1]
+    assert [len(run.pieces) for run in reader._runs([*same, piece(4096, 4096, b"b")], CRC32C)] == [3]
+    assert [len(run.pieces) for run in reader._runs([piece(0, 8192, b"a"), piece(4096, 4096, b"b")], CRC32C)] == [1, 1]
+    assert [len(run.pieces) for run in reader._runs([piece(0, 4096, b"a"), piece(0, 4096, b"b")], CRC32C)] == [1, 1]
+    assert [len(run.pieces) for run in reader._runs([piece(0, 4096, b"a"), piece(0, 8192, b"a")], CRC32C)] == [1, 1]

@@ -22,12 +22,12 @@ from support.scenes import CHUNK, Heard, assert_same, config, folder, new_shared
 
 from tieredckpt import CheckpointStore, Restored
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.events import ChunkRepaired, StepRestored
 
 CHUNKS = 8
-STATE = CHUNKS * stored_size(CHUNK)
+STATE = CHUNKS * slab_size(CHUNK)
 
 
 def state(seed: int) -> dict[str, Any]:

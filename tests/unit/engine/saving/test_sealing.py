@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.engine.promoting.pack_writer import Payload, seal, stored_size, tail_size
+from tieredckpt.engine.promoting.pack_writer import Payload, seal
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest_array
-from tieredckpt.format.manifest import CHECKSUM_SIZE
+from tieredckpt.format.encoding import CRC32C
 
 PAGE = ALIGNMENT
 
@@ -19,18 +19,19 @@ PAGE = ALIGNMENT
 )
 def test_a_seal_beside_a_chunk_that_must_not_be_written_to_gives_the_same_bytes(nbytes: int) -> None:
     rng = np.random.default_rng(nbytes)
-    memory = np.zeros(stored_size(nbytes), dtype=np.uint8)
+    memory = np.zeros(CRC32C.stored_size(nbytes), dtype=np.uint8)
     memory[:nbytes] = rng.integers(0, 256, nbytes)
     digest = digest_array(memory[:nbytes])
     seen = memory.copy()
     seen.flags.writeable = False
-    beside = Payload(digest, nbytes, seen, np.zeros(tail_size(nbytes), dtype=np.uint8))
-    within = Payload(digest, nbytes, memory)
-    assert seal(within)
-    assert seal(beside)
-    stored = [np.concatenate(payload.parts()) for payload in (within, beside)]
-    assert all(len(bytes_) == stored_size(nbytes) for bytes_ in stored)
+    room = np.zeros(CRC32C.room(nbytes, behind=False), dtype=np.uint8)
+    beside = seal(Payload(digest, nbytes, 1, seen, room), CRC32C)
+    within = seal(Payload(digest, nbytes, 1, memory), CRC32C)
+    assert beside is not None
+    assert within is not None
+    stored = [np.concatenate(encoded.parts) for encoded in (within, beside)]
+    assert all(len(bytes_) == CRC32C.stored_size(nbytes) for bytes_ in stored)
     assert stored[0].tobytes() == stored[1].tobytes()
-    checksum = stored[1][nbytes : nbytes + CHECKSUM_SIZE].tobytes()
+    checksum = stored[1][nbytes : beside.length].tobytes()
     assert int.from_bytes(checksum, "little") == crc32c(memory[:nbytes], 0)
-    assert all(len(part) % PAGE == 0 for part in beside.parts())
+    assert all(len(part) % PAGE == 0 for part in beside.parts)

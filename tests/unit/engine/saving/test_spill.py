@@ -19,13 +19,13 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, pack
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
-from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import NoSpace, NotFound
 from tieredckpt.events import SaveSkipped, StepPromoted, StepSaved, TierFailed
 
 MIB = 1 << 20
 CHUNKS = 24
-SLAB = 5 * stored_size(CHUNK)
+SLAB = 5 * slab_size(CHUNK)
 
 
 def state(seed: int, chunks: int = CHUNKS, frozen: int = 0) -> dict[str, Any]:
@@ -200,7 +200,7 @@ async def test_retention_holds_for_what_is_streamed(shared_memory: Path, tmp_pat
         for step in range(1, 7):
             await store.save(step, state(step))
         assert [info.step for info in await store.steps()] == [5, 6]
-        assert pack_bytes(tmp_path / "disk") < 2 * (CHUNKS + 5) * stored_size(CHUNK)
+        assert pack_bytes(tmp_path / "disk") < 2 * (CHUNKS + 5) * slab_size(CHUNK)
 
 
 # -- tiers that fail --------------------------------------------------------------------------------------

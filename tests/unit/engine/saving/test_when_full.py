@@ -17,12 +17,12 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, ram
 from tieredckpt import Checkpoint, CheckpointStore
 from tieredckpt.blobs.ram import store as ram_store
 from tieredckpt.engine.keeping.evictor import Evictor
-from tieredckpt.engine.promoting.pack_writer import stored_size
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.events import SaveSkipped, StepEvicted, TierFailed, TierRecovered
 
 CHUNKS = 6
-STATE = CHUNKS * stored_size(CHUNK)
+STATE = CHUNKS * slab_size(CHUNK)
 """Bytes of the slab that one state takes."""
 
 

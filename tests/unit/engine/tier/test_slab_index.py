@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.engine.tier.slab_index import SlabIndex
-from tieredckpt.format.manifest import CHECKSUM_SIZE
+from tieredckpt.format.encoding import CRC32C
 
 CAPACITY = 40 << 12
 CONTENTS = st.integers(0, 9)
@@ -138,7 +138,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
     @staticmethod
     def taken_by(content: int) -> int:
-        return aligned(size(content) + CHECKSUM_SIZE)
+        return aligned(size(content) + CRC32C.overhead)
 
     @invariant()
     def the_slab_holds_each_used_chunk_once_that_is_trusted(self) -> None:

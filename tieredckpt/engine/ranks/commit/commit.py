@@ -20,7 +20,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
 from tieredckpt.engine.promoting.copy_step import batches, copy_step, have_room
 from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
-from tieredckpt.engine.promoting.pack_writer import stored_size, write_packs
+from tieredckpt.engine.promoting.pack_writer import write_packs
 from tieredckpt.engine.ranks.commit.merged import placed, without_places
 from tieredckpt.engine.ranks.commit.parts import (
     check_found,
@@ -39,6 +39,7 @@ from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed
@@ -126,6 +127,7 @@ class Commits:
         find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs)
+        stored_size = tier.encoding.stored_size
         need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
         await have_room(self._state, self._collector, step, tier, need)
         # To the end: nothing is collected that ranks refer to, or have just written.
@@ -184,9 +186,7 @@ class Commits:
         done: dict[int, Done] = {rank: decode(data, Done) for rank, data in came.items() if rank != LEADER}
         done[LEADER] = await mine
         for each in done.values():
-            for key, nbytes in each.packs.items():
-                tier.packs[key] = nbytes
-                tier.orphans[key] = time.time()  # until the commit refers to it
+            tier.add_packs(WrittenPacks(sizes=each.packs))
         if missing:
             raise RanksUnavailable(
                 f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write what they have of it within "
@@ -224,7 +224,7 @@ class Commits:
 
         def merged() -> StepIndex:
             whole = without_places(merge_parts(parts)) if kept is None else kept
-            return placed(whole, extents_of(written), tier.chunks)
+            return placed(whole, extents_of(written), tier.chunks, tier.encoding)
 
         index = await in_thread(merged, pool=self._state.pool)
         check_found(index, tier.packs)
@@ -254,33 +254,31 @@ class Commits:
         async with tier.guards_packs:
             with self._state.promoting(tier):
                 done = await self._contribute(step, tier, todo)
-            for known in (tier.packs, tier.chunks, tier.orphans):
-                known.clear()  # the leader's to know: nothing here hears of what becomes of them
         await team.coordinator.post([LEADER], f"done/{order.number}", encode(done))
 
     async def _contribute(self, step: StepId, tier: Tier, todo: Mapping[int, bytes]) -> Done:
         """Write the packs and parts that are asked of this rank."""
         begin = time.monotonic()
-        streamed = await self._streamed_packs(step, tier)
-        before = tier.packs.keys() - streamed.keys()
-        tier.packs.update(streamed)
+        written = WrittenPacks(sizes=await self._streamed_packs(step, tier))
         found: dict[int, tuple[bytes, int]] = {}
         failure = None
         try:
             if tier.blobs is None:
                 await tier.open()
             for part, digests in todo.items():
-                written = await self._write(step, tier, part, digests)
-                await tier.store.put(layout.part_key(step.step, step.serial, part), [written])
-                found[part] = digest(written), len(written)
+                encoded = await self._write(step, tier, part, digests, written)
+                await tier.store.put(layout.part_key(step.step, step.serial, part), [encoded])
+                found[part] = digest(encoded), len(encoded)
         except TieredCkptError as error:
             failure = Failure.of(error)
         except Exception as error:
             _log.exception("%s: the part for tier %r could not be written", step, tier.name)
             failure = Failure.of(error)
-        packs = {key: nbytes for key, nbytes in tier.packs.items() if key not in before}
-        self.written[step, tier.name] = sum(packs.values())
-        return Done(packs, found, time.monotonic() - begin, failure)
+        finally:
+            if self._state.manages(tier):
+                tier.add_packs(written)
+        self.written[step, tier.name] = written.nbytes
+        return Done(written.sizes, found, time.monotonic() - begin, failure)
 
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
         """The packs of a part that was streamed to the tier when it was saved, which the leader does not know."""
@@ -291,8 +289,8 @@ class Commits:
             return {path: (await tier.store.stat(path)).size for path in streamed.packs}
         return {}
 
-    async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes) -> bytes:
-        """Write some chunks of a part as packs; the part, encoded."""
+    async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes, written: WrittenPacks) -> bytes:
+        """Write some chunks of a part as packs, which are added to ``written``; the part, encoded."""
         streamed = self._state.membership.streamed.get(step)
         if streamed is not None and streamed.tier is tier:
             return await in_thread(encode_own, streamed.index, pool=self._state.pool)
@@ -307,15 +305,10 @@ class Commits:
                         sizes[chunk.digest] = array.grid.cell_nbytes
             if lacking := wanted - needs.keys():
                 raise NotFound(f"{step}: {len(lacking)} chunks of the part of rank {part} are not in RAM any more")
-            written: dict[bytes, Extent] = {}
-
-            async def note(placed: Mapping[bytes, Extent]) -> None:
-                written.update(placed)  # for a save that streams to the tier may let it forget them meanwhile
-
             if needs:
                 async with aclosing(batches(self._state, source, tier, needs, sizes)) as sealed:
-                    await write_packs(tier, sealed, note)
-            return await in_thread(encode_written, source.index, written, pool=self._state.pool)
+                    await write_packs(tier, sealed, written)
+            return await in_thread(encode_written, source.index, written.extents, pool=self._state.pool)
 
     def _home(self, step: StepId, part: int) -> Tier:
         return self.folders.get(step, {}).get(part, self._state.tiers[0])

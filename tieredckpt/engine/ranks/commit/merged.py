@@ -14,8 +14,9 @@ import numpy as np
 
 from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format.digest import SIZE
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid
-from tieredckpt.format.manifest import CHECKSUM_SIZE, ArrayIndex, Chunk, StepId, StepIndex, StepRecord
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Whole", "Wholes", "placed", "without_places"]
@@ -62,7 +63,9 @@ def without_places(index: StepIndex) -> Whole:
     )
 
 
-def placed(whole: Whole, written: Mapping[bytes, Extent], there: Mapping[bytes, Extent]) -> StepIndex:
+def placed(
+    whole: Whole, written: Mapping[bytes, Extent], there: Mapping[bytes, Extent], encoding: Encoding
+) -> StepIndex:
     """The step on a tier, where the ranks have ``written`` chunks of it, and others were ``there`` before.
 
     Raises:
@@ -73,14 +76,14 @@ def placed(whole: Whole, written: Mapping[bytes, Extent], there: Mapping[bytes, 
     for key, array in whole.arrays.items():
         digests: list[bytes] = np.frombuffer(array.digests, f"V{SIZE}").tolist()
         chunks: list[Chunk] = []
-        lengths = (array.grid.cell_nbytes, array.grid.cell_nbytes + CHECKSUM_SIZE)
+        least, most = encoding.bounds(array.grid.cell_nbytes)
         for at, digest in enumerate(digests):
             extent = there.get(digest) or written.get(digest)
             if array.inline and at in array.inline:
                 chunks.append(Chunk(digest, array.inline[at]))
             elif extent is None:
                 raise Conflict(f"{whole.record.id}: chunk {at} of {key!r} is nowhere on the tier; save again")
-            elif extent.length not in lengths:
+            elif not least <= extent.length <= most:
                 raise Corrupt(f"{whole.record.id}: chunk {at} of {key!r} is said to have {extent.length} bytes")
             else:
                 chunks.append(Chunk(digest, extent))

@@ -19,17 +19,17 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.promoting.pack_writer import stored_size
 from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.chunk_reader import chunk_in_ram, is_intact
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
-from tieredckpt.format.digest import SIZE, digest_array
+from tieredckpt.format.digest import SIZE
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
@@ -128,16 +128,14 @@ def _offer(index: StepIndex) -> bytes:
 
 
 async def _send(transfer: Transfer, tier: Tier, index: StepIndex, lacks: Sequence[bytes], to: int, pace: Pace) -> int:
-    assert tier.ram is not None
     extents = unique_extents(index.arrays)
-    sizes = _sizes(index.arrays)
     sent = 0
     for digest in lacks:
         if digest not in extents:
             raise Corrupt(f"rank {to} asks for a chunk that {index.record.id} has not")
-        nbytes = sizes[digest]
+        nbytes = extents[digest].length
         await pace.take(nbytes)
-        memory = memoryview(tier.ram.slab.bytes_at(extents[digest].offset, nbytes))
+        memory = memoryview(chunk_in_ram(tier, extents[digest]))
         await transfer.coordinator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
         sent += nbytes
     return sent
@@ -186,7 +184,7 @@ async def _tell(transfer: Transfer, what: str, to: int, answer: _Answer) -> None
     await transfer.coordinator.post([to], transfer.topic(what), encode(answer))
 
 
-def _sizes(arrays: Mapping[str, PartArray] | Mapping[str, ArrayIndex]) -> dict[bytes, int]:
+def _sizes(arrays: Mapping[str, PartArray]) -> dict[bytes, int]:
     """Bytes of every chunk that does not lie in the index, by digest, in the order of the arrays."""
     return {
         digest: array.grid.cell_nbytes
@@ -202,7 +200,7 @@ async def _have_room(tier: Tier, step: StepId, sizes: Mapping[bytes, int], make_
     slab, chunks = tier.ram.slab, tier.slab_index
 
     def need() -> int:
-        return sum(stored_size(nbytes) for digest, nbytes in sizes.items() if not chunks.holds(digest))
+        return sum(slab_size(nbytes) for digest, nbytes in sizes.items() if not chunks.holds(digest))
 
     await make_room(tier, lambda: slab.room >= need())
     if slab.room < need():
@@ -233,7 +231,7 @@ class _Taken:
         """Let the slab grow in one go for what is not there. Blocking."""
         assert self.tier.ram is not None
         slab = self.tier.ram.slab
-        lacking = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if self._index.find(digest) is None)
+        lacking = sum(slab_size(nbytes) for digest, nbytes in sizes.items() if self._index.find(digest) is None)
         with suppress(NoSpace):  # then it is the first extent that is refused
             slab.reserve(slab.used + lacking)
 
@@ -308,7 +306,7 @@ async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Itera
 
 
 async def _check(state: State, taken: _Taken, digest: bytes, memory: Bytes) -> bool:
-    if await in_thread(digest_array, memory, pool=state.pool) != digest:
+    if not await is_intact(memory, digest, state.pool):
         return False
     taken.arrived(digest)
     return True

@@ -15,6 +15,7 @@ from tieredckpt.engine.ranks.restore.transfer import Passing, Terms, agree_on_ta
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.restoring.source import Near, StepSource
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.manifest import StepId
 
@@ -139,7 +140,7 @@ class _Place:
         if tier is None or extent is None or tier.ram is None:
             return None
         try:
-            return tier.ram.slab.bytes_at(extent.offset, extent.length)
+            return chunk_in_ram(tier, extent)
         except Corrupt:
             return None
 

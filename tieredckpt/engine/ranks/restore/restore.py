@@ -32,6 +32,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
+from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
 
 __all__ = ["Restores"]
@@ -219,7 +220,7 @@ class Restores:
             raise NotFound(f"the parts of {step} in RAM are not known any more")
         merged = merge_parts(parts)
         btree_key = layout.btree_key(step.step, step.serial)
-        index = encode_step(merged.record, merged.arrays, btree_path=btree_key, checksum=False)
+        index = encode_step(merged.record, merged.arrays, btree_path=btree_key, encoding=PLAIN)
         return index.manifest, index.btree, btree_key
 
     async def _pass_index(self, topic: str, chosen: Chosen) -> tuple[bytes, bytes]:

@@ -21,6 +21,7 @@ from tieredckpt.engine.ranks.commit.parts import encode_own, encode_written, ext
 from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import plan, plan_block
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex
 from tieredckpt.format.ocdbt import Extent
@@ -78,7 +79,7 @@ def test_the_places_that_ranks_have_written_make_the_step_that_their_parts_make(
     ranks: int, rows: int, contents: int, inline: bool
 ) -> None:
     own, written = write({rank: part(rank, ranks, rows, contents, inline) for rank in range(ranks)})
-    found = placed(without_places(merge_parts(own)), extents_of(written), {})
+    found = placed(without_places(merge_parts(own)), extents_of(written), {}, CRC32C)
     assert found == merge_parts(written)
 
 
@@ -87,10 +88,10 @@ def test_a_chunk_that_nobody_wrote_or_that_does_not_fit_its_place_is_refused() -
     whole, extents = without_places(merge_parts(own)), extents_of(written)
     digest, extent = next(iter(extents.items()))
     with pytest.raises(Conflict, match="nowhere on the tier"):
-        placed(whole, {name: where for name, where in extents.items() if name != digest}, {})
+        placed(whole, {name: where for name, where in extents.items() if name != digest}, {}, CRC32C)
     with pytest.raises(Corrupt, match="is said to have 5 bytes"):
-        placed(whole, extents | {digest: Extent(extent.path, extent.offset, 5)}, {})
-    assert placed(whole, {}, extents) == placed(whole, extents, {})
+        placed(whole, extents | {digest: Extent(extent.path, extent.offset, 5)}, {}, CRC32C)
+    assert placed(whole, {}, extents, CRC32C) == placed(whole, extents, {}, CRC32C)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

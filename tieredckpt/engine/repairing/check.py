@@ -1,0 +1,56 @@
+"""Checks all that a tier has of a step: every chunk is read and verified, and nothing is kept."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tieredckpt.engine.repairing.scan_budget import Place, Scan
+from tieredckpt.engine.restoring.pieces import NOTHING, Piece
+from tieredckpt.engine.restoring.reader import read_pieces
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.digest import digest
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["check"]
+
+
+async def check(state: State, source: StepSource, scan: Scan) -> None:
+    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage.
+
+    What ``scan`` has seen already is not read again.
+    """
+    pieces = [
+        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
+        for key, array in source.index.arrays.items()
+        for ordinal, chunk in enumerate(array.chunks)
+    ]
+    stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
+    for piece in pieces:
+        if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
+            source.note(
+                source.tier,
+                piece.key,
+                piece.chunk,
+                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
+            )
+    if source.progress is not None:
+        source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
+    # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
+    read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
+    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
+    for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
+        await scan.turn(sum(piece.nbytes for piece in batch))
+        failed = {id(piece) for piece in await read(batch)}
+        if source.silence is not None:
+            return  # what was not read is not known to be damaged
+        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
+    for piece in stored:
+        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
+            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
+
+
+def _place(piece: Piece) -> Place:
+    extent = piece.extent
+    return extent.path, extent.offset, piece.chunk.digest

@@ -1,0 +1,151 @@
+"""How a chunk becomes the bytes that a tier stores: the one place that knows their size, their parts and their codecs.
+
+What is stored of a chunk is its *frame* and, with some encodings, a checksum of the frame. How long it is, only its
+extent says. Codecs that call a library build their `Encoding` elsewhere, and add it to `ENCODINGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.crc import crc32c
+from tieredckpt.format.digest import copy_start_and_digest, digest_and_checksum, digest_array
+from tieredckpt.format.layout import ALIGNMENT, aligned
+
+__all__ = ["CRC32C", "ENCODINGS", "PLAIN", "Encoded", "Encoding"]
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Size = TypeVar("Size", int, NDArray[np.uint64])
+
+_CHECKSUM_SIZE = 4
+
+
+class Encoded(NamedTuple):
+    """A chunk as it is stored."""
+
+    digest: bytes
+    """Of the chunk's bytes, taken in the pass that encoded them."""
+    length: int
+    """Bytes of the frame and its checksum: those of its extent."""
+    parts: list[Bytes]
+    """``length`` bytes in whole pages; what follows them in the last page means nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """One way to store chunks. All functions are pure, and run on any thread."""
+
+    name: str
+    raw: bool
+    """Whether the frame is the chunk's own bytes, so that they can be read, seen and sent as they lie."""
+    overhead: int
+    """Bytes at most by which what is stored is longer than the chunk; exactly these if it is ``raw``."""
+    checksum_size: int
+    """Bytes behind the frame for readers that know no digests; those that do need not read them."""
+    codecs: Callable[[int], list[dict[str, Any]]]
+    """The zarr codecs behind ``bytes``, for items of so many bytes."""
+    encode: Callable[[Bytes, int, int, Bytes | None], Encoded]
+    """Encode a chunk.
+
+    The arguments: page-aligned memory that begins with the chunk; bytes of the chunk; bytes of an item; and memory
+    of `room` bytes, or None where these are 0: then a raw encoding writes behind the chunk.
+    """
+    decode: Callable[[Bytes, int, Bytes], bytes]
+    """Fill memory with the start of a chunk, all of which is verified; the digest of all of it.
+
+    The arguments: the frame; bytes of the chunk; and the memory, at most as long as the chunk. Raises `Corrupt` for a
+    frame that is not one of such a chunk.
+    """
+
+    def bounds(self, nbytes: Size) -> tuple[Size, Size]:
+        """Bytes that are stored at least and at most of a chunk of ``nbytes``; of each, for an array."""
+        most = nbytes + self.overhead
+        return (most if self.raw else 0 * nbytes + self.checksum_size + 1), most
+
+    def fits(self, length: int, nbytes: int) -> bool:
+        """Whether ``length`` bytes may be what is stored of a chunk of ``nbytes``."""
+        least, most = self.bounds(nbytes)
+        return least <= length <= most
+
+    def stored_size(self, nbytes: int) -> int:
+        """Bytes that a chunk of ``nbytes`` takes in a pack at most: up to the next page."""
+        return aligned(nbytes + self.overhead)
+
+    def room(self, nbytes: int, *, behind: bool) -> int:
+        """Bytes of memory that `encode` needs besides the chunk's own.
+
+        ``behind`` is whether it may write behind the chunk, up to its `stored_size`. A raw encoding needs no more
+        then, and else what takes the place of the last page, as the checksum may begin on one page and end on the next.
+        """
+        if not self.raw:
+            return self.stored_size(nbytes)
+        return 0 if behind or not self.overhead else self.stored_size(nbytes) - _whole_pages(nbytes)
+
+    def encode_inline(self, chunk: bytes, itemsize: int) -> bytes:
+        """What an index holds of a chunk that lies in it."""
+        if self.raw:
+            return chunk + crc32c(chunk).to_bytes(_CHECKSUM_SIZE, "little") if self.checksum_size else chunk
+        room = np.empty(self.room(len(chunk), behind=False), np.uint8)
+        _, length, parts = self.encode(np.frombuffer(chunk, np.uint8), len(chunk), itemsize, room)
+        return b"".join(parts)[:length]
+
+    def decode_inline(self, stored: bytes, nbytes: int, where: str) -> bytes:
+        """The chunk of ``nbytes`` that the index at ``where`` holds as ``stored``, not verified. Raises `Corrupt`."""
+        if len(stored) > nbytes + self.overhead or (self.raw and len(stored) != nbytes + self.overhead):
+            raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {len(stored)}")
+        if self.raw:
+            return stored[:nbytes]
+        chunk = np.empty(nbytes, np.uint8)
+        self.decode(np.frombuffer(stored, np.uint8)[: len(stored) - self.checksum_size], nbytes, chunk)
+        return chunk.tobytes()
+
+
+def _whole_pages(nbytes: int) -> int:
+    return nbytes // ALIGNMENT * ALIGNMENT
+
+
+def _encode_plain(memory: Bytes, nbytes: int, itemsize: int, room: Bytes | None) -> Encoded:
+    return Encoded(digest_array(memory[:nbytes]), nbytes, [memory[: aligned(nbytes)]])
+
+
+def _encode_crc32c(memory: Bytes, nbytes: int, itemsize: int, room: Bytes | None) -> Encoded:
+    digest, crc = digest_and_checksum(memory[:nbytes])
+    full, last = 0, memory[: aligned(nbytes + _CHECKSUM_SIZE)]
+    if room is not None:
+        full, last = _whole_pages(nbytes), room
+        last[: nbytes - full] = memory[full:nbytes]
+    end = nbytes - full
+    last[end : end + _CHECKSUM_SIZE] = np.frombuffer(crc.to_bytes(_CHECKSUM_SIZE, "little"), dtype=np.uint8)
+    return Encoded(digest, nbytes + _CHECKSUM_SIZE, [memory[:full], last] if full else [last])
+
+
+def _decode_raw(frame: Bytes, nbytes: int, into: Bytes) -> bytes:
+    if frame.size != nbytes:
+        raise Corrupt(f"a chunk of {nbytes} bytes is stored with {frame.size}")
+    return copy_start_and_digest(frame, into)
+
+
+PLAIN: Final = Encoding(
+    "plain", raw=True, overhead=0, checksum_size=0, codecs=lambda _: [], encode=_encode_plain, decode=_decode_raw
+)
+"""As it is: in RAM, which is mapped and compared."""
+
+CRC32C: Final = Encoding(
+    "crc32c",
+    raw=True,
+    overhead=_CHECKSUM_SIZE,
+    checksum_size=_CHECKSUM_SIZE,
+    codecs=lambda _: [{"name": "crc32c"}],
+    encode=_encode_crc32c,
+    decode=_decode_raw,
+)
+"""Followed by its CRC-32C, so that stock readers of zarr notice damage: on every tier below RAM."""
+
+ENCODINGS: Final = {encoding.name: encoding for encoding in (PLAIN, CRC32C)}
+"""What a step may be stored in, by name."""
