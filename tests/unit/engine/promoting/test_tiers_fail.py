@@ -16,8 +16,8 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, folde
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import engine
 from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.mode import alone
 from tieredckpt.engine.opening import connect
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.tier.lease import Lease
@@ -537,7 +537,7 @@ async def test_work_that_fails_as_it_is_stopped_does_not_keep_the_store_from_clo
         return 0
 
     if work == "promoting":
-        monkeypatch.setattr(engine, "copy_step", fail_when_stopped)
+        monkeypatch.setattr(alone, "copy_step", fail_when_stopped)
     elif work == "collecting":
         monkeypatch.setattr(ByHand, "collect", fail_when_stopped)
     else:
