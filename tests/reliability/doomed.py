@@ -30,12 +30,12 @@ import numpy as np
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.config import TierConfig
-from tieredckpt.engine.opening import connect
 from tieredckpt.engine.tier import tier as tiers
 from tieredckpt.errors import NoSpace
 from tieredckpt.events import Event, StepPromoted
 from tieredckpt.store import CheckpointStore
 from tieredckpt.testing.faulty import Faulty
+from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
 __all__ = ["AGENT_POINTS", "POINTS", "Job", "Point", "is_state", "main", "state"]
 
@@ -106,21 +106,19 @@ def _hear(event: Event) -> None:
 def _train(job: Job) -> None:
     chance = random.Random(job.seed)
     disks: list[Faulty] = []
-    open_slower = connect.open_slower
 
-    async def opened(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
-        disk = Faulty(await open_slower(tier, read_only=read_only))
+    async def opened(tier: TierConfig, made: Opening) -> BlobStore:
+        disk = Faulty(await made())
         disks.append(disk)
         verb = {"between writes": "put", "in a collection": "delete"}.get(job.point)
         if verb is None:
             return disk
         return _Fatal(disk, verb, chance.randrange(3, 12), after=chance.random() < 0.5)
 
-    connect.open_slower = opened
     tiers._FIRST_RETRY, tiers._LAST_RETRY = 0.01, 0.05  # or a tier that was full once is left alone for too long
     opening = CheckpointStore.open(job.config)
     opening.subscribe(_hear)
-    with opening.sync() as store:
+    with tiers_opened_by(opened), opening.sync() as store:
         found = store.restore()
         first = found.step if found is not None else 0
         if found is not None and not is_state(found.tree, first):

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.concurrency import in_thread, whole
-from tieredckpt.config import RamTier, StoreConfig, TierConfig
+from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.admin import ByHand
 from tieredckpt.engine.agent.client import Link
 from tieredckpt.engine.agent.client_admin import ByAgent
@@ -130,7 +131,7 @@ class Engine:
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(
                 max(_SCRATCH_MIN, _CHUNKS_IN_SCRATCH * config.chunk_size),
-                shared=any(tier.kind == "chfs" for tier in config.tiers),  # whose worker reads and writes it in place
+                shared=any(kind_of(tier).shares_memory for tier in config.tiers),
             ),
             read_only=self._read_only,
             role=self._role,
@@ -142,7 +143,7 @@ class Engine:
             finding = partial(look_up, self.state)
             self.ranked = Ranked(self.state, self.collector, team, self._open_tiers, finding, self.promote_at_once)
             self._promote = self.ranked.commits.promote
-        connect_ram(self.state, sharers=_sharers(config.tiers[0], team), folder=self._ram)
+        connect_ram(self.state, sharers=_sharers(config.ram, team), folder=self._ram)
         self.by_hand = ByHand(self.state, self.collector, self._promote)
         if self._role is Role.TRAINER:
             self.link = Link(self.state)
@@ -362,6 +363,6 @@ class Engine:
             self.ranked.plan.reset()
 
 
-def _sharers(nearest: TierConfig, team: Team | None) -> int:
+def _sharers(ram: RamTier | None, team: Team | None) -> int:
     """How many ranks share this machine's memory; what each keeps for others takes as much again for every replica."""
-    return len(team.neighbours) * nearest.replicas if team is not None and isinstance(nearest, RamTier) else 1
+    return len(team.neighbours) * ram.replicas if team is not None and ram is not None else 1
