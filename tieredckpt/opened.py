@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tieredckpt.capturing import Captures
 from tieredckpt.concurrency import in_thread, outlast
-from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop, EngineThread
 from tieredckpt.engine.ranks.communicator import Coordinator
@@ -150,8 +150,8 @@ class Opened:
             return
         if self.abandoned:
             _log.warning("the checkpoint store opened at %s is closed, for nobody refers to it any more", self.where)
-        nearest = self._config.tiers[0]
-        keep_ram = self.abandoned or not isinstance(nearest, RamTier) or nearest.keeps(clean=clean)
+        ram = self._config.ram
+        keep_ram = self.abandoned or ram is None or ram.keeps(clean=clean)
         try:
             await self._captures.end()
         except asyncio.CancelledError:
@@ -176,10 +176,9 @@ class Place:
 
     @classmethod
     def of(cls, config: StoreConfig, rank: int | None, *, read_only: bool) -> Place:
-        tiers = {f"{tier.kind} {tier.location}" for tier in config.tiers if not isinstance(tier, RamTier)}
-        nearest = config.tiers[0]
-        if not tiers and isinstance(nearest, RamTier):  # else RAM is of no store but that of the others
-            tiers = {f"ram {nearest.path} {config.identity}"}
+        tiers = {f"{tier.kind} {tier.location}" for tier in config.slower}
+        if not tiers and config.ram is not None:  # else RAM is of no store but that of the others
+            tiers = {f"ram {config.ram.path} {config.identity}"}
         return cls(frozenset(tiers), rank, read_only)
 
     def meets(self, other: Place) -> bool:

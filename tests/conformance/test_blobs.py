@@ -13,7 +13,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 from support.scenes import new_shared_folder
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying
 from tieredckpt.testing.backdoor import BackDoor, FolderBackDoor

@@ -12,7 +12,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 from reliability.ranks import World
 
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.transport.mailbox import Mailbox

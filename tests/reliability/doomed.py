@@ -31,11 +31,11 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.config import TierConfig
 from tieredckpt.engine import limits
-from tieredckpt.engine.opening import connect
 from tieredckpt.errors import NoSpace
 from tieredckpt.events import Event, StepPromoted
 from tieredckpt.store import CheckpointStore
 from tieredckpt.testing.faulty import Faulty
+from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
 __all__ = ["AGENT_POINTS", "POINTS", "Job", "Point", "is_state", "main", "state"]
 
@@ -106,22 +106,20 @@ def _hear(event: Event) -> None:
 def _train(job: Job) -> None:
     chance = random.Random(job.seed)
     disks: list[Faulty] = []
-    open_slower = connect.open_slower
 
-    async def opened(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
-        disk = Faulty(await open_slower(tier, read_only=read_only))
+    async def opened(tier: TierConfig, made: Opening) -> BlobStore:
+        disk = Faulty(await made())
         disks.append(disk)
         verb = {"between writes": "put", "in a collection": "delete"}.get(job.point)
         if verb is None:
             return disk
         return _Fatal(disk, verb, chance.randrange(3, 12), after=chance.random() < 0.5)
 
-    connect.open_slower = opened
     # Or a tier that was full once is left alone for too long.
     limits.in_force = replace(limits.in_force, first_retry=0.01, last_retry=0.05)
     opening = CheckpointStore.open(job.config)
     opening.subscribe(_hear)
-    with opening.sync() as store:
+    with tiers_opened_by(opened), opening.sync() as store:
         found = store.restore()
         first = found.step if found is not None else 0
         if found is not None and not is_state(found.tree, first):

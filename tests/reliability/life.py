@@ -24,7 +24,6 @@ from reliability.memory import MemoryBlobs, Objects
 from reliability.recorder import FileRecorder, recording
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.config import StoreConfig, TierConfig, load
-from tieredckpt.engine.opening import connect
 from tieredckpt.engine.saving import snapshot
 from tieredckpt.engine.tier import lease
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -35,6 +34,7 @@ from tieredckpt.format import digest
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.store import CheckpointStore
+from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
 __all__ = [
     "CHUNK",
@@ -103,13 +103,11 @@ def slow_store(kind: str, objects: Objects, journal: Journal | None = None) -> M
 @contextlib.contextmanager
 def slow_stores(make: Callable[[], BlobStore]) -> Iterator[None]:
     """Let every slower tier that is opened in the block, other than a directory, be what ``make`` returns."""
-    open_slower = connect.open_slower
 
-    async def opened(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
-        return await open_slower(tier, read_only=read_only) if tier.kind == "posix" else make()
+    async def opened(tier: TierConfig, opening: Opening) -> BlobStore:
+        return await opening() if tier.kind == "posix" else make()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connect, "open_slower", opened)
+    with tiers_opened_by(opened):
         yield
 
 

@@ -22,9 +22,9 @@ from support.limits import limit
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import TierConfig
-from tieredckpt.engine.opening import connect
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.testing.faulty import Faulty, Kind
+from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
 __all__ = ["FaultyTiers", "faulty_tiers", "tried_again_soon"]
 
@@ -90,11 +90,10 @@ class FaultyTiers:
 def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
     """Wrap the blob store of every slower tier that is opened in the block; their calls are ``remembered``."""
     faults = FaultyTiers(remembered=remembered)
-    open_slower = connect.open_slower
 
-    async def open_faulty(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
+    async def opened(tier: TierConfig, opening: Opening) -> BlobStore:
         faults.check(tier.name)
-        store = await open_slower(tier, read_only=read_only)
+        store = await opening()
         try:
             faults.check(tier.name)
         except BaseException:  # it died meanwhile
@@ -102,8 +101,7 @@ def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
             raise
         return faults.wrap(tier.name, store)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connect, "open_slower", open_faulty)
+    with tiers_opened_by(opened):
         yield faults
 
 

@@ -59,3 +59,13 @@ def test_an_import_loads_no_optional_framework_and_starts_no_thread(
 def test_the_core_loads_no_shipped_policy() -> None:
     _, modules, _ = imported("tieredckpt")
     assert "tieredckpt_policies" not in modules
+
+
+def test_a_kind_of_tier_is_imported_where_a_configuration_has_it() -> None:
+    kinds = {f"tieredckpt.blobs.{kind}.kind" for kind in ("ram", "posix", "chfs", "kvstore")}
+    _, modules, _ = imported("tieredckpt")
+    assert modules.isdisjoint(kinds)
+    configured = "from tieredckpt.config import load; load('/somewhere')"
+    _, modules, _ = imported(f"tieredckpt.config; {configured}")
+    assert modules & kinds == {"tieredckpt.blobs.ram.kind", "tieredckpt.blobs.posix.kind"}
+    assert "tensorstore" not in modules

@@ -23,7 +23,7 @@ from support.scenes import Heard, folder, ram
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.cli.app import app
 from tieredckpt.config import KvstoreTier, StoreConfig, dump_with_secrets, load, to_toml
 from tieredckpt.errors import Invalid, TieredCkptError, TierUnavailable

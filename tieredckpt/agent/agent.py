@@ -19,7 +19,7 @@ from tieredckpt.blobs.ram.places import places_of
 from tieredckpt.blobs.ram.slab_meta import read_note
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, outlast, whole
-from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.deltas import VERSION, adopt_ram, settings_of
@@ -74,10 +74,9 @@ class Agent:
     """
 
     def __init__(self, config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> None:
-        first = config.tiers[0] if config.tiers else None
-        if not isinstance(first, RamTier) or len(config.tiers) == 1:
+        if config.ram is None or not config.slower:
             raise Invalid("an agent promotes from RAM to slower tiers; the configuration needs a ram tier and another")
-        self._root = ram_root(first.path)
+        self._root = ram_root(config.ram.path)
         self._given = ram
         self._folder = ram or self._root
         """Where RAM is, once it is found."""

@@ -29,7 +29,7 @@ from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config import ChfsTier, PosixTier, RamTier, StoreConfig
-from tieredckpt.engine.opening.connect import open_slower
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.store import CheckpointStore
 
@@ -76,7 +76,7 @@ async def measure_chfs(
     tier = tier.model_copy(update={"path": f"{tier.path}-bench-{secrets.token_hex(4)}", "capacity": None})
     seconds: Seconds = {}
     async with AsyncExitStack() as stack:
-        store = await open_slower(tier)
+        store = await kind_of(tier).open(tier)
         stack.push_async_callback(store.close)
         if not isinstance(store, ChfsStore):
             raise Invalid(f"tier {tier.name!r} goes through TensorStore's driver; `via = 'worker'` can be measured")

@@ -6,33 +6,26 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from tieredckpt import __version__
-from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.blobs.checkup import Check, Facts, check_up, within
-from tieredckpt.blobs.chfs.choice import choose_path
+from tieredckpt.blobs.checkup import Check
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram.folder import shared_memory_root
+from tieredckpt.blobs.tier_checkup import check_tier
 from tieredckpt.cli import amounts
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.ram import folders, found_ram
-from tieredckpt.config import ChfsTier, RamTier, TierConfig, load
-from tieredckpt.engine.opening.connect import open_slower
-from tieredckpt.errors import TieredCkptError
+from tieredckpt.config import TierConfig, load
 from tieredckpt.format import crc
 from tieredckpt.units import format_size
 
 __all__ = ["doctor"]
-
-_AFTER_ITS_OWN = 5.0
-"""Seconds that a tier has to say by itself that it does not answer, and to be closed."""
 
 
 def doctor(
@@ -113,71 +106,7 @@ def _machine() -> list[Check]:
 
 
 async def _collect(tier: TierConfig, nbytes: int) -> list[Check]:
-    return [check async for check in (_ram(tier) if isinstance(tier, RamTier) else _slower(tier, nbytes))]
-
-
-async def _ram(tier: RamTier) -> AsyncIterator[Check]:
-    """The RAM tier belongs to its trainer, so it is only asked whether it would fit."""
-    limit, source = memory_limit()
-    if isinstance(tier.capacity, int):
-        yield Check(
-            "capacity", tier.capacity <= limit, f"{format_size(tier.capacity)} of {format_size(limit)}, by {source}"
-        )
-    folder = (tier.path or shared_memory_root()).parent
-    while not folder.is_dir():
-        folder = folder.parent
-    usage = shutil.disk_usage(folder)
-    wanted = tier.capacity if isinstance(tier.capacity, int) else 0
-    detail = f"{format_size(usage.free)} free of {format_size(usage.total)} in {folder}"
-    if usage.total < wanted:
-        detail += "; the slab would be a memfd, whose steps end with the process"
-    yield Check("shared memory", True, detail)
-
-
-async def _slower(tier: TierConfig, nbytes: int) -> AsyncIterator[Check]:
-    if isinstance(tier, ChfsTier):
-        try:
-            way, why = choose_path(tier)
-        except TieredCkptError as error:
-            yield Check("way", False, f"{type(error).__name__}: {error}")
-            return
-        yield Check("way", True, f"{way}: {why}")
-    opened: list[BlobStore] = []
-
-    async def opening() -> str:
-        opened.append(await open_slower(tier))
-        return opened[0].location
-
-    own = max(tier.deadline, tier.rpc_timeout if isinstance(tier, ChfsTier) else 0)
-    yield (check := await within("open", opening(), own + _AFTER_ITS_OWN))
-    if not check.ok:
-        return
-    store = opened[0]
-    try:
-        if isinstance(store, Facts):
-            for name, told in store.facts().items():
-                yield Check(name, True, told)
-        yield Check("survives", store.traits.survives > Survives.NOTHING, _survives(store.traits.survives))
-        async for check in check_up(store, nbytes, deadline=tier.deadline, min_bandwidth=tier.min_bandwidth):
-            yield check
-    finally:
-        closed = await within("close", _close(store), _AFTER_ITS_OWN)
-    if not closed.ok:
-        yield closed
-
-
-async def _close(store: BlobStore) -> str:
-    await store.close()
-    return ""
-
-
-def _survives(survives: Survives) -> str:
-    return {
-        Survives.NOTHING: "nothing: what is there ends with this process",
-        Survives.PROCESS: "the end of the training process, not the loss of a node",
-        Survives.NODE: "the loss of this node's memory, not of the medium",
-        Survives.SITE: "the loss of this node",
-    }[survives]
+    return [check async for check in check_tier(tier, nbytes)]
 
 
 def _show(title: str, checks: list[Check]) -> None:

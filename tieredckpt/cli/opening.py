@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,11 +13,10 @@ from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.folder import ram_root
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import waiting
-from tieredckpt.concurrency import left_behind_after
-from tieredckpt.config import PosixTier, RamTier, StoreConfig, TierConfig, load
+from tieredckpt.config import StoreConfig, TierConfig, load
+from tieredckpt.config.kinds import exists, kind_of
 from tieredckpt.engine.opening.ram import ram_of
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.format.layout import MARKER
 from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
@@ -63,7 +62,7 @@ def newest_step(config: StoreConfig) -> StepInfo | None:
 
     RAM and what lies elsewhere, as in a bucket, is not asked.
     """
-    folders = tuple(tier for tier in config.tiers if isinstance(tier, PosixTier) and _holds_a_store(tier))
+    folders = tuple(tier for tier in config.slower if _is_a_folder(tier) and _holds_a_store(tier))
     if not folders:
         return None
     try:
@@ -76,39 +75,34 @@ def newest_step(config: StoreConfig) -> StepInfo | None:
 def _existing(source: str) -> StoreConfig:
     config = load(source)
     if not any(_holds_a_store(tier) for tier in config.tiers) and not _ram_of(config):
-        roots = (ram_root(tier.path) for tier in config.tiers if isinstance(tier, RamTier))
-        paths = (tier.path for tier in config.tiers if isinstance(tier, PosixTier))
-        places = ", ".join(map(str, [*roots, *paths]))
+        roots = [ram_root(config.ram.path)] if config.ram is not None else []
+        places = ", ".join(map(str, [*roots, *(tier.location for tier in config.slower)]))
         raise NotFound(
             f"{source}: there is no store yet (looked in {places}); give the .toml or the folder that the trainer opens"
         )
     return config
 
 
+def _is_a_folder(tier: TierConfig) -> bool:
+    return isinstance(kind_of(tier).location(tier), Path)
+
+
 def _holds_a_store(tier: TierConfig) -> bool:
-    if isinstance(tier, RamTier):
-        return False  # it is looked for by what it notes
-    if not isinstance(tier, PosixTier):
-        return True  # only opening it can tell
-    looking = left_behind_after(
-        tier.deadline, tier.name, f"looking for {tier.path}", os.path.lexists, tier.path / MARKER
-    )
     try:
-        return run_aside(looking)
+        return run_aside(exists(tier))
     except TierUnavailable:
         return True  # opening it tells what is wrong
 
 
 def _as_found(config: StoreConfig) -> StoreConfig:
     """The configuration with a RAM tier that stays as it is, or, where there is none, leaves nothing behind."""
-    nearest = config.tiers[0]
-    if not isinstance(nearest, RamTier):
+    if config.ram is None:
         return config
     if _ram_of(config):
-        kept = nearest.model_copy(update={"on_close": "keep"})
+        kept = config.ram.model_copy(update={"on_close": "keep"})
     else:
-        kept = nearest.model_copy(update={"on_close": "release", "capacity": "auto"})
-    return config.model_copy(update={"tiers": (kept, *config.tiers[1:])})
+        kept = config.ram.model_copy(update={"on_close": "release", "capacity": "auto"})
+    return config.model_copy(update={"tiers": (kept, *config.slower)})
 
 
 def _ram_of(config: StoreConfig) -> list[FoundRam]:

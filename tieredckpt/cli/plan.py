@@ -85,13 +85,13 @@ def _measure(config: StoreConfig, nodes: int, nbytes: int, writes: list[str], re
     for tier in config.tiers:
         if tier.name in given:
             continue
-        if nodes > 1 and tier.kind != "ram":
+        if nodes > 1 and tier is not config.ram:
             told = f"what one node measures is not the speed that {nodes} have; give --bandwidth {tier.name}=RATE"
             errors().print(f"tier {tier.name} is not measured: {told}", style="yellow")
             continue
         with waiting(f"measuring tier {tier.name}"):
             try:
-                if tier.kind == "ram":
+                if tier is config.ram:
                     write = read = measure_copy(nbytes) * config.copy_threads
                 else:
                     write, read = run_aside(measure_tier(tier, nbytes))

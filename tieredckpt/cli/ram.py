@@ -14,7 +14,7 @@ from tieredckpt.blobs.ram.find import FoundRam, find_ram
 from tieredckpt.blobs.ram.folder import locked, ram_root, remove
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting, when
 from tieredckpt.cli.opening import Json, StorePath
-from tieredckpt.config import RamTier, StoreConfig, load
+from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.agent.process import lives
 from tieredckpt.engine.opening.change_identity import adopt as adopt_ram
 from tieredckpt.engine.opening.change_identity import fork as fork_store
@@ -59,8 +59,8 @@ async def _found(root: Path | None) -> list[FoundRam]:
 
 def print_ram(store: str | None, *, as_json: bool) -> None:
     """List the RAM of all stores of this user on this machine, or of those in the ``path`` of a configuration."""
-    first = load(store).tiers[0] if store is not None else None
-    stores = found_ram(first.path if isinstance(first, RamTier) else None)
+    ram = load(store).ram if store is not None else None
+    stores = found_ram(ram.path if ram is not None else None)
     if as_json:
         print_json([_for_programs(uuid, group) for uuid, group in stores.items()])
         return
@@ -144,10 +144,9 @@ def fork(store: StorePath, root: Root = None, as_json: Json = False) -> None:
 
 def _with_root(config: StoreConfig, root: Path | None) -> StoreConfig:
     """The configuration with the ``path`` of its RAM tier."""
-    first = config.tiers[0]
-    if root is None or not isinstance(first, RamTier):
+    if root is None or config.ram is None:
         return config
-    return config.model_copy(update={"tiers": (first.model_copy(update={"path": root}), *config.tiers[1:])})
+    return config.model_copy(update={"tiers": (config.ram.model_copy(update={"path": root}), *config.slower)})
 
 
 def _for_programs(uuid: str, group: Sequence[FoundRam]) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""The configuration of a store: `store` for the whole, `tiers` for each kind of tier, `checks` for what cannot work."""
+"""The configuration of a store: `store` for the whole, `tiers` for each tier, `checks` for what cannot work.
+
+`kinds` has what a kind of tier is, and finds the one that a table names.
+"""
 
 from __future__ import annotations
 
+from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.store import StoreConfig, dump_with_secrets, load, to_toml
 from tieredckpt.config.tiers import ChfsTier, KvstoreTier, PosixTier, RamTier, TierConfig
 
@@ -12,6 +16,7 @@ __all__ = [
     "RamTier",
     "StoreConfig",
     "TierConfig",
+    "TierKind",
     "dump_with_secrets",
     "load",
     "to_toml",

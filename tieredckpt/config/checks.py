@@ -7,7 +7,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieredckpt.config.tiers import TierConfig
+from tieredckpt.config.kinds import kind_of
+from tieredckpt.config.tiers import TierConfig, normal
 from tieredckpt.policy.base import StepView, StoreView, TierView
 from tieredckpt.settings import Place, Problem
 from tieredckpt.units import format_size
@@ -38,10 +39,9 @@ def doubtful(store: StoreConfig) -> list[Problem]:
                 f"may leave {nearer.name} for being here; put it before {nearer.name}, or correct its `survives`"
             )
             found.append((("tiers", slower.name), text))
-    slower_ones = [tier for tier in store.tiers if tier.kind != "ram"]
-    if len(slower_ones) < len(store.tiers) and slower_ones and all(t.promote.kind == "never" for t in slower_ones):
+    if store.ram is not None and store.slower and all(tier.promote.kind == "never" for tier in store.slower):
         text = "is `never` like that of every slower tier: no step leaves RAM by itself; let one tier promote"
-        found.append((("tiers", slower_ones[0].name, "promote"), text))
+        found.append((("tiers", store.slower[0].name, "promote"), text))
     return found
 
 
@@ -57,8 +57,8 @@ def _conflicts(store: StoreConfig) -> list[Problem]:
         if tier.name in names:
             wrong.append((at, "there are two tiers of this name; rename one"))
         names.add(tier.name)
-        if tier.kind == "ram" and i > 0:
-            also = "there is one already" if store.tiers[0].kind == "ram" else "it is the nearest"
+        if i > 0 and kind_of(tier).in_memory:
+            also = "there is one already" if store.tiers[0] is store.ram else "it is the nearest"
             wrong.append((at, f"a ram tier must be the only one and come first: {also}; move or remove it"))
         if tier.location is not None:
             other = locations.setdefault(tier.location, tier.name)
@@ -69,10 +69,10 @@ def _conflicts(store: StoreConfig) -> list[Problem]:
     if first.promote.kind != "always":
         text = "the nearest tier gets every save; say under [store.schedule] when to save"
         wrong.append((("tiers", first.name, "promote"), text))
-    if store.promote_in == "agent" and (first.kind != "ram" or len(store.tiers) == 1):
+    if store.promote_in == "agent" and (store.ram is None or not store.slower):
         text = "is `agent`, which promotes from a ram tier to slower ones; add what is missing, or leave it out"
         wrong.append((("promote_in",), text))
-    if store.name is None and all(tier.kind == "ram" for tier in store.tiers):
+    if store.name is None and not store.slower:
         wrong.append((("name",), "is required where no tier but RAM could tell this store from others"))
     return wrong
 
@@ -90,11 +90,12 @@ def _shortages(store: StoreConfig) -> list[Problem]:
 
 
 def _nested(store: StoreConfig) -> Iterator[Problem]:
-    folders = {tier.name: Path(tier.location) for tier in store.tiers if tier.kind == "posix"}
-    for (one, outer), (other, inner) in [*combinations(folders.items(), 2)]:
+    locations = ((tier, kind_of(tier).location(tier)) for tier in store.tiers)
+    folders = [(tier, Path(normal(where))) for tier, where in locations if isinstance(where, Path)]
+    for (one, outer), (other, inner) in combinations(folders, 2):
         if outer != inner and (outer in inner.parents or inner in outer.parents):
-            text = f"{inner} and {outer} of the tier {one} lie in each other; give each a folder of its own"
-            yield ("tiers", other, "path"), text
+            text = f"{inner} and {outer} of the tier {one.name} lie in each other; give each a folder of its own"
+            yield ("tiers", other.name, *(["path"] if "path" in type(other).model_fields else [])), text
 
 
 def _keeps_nothing(store: StoreConfig) -> Iterator[Problem]:

@@ -29,11 +29,12 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from tieredckpt.config.checks import impossible
+from tieredckpt.config.kinds import Tiers
 from tieredckpt.config.tiers import (
     WITH_SECRETS,
     AbsolutePath,
@@ -44,7 +45,6 @@ from tieredckpt.config.tiers import (
     RamTier,
     Threads,
     TierConfig,
-    Tiers,
     expand,
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
@@ -64,6 +64,8 @@ __all__ = [
     "load",
     "to_toml",
 ]
+
+T = TypeVar("T", bound=TierConfig)
 
 
 class StoreConfig(Settings):
@@ -116,15 +118,25 @@ class StoreConfig(Settings):
         return self
 
     @property
+    def ram(self) -> RamTier | None:
+        """The tier in shared memory, which is the nearest; None without one."""
+        return next(iter(self.tiers_of(RamTier)), None)
+
+    @property
+    def slower(self) -> tuple[TierConfig, ...]:
+        """The tiers but RAM, nearest first."""
+        return tuple(tier for tier in self.tiers if tier is not self.ram)
+
+    def tiers_of(self, model: type[T]) -> tuple[T, ...]:
+        """The tiers of the kind that ``model`` configures, nearest first."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, model))
+
+    @property
     def identity(self) -> str:
         """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
         if self.name is not None:
             return self.name
-        where = [
-            tier.spec_text if isinstance(tier, KvstoreTier) else tier.location
-            for tier in self.tiers
-            if tier.kind != "ram"
-        ]
+        where = [tier.location_with_secrets for tier in self.slower]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
 
     @property

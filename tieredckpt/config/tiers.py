@@ -1,4 +1,4 @@
-"""The tiers of a configuration: what each kind is made of, and how a table becomes one."""
+"""The configuration of a tier: what every kind has, and the kinds of this library."""
 
 from __future__ import annotations
 
@@ -8,36 +8,29 @@ import re
 import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    JsonValue,
-    PlainSerializer,
-    SerializationInfo,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, SerializationInfo, ValidationInfo
 
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
 from tieredckpt.redact import is_redacted, redacted
-from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refusal
+from tieredckpt.settings import Settings
 from tieredckpt.units import Duration, Rate, Size, parse_size
 
 __all__ = [
     "LOOKALIKE",
     "WITH_SECRETS",
     "AbsolutePath",
+    "Capacity",
     "ChfsTier",
+    "Flag",
     "Interval",
     "KvstoreTier",
     "PosixTier",
     "RamTier",
     "Threads",
     "TierConfig",
-    "Tiers",
     "expand",
     "normal",
     "refuse_url",
@@ -161,8 +154,8 @@ Capacity = Annotated[Size, Field(gt=0)]
 Flag = Annotated[bool, Field(strict=True)]
 
 
-class _Tier(Settings):
-    """What every kind of tier has."""
+class TierConfig(Settings):
+    """What every kind of tier has. A kind derives its model from this, with one literal as the default of ``kind``."""
 
     kind: str
     name: Name
@@ -178,12 +171,31 @@ class _Tier(Settings):
     rate_limit: Annotated[Rate, Field(gt=0)] | None = None
     """Bytes a second that promotion to this tier may use; None for all there are."""
 
+    if TYPE_CHECKING:  # every kind has its own, as a field or a property; pydantic would give them all these
+
+        @property
+        def location(self) -> str | None:
+            """Where it is, for people and without secrets; no other tier of a store may be there."""
+
+        @property
+        def capacity(self) -> int | Literal["auto"] | None:
+            """Bytes that it may use; None for no bound."""
+
+        @property
+        def survives(self) -> Literal["process", "node", "site"] | None:
+            """What it outlives by the word of the user; None where nobody said."""
+
     @classmethod
     def noun(cls) -> str:
         return f"a {cls.model_fields['kind'].default} tier"
 
+    @property
+    def location_with_secrets(self) -> str | None:
+        """To be digested, and neither shown nor stored."""
+        return self.location
 
-class RamTier(_Tier):
+
+class RamTier(TierConfig):
     """Shared memory of this node; survives the process."""
 
     kind: Literal["ram"] = "ram"
@@ -201,7 +213,9 @@ class RamTier(_Tier):
     """On how many nodes each rank's part of a step is kept, its own among them. Each more takes ``capacity`` bytes of
     another node's memory for every rank."""
 
-    survives: ClassVar[Literal["process"]] = "process"
+    @property
+    def survives(self) -> Literal["process"]:
+        return "process"
 
     def keeps(self, *, clean: bool) -> bool:
         """Whether the memory stays when the store is closed, ``clean`` unless an error ends the training."""
@@ -213,7 +227,7 @@ class RamTier(_Tier):
         return None if self.path is None else normal(self.path)
 
 
-class PosixTier(_Tier):
+class PosixTier(TierConfig):
     """A folder: NVMe, NFS, or anything else that is mounted."""
 
     kind: Literal["posix"] = "posix"
@@ -230,11 +244,10 @@ class PosixTier(_Tier):
 
     @property
     def location(self) -> str:
-        """What no other tier may use."""
         return normal(self.path)
 
 
-class ChfsTier(_Tier):
+class ChfsTier(TierConfig):
     """CHFS: a parallel file system on the persistent memory or NVMe of the compute nodes, for the time of a job."""
 
     kind: Literal["chfs"] = "chfs"
@@ -272,11 +285,10 @@ class ChfsTier(_Tier):
 
     @property
     def location(self) -> str:
-        """What no other tier may use."""
         return f"chfs:{self.server or ''}:{self.path}"
 
 
-class KvstoreTier(_Tier):
+class KvstoreTier(TierConfig):
     """Any store that TensorStore has a driver for."""
 
     kind: Literal["kvstore"] = "kvstore"
@@ -293,70 +305,9 @@ class KvstoreTier(_Tier):
 
     @property
     def location(self) -> str:
-        """What no other tier may use."""
         spec = redacted(self.spec)
         return spec if isinstance(spec, str) else json.dumps(spec, sort_keys=True)
 
     @property
-    def spec_text(self) -> str:
-        """The spec as text, its secrets included: to be digested, and neither shown nor stored."""
+    def location_with_secrets(self) -> str:
         return self.spec if isinstance(self.spec, str) else json.dumps(self.spec, sort_keys=True)
-
-
-TierConfig = RamTier | PosixTier | ChfsTier | KvstoreTier
-
-_KINDS: dict[str, type[RamTier | PosixTier | ChfsTier | KvstoreTier]] = {
-    "ram": RamTier,
-    "posix": PosixTier,
-    "chfs": ChfsTier,
-    "kvstore": KvstoreTier,
-}
-
-
-def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
-    """Tiers of a table by name, or of a sequence whose elements carry their names."""
-    tables: list[tuple[str | int, object]]
-    if isinstance(value, Mapping):
-        tables = [(str(name), _named(str(name), table)) for name, table in value.items()]
-    elif isinstance(value, (list, tuple)):
-        tables = [(_name_of(tier, i), tier) for i, tier in enumerate(value)]
-    else:
-        raise Invalid(f"should be one table per tier, not {redacted(value)!r}")
-    found: list[TierConfig] = []
-    wrong: list[Problem] = []
-    for name, table in tables:
-        try:
-            found.append(_tier(table, info.context))
-            if found[-1].name != name:
-                wrong.append(((name, "name"), f"its table is called {name}; leave this out"))
-        except ValidationError as error:
-            wrong += problems(error, (name,))
-    if wrong:
-        raise refusal(wrong)
-    return tuple(found)
-
-
-def _named(name: str, table: object) -> object:
-    return {"name": name, **table} if isinstance(table, Mapping) else table
-
-
-def _name_of(tier: object, index: int) -> str | int:
-    name = tier.get("name") if isinstance(tier, Mapping) else getattr(tier, "name", None)
-    return name if isinstance(name, str) else index
-
-
-def _tier(table: object, context: Any) -> TierConfig:
-    if isinstance(table, TierConfig):
-        return table
-    if not isinstance(table, Mapping):
-        raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
-    kind = table.get("kind")
-    if kind is None:
-        raise refusal([(("kind",), f"is required: one of {', '.join(_KINDS)}")])
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise refusal([(("kind",), f"`{kind}` is not a kind of tier{did_you_mean(str(kind), _KINDS)}")])
-    return _KINDS[kind].model_validate(dict(table), context=context)
-
-
-Tiers = Annotated[tuple[TierConfig, ...], BeforeValidator(_tiers)]
-"""Field type: tiers nearest first, of a table by name or of a sequence."""

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.concurrency import in_thread, whole
-from tieredckpt.config import RamTier, StoreConfig, TierConfig
+from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.safety import why_not
@@ -118,14 +119,14 @@ class Engine:
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(
                 max(limits.in_force.scratch_size, _CHUNKS_IN_SCRATCH * config.chunk_size),
-                shared=any(tier.kind == "chfs" for tier in config.tiers),  # whose worker reads and writes it in place
+                shared=any(kind_of(tier).shares_memory for tier in config.tiers),
             ),
             read_only=self._read_only,
             role=self._role,
         )
         self.collector = Collector(self.state)
         self.mode = self._make_mode(team)
-        connect_ram(self.state, sharers=_sharers(config.tiers[0], team), folder=self._ram)
+        connect_ram(self.state, sharers=_sharers(config.ram, team), folder=self._ram)
         self.by_hand = self.mode.by_hand
         self.mending = Mending(self.state, self.collector, self.mode.mend_elsewhere)
         self.reading = Reading(self.state, getattr(self.mode, "ranked", None), self.mending)
@@ -314,6 +315,6 @@ class Engine:
         self.mode.restored()
 
 
-def _sharers(nearest: TierConfig, team: Team | None) -> int:
+def _sharers(ram: RamTier | None, team: Team | None) -> int:
     """How many ranks share this machine's memory; what each keeps for others takes as much again for every replica."""
-    return len(team.neighbours) * nearest.replicas if team is not None and isinstance(nearest, RamTier) else 1
+    return len(team.neighbours) * ram.replicas if team is not None and ram is not None else 1

@@ -169,7 +169,7 @@ class Refresh:
             tier.recover()
         except TieredCkptError as error:
             known = any(other.marker is not None for other in state.tiers if other.ram is None and other is not tier)
-            if isinstance(error, Conflict) and tier.config.kind != "ram" and not known:
+            if isinstance(error, Conflict) and tier.shared and not known:
                 await self._start_over()  # another store has taken the place of the one that was looked at
                 return
             tier.clear()
@@ -205,7 +205,7 @@ class Refresh:
             self._aside.append((tier.blobs, set(self._in_flight)))
         tier.blobs = None
         await tier.disconnect()
-        if tier.config.kind == "ram":
+        if tier.kind.in_memory:
             self._left_behind.clear()
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.checkup import CHECKUP, warm_memory
 from tieredckpt.config import TierConfig
-from tieredckpt.engine.opening.connect import open_slower
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.units import format_size
 
 __all__ = ["measure_copy", "measure_tier"]
@@ -32,7 +32,7 @@ async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
     Raises:
         TieredCkptError: what is wrong with the tier.
     """
-    store = await open_slower(tier)
+    store = await kind_of(tier).open(tier)
     key = f"{CHECKUP}{secrets.token_hex(8)}/measure"
     data = _warm(nbytes)
     data[:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tieredckpt.blobs.base import Survives
-from tieredckpt.config import RamTier, StoreConfig, TierConfig
+from tieredckpt.config import StoreConfig, TierConfig
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import assumed
 
-__all__ = ["KINDS", "Kind", "Rung", "Scenario", "doubts", "rungs", "survives_of"]
+__all__ = ["KINDS", "Kind", "Rung", "Scenario", "doubts", "rungs"]
 
 Kind = Literal["process", "node", "rack", "site"]
 """What fails: the training processes, a node with its memory, a rack with what lies in its nodes, everything."""
@@ -56,7 +57,7 @@ class Rung:
 
     @property
     def ram(self) -> bool:
-        return self.config.kind == "ram"
+        return kind_of(self.config).in_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class Scenario:
 
         Copies may lie in one rack, so that a rack takes them along.
         """
-        tier = rung.config
-        if not isinstance(tier, RamTier) or not 1 < tier.replicas <= self.nodes:
+        tier = self.config.ram
+        if not rung.ram or tier is None or not 1 < tier.replicas <= self.nodes:
             return None
         rate = self.nodes * (tier.rate_limit or assumed.NETWORK_OF_A_NODE)
         return self.added(1) * (tier.replicas - 1) / rate
@@ -151,41 +152,35 @@ def rungs(
 def doubts(config: StoreConfig, nodes: int) -> list[str]:
     """What a configuration says that so many nodes cannot have, and how it was taken."""
     found = []
-    for tier in config.tiers:
-        if isinstance(tier, RamTier):
-            if tier.replicas > nodes:
-                found.append(f"tier {tier.name} keeps no copies on {tier.replicas} nodes, for there are {nodes}")
-        elif nodes > 1 and tier.kind != "chfs" and survives_of(tier) < Survives.SITE:
-            found.append(
-                f"tier {tier.name} is taken for one place that all {nodes} nodes see, as every tier but RAM must be; a "
-                f"disk of each node's own cannot be a tier of several nodes: use RAM with replicas = 2, CHFS, or "
-                f'survives = "site" for a shared file system'
-            )
+    if config.ram is not None and config.ram.replicas > nodes:
+        found.append(f"tier {config.ram.name} keeps no copies on {config.ram.replicas} nodes, for there are {nodes}")
+    found += [
+        f"tier {tier.name} is taken for one place that all {nodes} nodes see, as every tier but RAM must be; a disk of "
+        f"each node's own cannot be a tier of several nodes: use RAM with replicas = 2, CHFS, or "
+        f'survives = "site" for a shared file system'
+        for tier in config.slower
+        if nodes > 1 and kind_of(tier).medium != "nodes" and kind_of(tier).survives(tier) < Survives.SITE
+    ]
     return found
 
 
 def _rung(tier: TierConfig, state: int, nodes: int, writes: Mapping[str, float], reads: Mapping[str, float]) -> Rung:
-    survives = survives_of(tier)
+    kind = kind_of(tier)
     write = writes.get(tier.name, _assumed_speed(tier, nodes))
     capacity, at_most = None, None
     if tier.capacity == "auto":
         capacity, at_most = _SNAPSHOTS * state, _SNAPSHOTS_AT_MOST * state
     elif tier.capacity is not None:
-        capacity = tier.capacity * (nodes if tier.kind == "ram" else 1)
-    return Rung(tier, survives, capacity, at_most, write, reads.get(tier.name, write), tier.name not in writes)
+        capacity = tier.capacity * (nodes if kind.in_memory else 1)
+    return Rung(
+        tier, kind.survives(tier), capacity, at_most, write, reads.get(tier.name, write), tier.name not in writes
+    )
 
 
 def _assumed_speed(tier: TierConfig, nodes: int) -> float:
-    if tier.kind == "ram":
+    kind = kind_of(tier)
+    if kind.in_memory:
         return assumed.COPY_OF_A_NODE * nodes
-    if tier.kind == "chfs" or (nodes == 1 and survives_of(tier) < Survives.SITE):
+    if kind.medium == "nodes" or (nodes == 1 and kind.survives(tier) < Survives.SITE):
         return assumed.MEDIUM_OF_A_NODE * nodes
     return min(assumed.SHARED_BY_A_NODE * nodes, assumed.SHARED_AT_MOST)
-
-
-def survives_of(tier: TierConfig) -> Survives:
-    """What the tier outlives, as its configuration says; a key-value store that says nothing lies off the nodes."""
-    if tier.survives is not None:
-        return Survives.named(tier.survives)
-    driver = tier.spec.partition(":")[0] if isinstance(tier.spec, str) else str(tier.spec.get("driver"))
-    return {"memory": Survives.NOTHING, "file": Survives.NODE}.get(driver, Survives.SITE)

@@ -34,14 +34,15 @@ import logging
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError
 
-from tieredckpt.errors import Conflict, Invalid
+from tieredckpt import registry
+from tieredckpt.errors import Invalid
 from tieredckpt.policy.views import Observed, StepView, StoreView, TierView
+from tieredckpt.registry import path_of, the_kind
 from tieredckpt.settings import Settings, did_you_mean, explain, problems, refusal
 
 __all__ = [
@@ -88,7 +89,7 @@ class Policy(Settings):
 
     @classmethod
     def noun(cls) -> str:
-        return f"the {cls.question} policy `{_kind(cls)}`"
+        return f"the {cls.question} policy `{the_kind(cls)}`"
 
     def _unanswered(self) -> NoReturn:
         # Not an abstract method: mypy forbids to pass abstract classes by value, as in parse(Promotion, …).
@@ -158,14 +159,9 @@ def register(policy: type[P]) -> type[P]:
     class has its question and kind, `Invalid` when it is not a complete policy.
     """
     _check(policy)
-    name = f"{policy.question}.{_kind(policy)}"
-    before = _offered.get(name)
-    others = {entry.value for entry in _entry_points().get(name, ())} | ({_path(before)} if before else set())
-    if others - {_path(policy)}:
-        raise Conflict(
-            f"the kind {_kind(policy)!r} of {policy.question} is taken by {', '.join(sorted(others))}; "
-            f"give {_path(policy)} another kind"
-        )
+    kind = the_kind(policy)
+    name = f"{policy.question}.{kind}"
+    registry.refuse_taken(GROUP, name, f"the kind {kind!r} of {policy.question}", policy, _offered.get(name))
     _offered[name] = policy
     return policy
 
@@ -244,46 +240,31 @@ def _load(base: type[P], kind: str) -> type[P]:
     name = f"{base.question}.{kind}"
     if name in _offered:
         return cast(type[P], _offered[name])
-    entries = _entry_points().get(name, ())
-    if not entries:
+
+    def check(policy: object) -> None:
+        found = _check(policy)
+        if not issubclass(found, base) or the_kind(found) != kind:
+            raise Invalid(f"it is a {found.question} policy of the kind `{the_kind(found)}`")
+
+    policy = registry.load(GROUP, name, f"the {base.question} policy `{kind}`", check)
+    if policy is None:
         raise Invalid(_unknown(base, kind))
-    if len(entries) > 1:
-        values = ", ".join(entry.value for entry in entries)
-        raise Invalid(f"`{kind}` of {base.question} is offered by {values}; uninstall all but one of them")
-    entry = entries[0]
-    told = f"the {base.question} policy `{kind}`, which {_distribution(entry)} offers as {entry.value},"
-    try:
-        policy = entry.load()
-    except Exception as error:
-        raise Invalid(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
-    try:
-        _check(policy)
-    except Invalid as error:
-        raise Invalid(f"{told} cannot be used: {error}") from error
-    if not issubclass(policy, base) or _kind(policy) != kind:
-        raise Invalid(f"{told} is a {policy.question} policy of the kind `{_kind(policy)}`")
     return cast(type[P], policy)
 
 
-def _check(policy: object) -> None:
+def _check(policy: object) -> type[Policy]:
     if not (isinstance(policy, type) and issubclass(policy, QUESTIONS)):
         raise Invalid(f"{policy!r} is not a class derived from Promotion, Retention, Eviction or Schedule")
-    if not _kind(policy):
-        raise Invalid(f'{_path(policy)} needs a literal kind, as in kind: Literal["name"] = "name"')
+    the_kind(policy)
     question = next(base for base in QUESTIONS if issubclass(policy, base))
     if getattr(policy, policy.answer) is getattr(question, policy.answer):
-        raise Invalid(f"{_path(policy)} does not define {policy.answer}()")
-
-
-def _kind(policy: type[Policy]) -> str:
-    field = policy.model_fields["kind"]
-    literals = get_args(field.annotation)
-    return str(field.default) if literals == (field.default,) else ""
+        raise Invalid(f"{path_of(policy)} does not define {policy.answer}()")
+    return policy
 
 
 def _kinds(base: type[Policy]) -> list[str]:
     prefix = f"{base.question}."
-    names = _offered.keys() | _entry_points().keys()
+    names = _offered.keys() | registry.offered(GROUP).keys()
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
@@ -300,25 +281,6 @@ def _unknown(base: type[Policy], kind: str) -> str:
     if hint.startswith("; there are"):  # none is near, so it may be the user's own
         hint += "; to use your own, name its module under `policies` of [store]"
     return f"`{kind}` is not a kind of {base.question}{asks}{hint}"
-
-
-@functools.cache
-def _entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
-    # Once per process: it reads the metadata of every installed package.
-    found: dict[str, tuple[EntryPoint, ...]] = {}
-    for entry in entry_points(group=GROUP):
-        before = found.get(entry.name, ())
-        if all(entry.value != other.value for other in before):
-            found[entry.name] = (*before, entry)
-    return found
-
-
-def _path(policy: type) -> str:
-    return f"{policy.__module__}:{policy.__qualname__}"
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return f"the package {entry.dist.name}" if entry.dist is not None else "a package"
 
 
 def _nests_too_deep(data: object) -> bool:

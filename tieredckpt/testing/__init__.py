@@ -1,7 +1,8 @@
 """Suites that hold your own parts to their contracts, and stores that fail by script.
 
 `blobs` tests a blob store, `policies` a policy, `communicators` a communicator of ranks. `faulty` is a blob store that
-fails by script around one that works; `backdoor` reaches past a store. Needs the packages of the extra ``test``.
+fails by script around one that works, which `tiers` puts under the tiers of a whole store; `backdoor` reaches past a
+store. Needs the packages of the extra ``test``.
 """
 
 from __future__ import annotations

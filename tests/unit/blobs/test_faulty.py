@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tieredckpt.blobs.base import Stretch
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.errors import Corrupt, NoSpace, ShortRead, TierUnavailable
 from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import listed, verbs

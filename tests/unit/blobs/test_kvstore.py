@@ -12,9 +12,9 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.blobs import kvstore
 from tieredckpt.blobs.base import Survives
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore import store as kvstore
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TierUnavailable
 from tieredckpt.testing.backdoor import FolderBackDoor, listed
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.blobs.base import Stretch
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import listed

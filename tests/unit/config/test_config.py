@@ -245,7 +245,8 @@ policies = [
         "11: tiers.disk.capcity: `capcity` is not a setting of a posix tier; did you mean `capacity`?",
         "12: tiers.disk.retain.n: should be greater than or equal to 1, not 0",
         "14: tiers.Other.name: should match the pattern ^[a-z][a-z0-9_-]*$, not 'Other'",
-        "19: tiers.far.kind: `s4` is not a kind of tier; there are: chfs, kvstore, posix, ram",
+        "19: tiers.far.kind: `s4` is not a kind of tier; there are: chfs, kvstore, posix, ram; for another one, "
+        "install the package that offers it",
         "29: tiers.kept.retain.policies[1].mode: should be 'min' or 'max', not 'mox'; did you mean `max`?",
     ]
 
@@ -256,7 +257,7 @@ policies = [
         ({}, r"tiers: there is none; add one"),
         ({"tiers": {}}, r"tiers: there is none; add one"),
         ({"tiers": {"ram": {"kind": "ram"}}}, r"store\.name: is required"),
-        ({"tiers": {"disk": {"path": "/d"}}}, r"tiers\.disk\.kind: is required: one of ram, posix, chfs, kvstore"),
+        ({"tiers": {"disk": {"path": "/d"}}}, r"tiers\.disk\.kind: is required: one of chfs, kvstore, posix, ram"),
         ({"tiers": {"disk": {"kind": "posix"}}}, r"tiers\.disk\.path: is required"),
         ({"tiers": {"disk": 3}}, r"tiers\.disk: should be a table"),
         ({"tiers": 3}, r"tiers: should be one table per tier"),
@@ -290,6 +291,10 @@ policies = [
         (
             {"tiers": {"a": {"kind": "posix", "path": "/a/b/c"}, "b": {"kind": "posix", "path": "/a"}}},
             r"tiers\.b\.path: /a and /a/b/c of the tier a lie in each other; give each a folder of its own",
+        ),
+        (
+            {"tiers": {**disk()["tiers"], "k": {"kind": "kvstore", "spec": "file:///d/k/"}}},
+            r"tiers\.k: /d/k and /d of the tier disk lie in each other; give each a folder of its own",
         ),
         (
             {"tiers": {**disk()["tiers"], "ram": {"kind": "ram"}}},

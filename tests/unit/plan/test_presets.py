@@ -9,8 +9,9 @@ import tieredckpt_policies
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.config import load
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.plan.forecast import forecast
-from tieredckpt.plan.scenario import Scenario, doubts, rungs, survives_of
+from tieredckpt.plan.scenario import Scenario, doubts, rungs
 from tieredckpt.plan.simulate import simulate
 
 PRESETS = sorted((Path(tieredckpt_policies.__file__).parent / "presets").glob("*.toml"))
@@ -47,6 +48,6 @@ def test_a_preset_for_several_nodes_works_on_them_as_it_is_written(preset: Path)
     found = simulate(asked, 60 * HOUR, seed=1)
     assert found.failures["node"] >= 5
     assert found.from_nothing == 0
-    shared = {tier.name for tier in config.tiers if survives_of(tier) is Survives.SITE}
+    shared = {tier.name for tier in config.tiers if kind_of(tier).survives(tier) is Survives.SITE}
     copied = {rung.name for rung in made if asked.copied_after(rung) is not None}
     assert found.restores.keys() <= shared | copied

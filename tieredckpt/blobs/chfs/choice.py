@@ -38,11 +38,12 @@ _NO_DRIVER = (
 )
 
 
-async def open_chfs(tier: ChfsTier, *, survives: Survives) -> BlobStore:
+async def open_chfs(tier: ChfsTier, *, read_only: bool = False) -> BlobStore:
     """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`."""
+    survives = Survives.named(tier.survives)
     way, _ = choose_path(tier)
     if way == "tensorstore":
-        from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which the worker does without
+        from tieredckpt.blobs.kvstore.store import KvStoreBlobs  # loads tensorstore, which the worker does without
 
         return await KvStoreBlobs.open(driver_spec(tier), survives=survives)
     from tieredckpt.blobs.chfs.store import ChfsStore

@@ -11,7 +11,7 @@ from tieredckpt.blobs.ram.find import FoundRam, find_ram
 from tieredckpt.blobs.ram.folder import is_store_folder, locked, ram_root
 from tieredckpt.blobs.ram.places import places_of
 from tieredckpt.concurrency import in_thread
-from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.opening.identity import marker_of
 from tieredckpt.engine.opening.ram_choice import notes
@@ -109,7 +109,7 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
     opened: list[tuple[Tier, StoreMarker | None]] = []
     async with AsyncExitStack() as until_done:
         for tier in make_tiers(config, read_only=False):
-            if tier.config.kind == "ram":
+            if not tier.shared:
                 continue
             until_done.push_async_callback(tier.disconnect)
             opened.append((tier, (await marker_of(tier))[0]))
@@ -120,8 +120,7 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
 
 
 async def _ram(config: StoreConfig) -> list[FoundRam]:
-    first = config.tiers[0]
-    return await in_thread(find_ram, ram_root(first.path if isinstance(first, RamTier) else None))
+    return await in_thread(find_ram, ram_root(config.ram.path if config.ram is not None else None))
 
 
 async def _has_steps(tier: Tier) -> bool:

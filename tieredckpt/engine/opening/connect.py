@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.blobs.posix.store import PosixStore
+from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.owner import Place
 from tieredckpt.blobs.ram.places import places_of
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Pace, Paced, Retrying
-from tieredckpt.concurrency import left_behind_after, whole
-from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+from tieredckpt.concurrency import whole
+from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.checks import doubtful
+from tieredckpt.config.kinds import exists, kind_of
 from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose
@@ -34,7 +34,7 @@ from tieredckpt.format.manifest import StepId, StoreMarker, decode_marker
 from tieredckpt.settings import explain
 from tieredckpt.units import format_size
 
-__all__ = ["connect", "connect_ram", "identify", "make_tiers", "open_slower", "reopen"]
+__all__ = ["connect", "connect_ram", "identify", "make_tiers", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -50,7 +50,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
         read_only: to be looked at only.
     """
     return tuple(
-        Tier(tier.name, index, tier, partial(_too_early if tier.kind == "ram" else _connect_slower, tier, read_only))
+        Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only))
         for index, tier in enumerate(config.tiers)
     )
 
@@ -64,7 +64,7 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
         folder: where an agent has found it; it reads it there.
     """
     first = state.tiers[0]
-    if not isinstance(first.config, RamTier):
+    if state.config.ram is None:
         return
 
     async def connect() -> BlobStore:
@@ -77,50 +77,14 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     first.connect = connect
 
 
-async def _too_early(tier: TierConfig, read_only: bool) -> BlobStore:
-    raise TierUnavailable(f"tier {tier.name!r}: it is not known yet whose RAM it is")
-
-
-async def _connect_slower(tier: TierConfig, read_only: bool) -> BlobStore:
-    if read_only and isinstance(tier, PosixTier) and not await _is_there(tier):
-        raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")  # nobody makes one to look at it
-    store: BlobStore = await open_slower(tier, read_only=read_only)
+async def _connect(tier: TierConfig, *, read_only: bool) -> BlobStore:
+    store = await kind_of(tier).open(tier, read_only=read_only)
     store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
     store = Retrying(store, attempts=tier.retries + 1)
     store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
     if tier.rate_limit is not None:
         store = Paced(store, Pace(tier.rate_limit))
     return Metered(store)
-
-
-async def open_slower(tier: TierConfig, *, read_only: bool = False) -> BlobStore:
-    """The bare blob store of a tier other than RAM, without the wrappers that retry, limit and time.
-
-    With ``read_only`` nothing is made where it is, not even to find out what it can do.
-    """
-    if isinstance(tier, PosixTier):
-        make = partial(
-            PosixStore,
-            tier.path,
-            survives=Survives.named(tier.survives),
-            fsync=tier.fsync,
-            direct=tier.direct,
-            threads=tier.threads,
-            tries=not read_only,
-        )
-        return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
-    if isinstance(tier, ChfsTier):
-        from tieredckpt.blobs.chfs.choice import open_chfs
-
-        return await open_chfs(tier, survives=Survives.named(tier.survives))
-    from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
-
-    assert isinstance(tier, KvstoreTier)
-    return await KvStoreBlobs.open(tier.spec, survives=None if tier.survives is None else Survives.named(tier.survives))
-
-
-async def _is_there(tier: PosixTier) -> bool:
-    return await left_behind_after(tier.deadline, tier.name, f"looking for {tier.path}", tier.path.is_dir)
 
 
 async def connect(state: State, tier: Tier) -> None:
@@ -177,7 +141,7 @@ async def reopen(state: State, tier: Tier) -> bool:
     True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
     place where a file system is to be mounted, and is left alone. Raises as opening does.
     """
-    if isinstance(tier.config, PosixTier) and not await _is_there(tier.config):
+    if not await exists(tier.config):
         return False
     return await whole(_reopen(state, tier))
 
@@ -230,7 +194,7 @@ async def identify(
         found = await find(state.config, places.values())
     if folder is not None:
         found = [each for each in found if each.folder == str(folder)]
-    slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
+    slower = [tier for tier in state.tiers if tier.shared]
     state.identity.noted = _noted_elsewhere(found)
 
     async def look(tier: Tier) -> StoreMarker | None:
@@ -300,15 +264,15 @@ def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
 def _tell_doubts(state: State) -> None:
     for doubt in doubtful(state.config):
         _log.warning("configuration: %s", explain([doubt]))
-    first = state.config.tiers[0]
-    if state.membership.size == 1 and isinstance(first, RamTier) and first.replicas > 1:
-        _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", first.name)
+    ram = state.config.ram
+    if state.membership.size == 1 and ram is not None and ram.replicas > 1:
+        _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", ram.name)
 
 
 def _tell_left(state: State, choice: Choice) -> None:
     """Say of RAM that was of this folder, and is of another store, what may be done with it."""
-    first = state.config.tiers[0]
-    rooted = f" --root {first.path}" if isinstance(first, RamTier) and first.path is not None else ""
+    ram = state.config.ram
+    rooted = f" --root {ram.path}" if ram is not None and ram.path is not None else ""
     for store, group in choice.left.items():
         steps = sorted({step for each in group for step in each.steps})
         if not steps:
@@ -334,7 +298,7 @@ def _common_place(state: State, group: Sequence[FoundRam]) -> str:
 def _refuse_what_cannot_fit(state: State) -> None:
     """Raise `Invalid` if no slower tier can hold a step as large as the newest; tell of single ones that cannot."""
     newest = next(reversed(state.records().items()), None)
-    slower = [tier for tier in state.tiers if tier.config.kind != "ram"]
+    slower = [tier for tier in state.tiers if tier.shared]
     if newest is None or not slower:
         return
     step, record = newest

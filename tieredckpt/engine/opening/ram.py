@@ -23,7 +23,7 @@ from tieredckpt.blobs.ram.owner import Owner, Place, is_removed, read_owner, wri
 from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, left_behind_after, told_to_end
-from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.ram_choice import is_copy, is_of_ram_alone, notes
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -51,18 +51,16 @@ def ram_folder(state: State) -> Path:
     if (ram := state.tiers[0].ram) is not None:
         folder = Path(ram.location)
         return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
-    config = state.tiers[0].config
-    assert isinstance(config, RamTier)
+    assert state.config.ram is not None
     assert state.identity.marker is not None
-    return ram_root(config.path) / state.identity.marker.store
+    return ram_root(state.config.ram.path) / state.identity.marker.store
 
 
 async def find(config: StoreConfig, places: Collection[Place]) -> list[FoundRam]:
     """All RAM of this user on this machine where the store's would be; `judged`, if it notes one of the places."""
-    first = config.tiers[0]
-    if not isinstance(first, RamTier):
+    if config.ram is None:
         return []
-    found = await in_thread(find_ram, ram_root(first.path))
+    found = await in_thread(find_ram, ram_root(config.ram.path))
     return [await _judged(config, each) if notes([each], places) else each for each in found if not each.lost]
 
 
@@ -100,8 +98,8 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
         Conflict: another process writes to it, or it is of the folder of which a tier of this store is a copy.
         As `RamStore.open` else.
     """
-    tier = state.tiers[0].config
-    assert isinstance(tier, RamTier)
+    tier = state.config.ram
+    assert tier is not None
     assert state.identity.marker is not None
     top = ram_root(tier.path) / state.identity.marker.store
     places = tuple(state.identity.places.values())
@@ -146,8 +144,8 @@ async def is_of_a_copy(state: State) -> bool:
 async def _of_this_store(state: State) -> list[FoundRam]:
     """What is on this machine of the store's RAM, those of other ranks included, `judged`."""
     assert state.identity.marker is not None
-    tier = state.tiers[0].config
-    assert isinstance(tier, RamTier)
+    tier = state.config.ram
+    assert tier is not None
     found = await in_thread(find_ram, ram_root(tier.path))
     return [
         await _judged(state.config, each)
@@ -260,7 +258,7 @@ async def refuse_other_file_system(state: State, tier: Tier) -> None:
 
     It is to be mounted, or was replaced; what is written there meanwhile would fill the disk below, and be hidden.
     """
-    if not state.identity.noted or tier.config.kind == "ram":
+    if not state.identity.noted or not tier.shared:
         return
     now = await place_of(tier.config)
     noted = None if now is None else state.identity.noted.get(now.location)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.blobs.ram.owner import Place, shares
-from tieredckpt.config import RamTier, StoreConfig
+from tieredckpt.config import StoreConfig
 from tieredckpt.errors import Conflict
 from tieredckpt.format.manifest import StoreMarker
 
@@ -139,9 +139,7 @@ def is_of_ram_alone(group: Sequence[FoundRam], config: StoreConfig) -> bool:
 
 def _is_earlier(found: FoundRam, config: StoreConfig) -> bool:
     """Whether RAM lies where a version before would put that of this configuration."""
-    first = config.tiers[0]
-    path = first.path if isinstance(first, RamTier) else None
-    earlier = path or shared_memory_root() / config.identity
+    earlier = (config.ram and config.ram.path) or shared_memory_root() / config.identity
     return found.owner is None and earlier in (Path(found.folder), Path(found.folder).parent)
 
 

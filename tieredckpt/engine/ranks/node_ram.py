@@ -29,7 +29,7 @@ _log = logging.getLogger("tieredckpt")
 
 def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
     """The RAM folders of this store on this machine but those of some ranks; blocking."""
-    if state.tiers[0].config.kind != "ram" or state.identity.marker is None:
+    if state.config.ram is None or state.identity.marker is None:
         return []
     top = ram_folder(state)
     skipped = {f"{RANK_FOLDER}{rank}" for rank in but}

@@ -130,7 +130,7 @@ class Opening:
             found += decode(data, list[FoundRam])
         await self._open_tiers(found)
         assert state.identity.marker is not None
-        shared = [tier for tier in state.tiers if tier.config.kind != "ram"]
+        shared = [tier for tier in state.tiers if tier.shared]
         return encode(_Found(state.identity.marker, tuple(catalog_of(tier) for tier in shared)))
 
     async def _follow(self, found: _Found) -> bytes:
@@ -147,7 +147,7 @@ class Opening:
             adopt_catalog(tier, catalog, state.identity.marker)
             await self._see(tier)
         first = state.tiers[0]
-        if first.config.kind == "ram":
+        if not first.shared:
             try:
                 await connect(state, first)
             except (Conflict, Invalid):

@@ -42,7 +42,7 @@ from tieredckpt.engine.ranks.messages import (
     Withdraws,
 )
 from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of, discard_unused
-from tieredckpt.engine.ranks.replicas.replication import Replicas, replicates
+from tieredckpt.engine.ranks.replicas.replication import Replicas
 from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import Restores
 from tieredckpt.engine.ranks.schedule import Plan
@@ -94,8 +94,9 @@ class Ranked:
             state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
         )
         self.reports = Reports(state, collector, team, promote_at_once)
-        first = state.config.tiers[0]
-        self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
+        ram = state.config.ram
+        keeps_copies = ram is not None and ram.replicas > 1
+        self.replicas = Replicas(state, collector, team, self.commits, ram) if ram and keeps_copies else None
         self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
@@ -250,7 +251,7 @@ class Ranked:
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
-            if first.config.kind == "ram" and found in first.held:
+            if not first.shared and found in first.held:
                 await self._collector.evictor.let_part_go(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))
 
@@ -273,14 +274,14 @@ class Ranked:
                 self.team.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
-            if event.tier == state.tiers[0].name and state.tiers[0].config.kind == "ram":
+            if not state.tier(event.tier).shared:
                 self.agreement.parts.pop(step, None)
                 self.agreement.wholes.forget(step)
                 self._give_back()
             self.team.tell(Evicted(event.step, event.serial, event.tier))
-        elif isinstance(event, TierFailed) and state.tier(event.tier).config.kind != "ram":
+        elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
             self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
-        elif isinstance(event, TierRecovered) and state.tier(event.tier).config.kind != "ram":
+        elif isinstance(event, TierRecovered) and state.tier(event.tier).shared:
             self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
 
     def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
@@ -351,7 +352,7 @@ class Ranked:
 
     async def _evicted(self, evicted: Evicted) -> None:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
-        if tier.config.kind == "ram":
+        if not tier.shared:
             if step not in tier.held:
                 return
             await self._collector.evictor.let_part_go(step, tier)
@@ -360,7 +361,7 @@ class Ranked:
             tier.drop(step)
             tier.dismissed.add(step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-        if tier.config.kind == "ram":
+        if not tier.shared:
             self._gone.remove((step.serial, step.step))  # the leader knows
 
     def _tier_news(self, news: TierNews) -> None:

@@ -140,7 +140,7 @@ class StepSource:
         for tier in [only] if only is not None else state.holders(step):
             if step in tier.leaving:  # nobody asks for pins any more
                 continue
-            if only is None and state.membership.size > 1 and tier.config.kind == "ram":  # which has a part of it
+            if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
                 continue
             async with AsyncExitStack() as stack:
                 try:
@@ -169,7 +169,7 @@ class StepSource:
             yield here
         holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
         for tier in holders:
-            if self.near is not None and tier.config.kind == "ram":
+            if self.near is not None and not tier.shared:
                 continue
             try:
                 index = await self._index_on(tier)
@@ -241,7 +241,7 @@ class StepSource:
     async def _shared(self) -> tuple[Tier | None, StepIndex | None]:
         """The nearest shared tier that holds the step, and its index there."""
         for tier in (self.tier, *self.state.holders(self.step)):
-            if tier.config.kind != "ram":
+            if tier.shared:
                 try:
                     return tier, await self._index_on(tier)
                 except TieredCkptError as error:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tieredckpt.blobs.chfs.choice import driver_spec
-from tieredckpt.config import ChfsTier, KvstoreTier
 from tieredckpt.engine.restoring.moved import unless_moved
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.format import layout, zarr
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.manifest import StepId, StepIndex
-from tieredckpt.redact import without_secrets
 
 __all__ = ["array_spec", "spec_of"]
 
@@ -37,13 +34,12 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
 
 
 def _whole_on(state: State, step: StepId) -> Tier:
-    """The nearest tier with all of a step in one place; the RAM of several ranks is not one."""
-    for tier in state.holders(step):
-        if state.membership.size == 1 or tier.config.kind != "ram":
-            return tier
-    raise NotFound(
-        f"{step} is in the RAM of {state.membership.size} ranks alone; promote it, and stock TensorStore opens it there"
-    )
+    """The nearest tier with all of a step in one place, readable by TensorStore; the RAM of ranks is not one place."""
+    whole = [tier for tier in state.holders(step) if state.membership.size == 1 or tier.shared]
+    if not whole:
+        ranks = state.membership.size
+        raise NotFound(f"{step} is in the RAM of {ranks} ranks alone; promote it, and stock TensorStore opens it there")
+    return next((tier for tier in whole if tier.kind.tensorstore_spec is not None), whole[0])
 
 
 def spec_of(index: StepIndex, key: str, kvstore: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,15 +74,12 @@ def _moved(box: Box) -> dict[str, Any]:
 
 
 def _folder(tier: Tier, folder: str) -> dict[str, Any]:
-    if isinstance(tier.config, ChfsTier):
-        return {**driver_spec(tier.config), "path": f"{tier.config.path}/{folder}"}
-    if not isinstance(tier.config, KvstoreTier):
-        return {"driver": "file", "path": f"{tier.store.location}/{folder}"}
-    import tensorstore as ts  # only a kvstore tier needs it
-
-    spec = tier.config.spec
-    described: dict[str, Any] = without_secrets(
-        ts.KvStore.Spec(spec if isinstance(spec, str) else dict(spec)).to_json()
-    )
-    root = described.get("path", "")
-    return {**described, "path": (f"{root.rstrip('/')}/" if root else "") + folder}
+    describe = tier.kind.tensorstore_spec
+    if describe is None:
+        raise Invalid(
+            f"stock TensorStore has no driver that reads tier {tier.name!r}, of the kind `{tier.kind.name}`; name "
+            "another tier that holds the step"
+        )
+    root = describe(tier.config, tier.store.location)
+    path = root.get("path", "")
+    return {**root, "path": (f"{path.rstrip('/')}/" if path else "") + folder}

@@ -79,7 +79,7 @@ async def stream(
     """
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
     for tier in state.tiers:
-        if tier.config.kind == "ram" or tier.name in refusals:
+        if tier.kind.in_memory or tier.name in refusals:
             continue
         if not tier.healthy:
             problems.append(f"tier {tier.name!r} is not available ({tier.error})")

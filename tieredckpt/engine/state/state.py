@@ -167,7 +167,7 @@ class State:
 
         Of shared tiers, rank 0 does for all; beside an agent, the trainer has RAM and the agent all others.
         """
-        if tier.config.kind == "ram":
+        if not tier.shared:
             return self.role is not Role.AGENT
         return self.membership.rank == 0 and self.role is not Role.TRAINER
 

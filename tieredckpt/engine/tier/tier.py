@@ -8,13 +8,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.concurrency import whole
-from tieredckpt.config import TierConfig
+from tieredckpt.config import TierConfig, TierKind
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine import limits
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.chunk_index import KnownChunks
@@ -122,6 +124,15 @@ class Tier:
     # -- what it is ---------------------------------------------------------------------------------------
 
     @property
+    def kind(self) -> TierKind[Any]:
+        return kind_of(self.config)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks see it, as every tier but RAM."""
+        return "all" in self.kind.scopes
+
+    @property
     def store(self) -> BlobStore:
         """The blob store; `TierUnavailable` while there is none."""
         if self.blobs is None:
@@ -140,7 +151,7 @@ class Tier:
     @property
     def is_unused(self) -> bool:
         """Whether it is RAM of which there is none: it was given back, or went with its machine."""
-        return self.config.kind == "ram" and self.blobs is None and isinstance(self.error, NotFound)
+        return self.kind.in_memory and self.blobs is None and isinstance(self.error, NotFound)
 
     @property
     def encoding(self) -> Encoding:

@@ -9,8 +9,8 @@ from functools import partial
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap import Deadline, Retrying
-from tieredckpt.config import PosixTier, StoreConfig, TierConfig
-from tieredckpt.engine.opening.connect import open_slower
+from tieredckpt.config import StoreConfig, TierConfig
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.errors import Invalid
@@ -80,14 +80,13 @@ def _of_environment(config: StoreConfig, environment: Mapping[str, str]) -> Coor
     if found is None:
         return None
     launcher, rank, size = found
-    tier = next((tier for tier in config.tiers if tier.kind != "ram"), None)
-    if tier is None:
+    if not config.slower:
         raise Invalid(
             f"{launcher} started {size} processes, and the store has no tier that they share for their messages; add "
             "one, initialise torch.distributed, jax.distributed or MPI before the store is opened, or open it with "
             "ranks=None if this process is alone"
         )
-    return SharedStore(partial(_open, tier), rank=rank, size=size, name=config.identity)
+    return SharedStore(partial(_open, config.slower[0]), rank=rank, size=size, name=config.identity)
 
 
 def ranks_of_environment(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
@@ -105,7 +104,7 @@ def ranks_of_environment(environment: Mapping[str, str]) -> tuple[str, int, int]
 
 
 async def _open(tier: TierConfig) -> BlobStore:
-    if isinstance(tier, PosixTier):
-        tier = tier.model_copy(update={"fsync": False})  # no message outlives its job
-    store = Deadline(await open_slower(tier), tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
+    kind = kind_of(tier)
+    store = await kind.open(kind.transient(tier))
+    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
     return Retrying(store, attempts=tier.retries + 1)

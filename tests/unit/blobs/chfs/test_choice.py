@@ -13,10 +13,10 @@ from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.chfs import choice
 from tieredckpt.blobs.chfs.choice import choose_path, driver_spec
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.config import load, to_toml
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.tiers import ChfsTier
-from tieredckpt.engine.opening.connect import open_slower
 from tieredckpt.errors import Invalid
 
 
@@ -113,7 +113,7 @@ async def test_a_tier_that_asks_for_the_driver_is_opened_by_it_and_starts_no_wor
     monkeypatch.setattr(choice, "_has_driver", lambda: True)
     monkeypatch.setattr(KvStoreBlobs, "open", note)
     tier = ChfsTier(name="pmem", via="tensorstore", survives="node")
-    await open_slower(tier)
+    await kind_of(tier).open(tier)
     assert opened == [(driver_spec(tier), Survives.NODE)]
 
 

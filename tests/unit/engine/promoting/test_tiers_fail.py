@@ -15,10 +15,10 @@ from support.insight import tier_of
 from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.posix import store as posix
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.admin import ByHand
 from tieredckpt.engine.mode import alone
-from tieredckpt.engine.opening import connect
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
@@ -493,7 +493,7 @@ async def test_a_mount_that_hangs_at_open_holds_up_neither_open_nor_close(
         answered.set()
         raise TierUnavailable("it came to an end")
 
-    monkeypatch.setattr(connect, "PosixStore", hang)
+    monkeypatch.setattr(posix, "PosixStore", hang)
     monkeypatch.setattr(Path, "is_dir", lambda path: hang() if path == disk else is_dir(path))
     try:
         async with CheckpointStore.open(settings, read_only=read_only) as store:

@@ -16,7 +16,7 @@ from reliability.tiers import FaultyTiers
 from support.scenes import Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.kvstore import KvStoreBlobs
+from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.errors import Conflict, Invalid

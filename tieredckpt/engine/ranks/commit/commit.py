@@ -92,7 +92,7 @@ class Commits:
         except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
             if was_there and not tier.keeps(step):
                 raise  # it was evicted meanwhile, and stays away
-            others = (other for other in self._state.holders(step) if other is not tier and other.config.kind != "ram")
+            others = (other for other in self._state.holders(step) if other is not tier and other.shared)
             if not any(other.answers for other in others):
                 raise
         return await copy_step(self._state, self._collector, step, tier)

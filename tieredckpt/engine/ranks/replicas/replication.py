@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard
 
 import msgspec
 
@@ -23,7 +22,7 @@ from tieredckpt.blobs.ram.folder import RANK_FOLDER
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
-from tieredckpt.config.tiers import RamTier, TierConfig
+from tieredckpt.config.tiers import RamTier
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.scan import survey
 from tieredckpt.engine.ranks.commit.commit import Commits
@@ -40,18 +39,13 @@ from tieredckpt.events import ReplicationFailed, StepReplicated
 from tieredckpt.format.manifest import StepId
 from tieredckpt.units import format_size
 
-__all__ = ["Replicas", "replica_folder", "replicates"]
+__all__ = ["Replicas", "replica_folder"]
 
 _log = logging.getLogger("tieredckpt")
 
 _SUFFIX = ".replica"
 _LACKING = b"lacking"
 """What a rank says that cannot keep anything."""
-
-
-def replicates(tier: TierConfig) -> TypeGuard[RamTier]:
-    """Whether a tier's parts are to be kept on several nodes."""
-    return isinstance(tier, RamTier) and tier.replicas > 1
 
 
 def replica_folder(own: Path, rank: int) -> Path:

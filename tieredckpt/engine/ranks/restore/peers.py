@@ -124,7 +124,7 @@ class Sharing:
 
     def _is_shared(self, step: StepId) -> bool:
         """Whether a tier that all ranks reach has the step."""
-        return any(tier.config.kind != "ram" and tier.answers for tier in self._state.holders(step))
+        return any(tier.shared and tier.answers for tier in self._state.holders(step))
 
 
 @dataclass(frozen=True, slots=True)

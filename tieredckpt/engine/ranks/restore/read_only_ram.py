@@ -30,7 +30,7 @@ async def look_on(state: State) -> None:
     Those that were counted before, and are not whole any more, count no more.
     """
     first = state.tiers[0]
-    if not state.read_only or first.config.kind != "ram" or state.identity.marker is None:
+    if not state.read_only or state.config.ram is None or state.identity.marker is None:
         return
     if await is_of_a_copy(state):
         return
@@ -68,8 +68,7 @@ async def look_on(state: State) -> None:
 
 def seen_in_ram(state: State) -> Hashable:
     """What tells that `look_on` would find something else than the last time; blocking, and reads no step."""
-    first = state.tiers[0]
-    if first.config.kind != "ram" or state.identity.marker is None:
+    if state.config.ram is None or state.identity.marker is None:
         return None
     found: list[Hashable] = [state.identity.marker.store]
     for folder in _folders(state):

@@ -206,7 +206,7 @@ class Restores:
         problem: TieredCkptError = NotFound(f"no tier holds {step}")
         for tier in self._state.holders(step):
             try:
-                if tier.config.kind == "ram":
+                if not tier.shared:
                     return tier, await in_thread(self._index_of_parts, step, pool=self._state.pool)
                 return tier, await tier.read_index(step)
             except (Conflict, Corrupt, NotFound, TierUnavailable) as error:

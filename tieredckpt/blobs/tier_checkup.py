@@ -1,0 +1,64 @@
+"""Whether a configured tier does what it should, for `doctor`: what its kind looks at, or else every verb."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.checkup import Check, Facts, check_up, within
+from tieredckpt.config.kinds import kind_of
+from tieredckpt.config.tiers import TierConfig
+
+__all__ = ["check_tier", "try_tier"]
+
+_AFTER_ITS_OWN = 5.0
+"""Seconds that a tier has to say by itself that it does not answer, and to be closed."""
+
+
+def check_tier(tier: TierConfig, nbytes: int) -> AsyncIterator[Check]:
+    """What the kind of a tier checks, with an object of ``nbytes``."""
+    return (kind_of(tier).checkup or try_tier)(tier, nbytes)
+
+
+async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None = None) -> AsyncIterator[Check]:
+    """Open a tier, tell what it is, and try every verb.
+
+    Args:
+        tier: to be tried.
+        nbytes: of the large object that is written and read.
+        opens_within: seconds after which its kind gives up opening it; None for its deadline.
+    """
+    opened: list[BlobStore] = []
+
+    async def opening() -> str:
+        opened.append(await kind_of(tier).open(tier))
+        return opened[0].location
+
+    yield (check := await within("open", opening(), (opens_within or tier.deadline) + _AFTER_ITS_OWN))
+    if not check.ok:
+        return
+    store = opened[0]
+    try:
+        if isinstance(store, Facts):
+            for name, told in store.facts().items():
+                yield Check(name, True, told)
+        yield Check("survives", store.traits.survives > Survives.NOTHING, _SURVIVES[store.traits.survives])
+        async for check in check_up(store, nbytes, deadline=tier.deadline, min_bandwidth=tier.min_bandwidth):
+            yield check
+    finally:
+        closed = await within("close", _close(store), _AFTER_ITS_OWN)
+    if not closed.ok:
+        yield closed
+
+
+async def _close(store: BlobStore) -> str:
+    await store.close()
+    return ""
+
+
+_SURVIVES = {
+    Survives.NOTHING: "nothing: what is there ends with this process",
+    Survives.PROCESS: "the end of the training process, not the loss of a node",
+    Survives.NODE: "the loss of this node's memory, not of the medium",
+    Survives.SITE: "the loss of this node",
+}

@@ -1,0 +1,228 @@
+"""Kinds of tier: the value that makes a kind known, how it is found by its name, and how a table becomes a tier.
+
+::
+
+    FLOPPY = TierKind(config=FloppyTier, open=open_floppy, survives=lambda tier: Survives.NODE)
+
+A package offers a kind through an entry point of the group ``tieredckpt.tiers``, whose name is the kind::
+
+    [project.entry-points."tieredckpt.tiers"]
+    floppy = "my_tiers:FLOPPY"
+
+The kinds of this library are offered in the same way. One is imported only when a configuration has it, and one that
+cannot be imported harms nobody who does not use it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar
+
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError, ValidationInfo
+
+from tieredckpt import registry
+from tieredckpt.concurrency import left_behind_after
+from tieredckpt.config.tiers import RamTier, TierConfig
+from tieredckpt.errors import Invalid
+from tieredckpt.redact import redacted
+from tieredckpt.registry import the_kind
+from tieredckpt.settings import Problem, did_you_mean, problems, refusal
+
+if TYPE_CHECKING:
+    from tieredckpt.blobs.base import BlobStore, Survives
+    from tieredckpt.blobs.checkup import Check
+
+__all__ = ["GROUP", "Opens", "TierKind", "Tiers", "exists", "kind_named", "kind_of", "kinds", "register", "replaced"]
+
+GROUP = "tieredckpt.tiers"
+"""The entry-point group of kinds of tier."""
+
+C = TypeVar("C", bound=TierConfig)
+C_contra = TypeVar("C_contra", bound=TierConfig, contravariant=True)
+
+
+class Opens(Protocol[C_contra]):
+    async def __call__(self, tier: C_contra, /, *, read_only: bool = False) -> BlobStore:
+        """The blob store of a tier, connected, and without the wrappers that retry, limit and time.
+
+        With ``read_only`` nothing is made where it is, not even to find out what it can do. Raises `NotFound`
+        (only with ``read_only``: nothing is there), `TierUnavailable`, `Invalid`.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierKind(Generic[C]):
+    """All that the library asks of a kind of tier; each question is asked with the configuration of one tier."""
+
+    config: type[C]
+    open: Opens[C]
+    survives: Callable[[C], Survives]
+    """What the tier outlives, as far as its configuration tells."""
+    exists: Callable[[C], bool] = lambda _: True
+    """Whether there may be a store; False is certain. It opens and makes nothing. May block: see `exists`."""
+    location: Callable[[C], Path | str | None] = lambda tier: tier.location
+    """Where it is, without secrets, in a form that two configurations are compared by and that RAM notes: a path for
+    a folder of this machine whose files are the objects, other text for anything else. None for what nobody else
+    can find, such as memory."""
+    scopes: tuple[Literal["node", "all"], ...] = ("all",)
+    """Who may see such a tier: its node alone, or all nodes."""
+    medium: Literal["memory", "nodes", "shared"] = "shared"
+    """For plans, what its speed comes from: each node's memory, the media of all nodes together, or what all share.
+    What outlives no node and is used by a single one is taken for the medium of that."""
+    shares_memory: bool = False
+    """Whether its store has another process read and write the buffers of its callers in place."""
+    transient: Callable[[C], C] = lambda tier: tier
+    """The tier for what no job outlives, such as messages: without what makes objects durable."""
+    tensorstore_spec: Callable[[C, str], dict[str, Any]] | None = None
+    """The TensorStore kvstore spec of the tier, whose ``path`` is its root; of its configuration and the location of
+    its open store. None where TensorStore has no driver that reads it."""
+    checkup: Callable[[C, int], AsyncIterator[Check]] | None = None
+    """What `doctor` does, with an object of so many bytes; None for `tieredckpt.blobs.tier_checkup.try_tier`."""
+
+    @property
+    def name(self) -> str:
+        return the_kind(self.config)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is RAM: the slab that a save copies to."""
+        return self.medium == "memory"
+
+
+_registered: dict[str, TierKind[Any]] = {}
+"""What `register` was given, by its name."""
+
+
+def register(kind: TierKind[C]) -> TierKind[C]:
+    """Make a kind known to this process without an entry point; other processes, as an agent, do not know it.
+
+    Registering its new version in a notebook is fine. Raises `Conflict` when another has its name, `Invalid` when it
+    is incomplete.
+    """
+    _check(kind)
+    before = _registered.get(kind.name)
+    what = f"the kind {kind.name!r} of tier"
+    registry.refuse_taken(GROUP, kind.name, what, kind.config, None if before is None else before.config)
+    _registered[kind.name] = kind
+    return kind
+
+
+@contextmanager
+def replaced(*others: TierKind[Any]) -> Iterator[None]:
+    """Have kinds in the place of those of their names in the block, for tests."""
+    before = dict(_registered)
+    _registered.update((kind.name, kind) for kind in others)
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(before)
+
+
+def kinds() -> list[str]:
+    """The names of all kinds there are."""
+    return sorted(_registered.keys() | registry.offered(GROUP).keys())
+
+
+def kind_named(name: str) -> TierKind[Any]:
+    """The kind of that name. Raises `Invalid`, with the names there are, or the package whose kind is broken."""
+    return _registered.get(name) or _offered(name)
+
+
+def kind_of(tier: C) -> TierKind[C]:
+    """The kind of a configured tier. Raises `Invalid` if it is not known."""
+    return kind_named(tier.kind)
+
+
+async def exists(tier: TierConfig) -> bool:
+    """Whether a store may be at a tier; False is certain. Raises `TierUnavailable` after the tier's deadline."""
+    return await left_behind_after(tier.deadline, tier.name, f"looking for {tier.location}", kind_of(tier).exists, tier)
+
+
+@functools.cache
+def _offered(name: str) -> TierKind[Any]:
+    def check(kind: object) -> None:
+        if _check(kind).name != name:
+            raise Invalid(f"it is the kind `{_check(kind).name}`")
+
+    found: TierKind[Any] | None = registry.load(GROUP, name, f"the kind of tier `{name}`", check)
+    if found is not None:
+        return found
+    hint = did_you_mean(name, kinds())
+    if not hint:
+        hint = (
+            f", and no kind is known: the entry points of {GROUP!r} are missing; install the package "
+            "(`pip install -e .` in a checkout)"
+        )
+    elif hint.startswith("; there are"):  # none is near, so it may be of a package
+        hint += "; for another one, install the package that offers it"
+    raise Invalid(f"`{name}` is not a kind of tier{hint}")
+
+
+def _check(kind: object) -> TierKind[Any]:
+    if not isinstance(kind, TierKind):
+        raise Invalid(f"{kind!r} is no TierKind")
+    model: object = kind.config
+    if not (isinstance(model, type) and issubclass(model, TierConfig)):
+        raise Invalid(f"{model!r} is not a class derived from TierConfig")
+    needed = ("location", "capacity", "survives")
+    if lacking := [name for name in needed if name not in model.model_fields and not hasattr(model, name)]:
+        raise Invalid(f"{registry.path_of(model)} has no {' and no '.join(lacking)}, as a field or a property")
+    if model is not RamTier and (kind.in_memory or kind.scopes != ("all",)):
+        raise Invalid("in this version only the kind `ram` is in memory, or seen by its node alone")
+    return kind
+
+
+def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
+    """Tiers of a table by name, or of a sequence whose elements carry their names."""
+    tables: list[tuple[str | int, object]]
+    if isinstance(value, Mapping):
+        tables = [(str(name), _named(str(name), table)) for name, table in value.items()]
+    elif isinstance(value, (list, tuple)):
+        tables = [(_name_of(tier, i), tier) for i, tier in enumerate(value)]
+    else:
+        raise Invalid(f"should be one table per tier, not {redacted(value)!r}")
+    found: list[TierConfig] = []
+    wrong: list[Problem] = []
+    for name, table in tables:
+        try:
+            found.append(_tier(table, info.context))
+            if found[-1].name != name:
+                wrong.append(((name, "name"), f"its table is called {name}; leave this out"))
+        except ValidationError as error:
+            wrong += problems(error, (name,))
+    if wrong:
+        raise refusal(wrong)
+    return tuple(found)
+
+
+def _named(name: str, table: object) -> object:
+    return {"name": name, **table} if isinstance(table, Mapping) else table
+
+
+def _name_of(tier: object, index: int) -> str | int:
+    name = tier.get("name") if isinstance(tier, Mapping) else getattr(tier, "name", None)
+    return name if isinstance(name, str) else index
+
+
+def _tier(table: object, context: Any) -> TierConfig:
+    if isinstance(table, TierConfig):
+        return table
+    if not isinstance(table, Mapping):
+        raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
+    name = table.get("kind")
+    if name is None:
+        raise refusal([(("kind",), f"is required: one of {', '.join(kinds())}")])
+    try:
+        model: type[TierConfig] = kind_named(str(name)).config
+    except Invalid as error:
+        raise refusal([(("kind",), str(error))]) from error
+    return model.model_validate(dict(table), context=context)
+
+
+Tiers = Annotated[tuple[SerializeAsAny[TierConfig], ...], BeforeValidator(_tiers)]
+"""Field type: tiers nearest first, of a table by name or of a sequence."""

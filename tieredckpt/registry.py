@@ -1,0 +1,81 @@
+"""What installed packages offer through the entry points of a group, by name: policies, and kinds of tier."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from tieredckpt.errors import Conflict, Invalid
+
+__all__ = ["load", "offered", "path_of", "refuse_taken", "the_kind"]
+
+
+@functools.cache
+def offered(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Every entry point of a group, by name; several where packages offer different objects under one."""
+    # Once per process: it reads the metadata of every installed package.
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=group):
+        before = found.get(entry.name, ())
+        if all(entry.value != other.value for other in before):
+            found[entry.name] = (*before, entry)
+    return found
+
+
+def load(group: str, name: str, what: str, check: Callable[[Any], object]) -> Any:
+    """The object that a package offers under a name; None where none does.
+
+    Args:
+        group: of entry points.
+        name: of an entry point.
+        what: it is, for messages.
+        check: raises `Invalid` for an object that is not that.
+
+    Raises `Invalid`, with the packages or the package, where several offer it, and where the one that does cannot
+    be imported or its object does not pass ``check``.
+    """
+    entries = offered(group).get(name, ())
+    if not entries:
+        return None
+    if len(entries) > 1:
+        values = ", ".join(entry.value for entry in entries)
+        raise Invalid(f"{what} is offered by {values}; uninstall all but one of them")
+    (entry,) = entries
+    package = f"the package {entry.dist.name}" if entry.dist is not None else "a package"
+    told = f"{what}, which {package} offers as {entry.value},"
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise Invalid(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        check(found)
+    except Invalid as error:
+        raise Invalid(f"{told} cannot be used: {error}") from error
+    return found
+
+
+def refuse_taken(group: str, name: str, what: str, mine: type, before: type | None) -> None:
+    """Raise `Conflict` if a package, or ``before``, has a name that ``mine`` is to have.
+
+    A class of the same path is the same one, or its new version.
+    """
+    others = {entry.value for entry in offered(group).get(name, ())} | ({path_of(before)} if before else set())
+    if taken := sorted(others - {path_of(mine)}):
+        raise Conflict(f"{what} is taken by {', '.join(taken)}; give {path_of(mine)} another kind")
+
+
+def path_of(model: type) -> str:
+    """A class as an entry point names it."""
+    return f"{model.__module__}:{model.__qualname__}"
+
+
+def the_kind(model: type[BaseModel]) -> str:
+    """The one literal that the field ``kind`` of a model may have; `Invalid` if it has none."""
+    field = model.model_fields["kind"]
+    if get_args(field.annotation) != (field.default,) or not field.default:
+        raise Invalid(f'{path_of(model)} needs a literal kind, as in kind: Literal["name"] = "name"')
+    return str(field.default)
