@@ -42,3 +42,11 @@ def test_every_path_of_the_map_exists_or_is_still_to_come() -> None:
     paths = {path: bool(to_come) for path, to_come in _PATH.findall(text) if (_ROOT / path.split("/")[0]).exists()}
     assert len(paths) > 50
     assert not [path for path, to_come in paths.items() if (_ROOT / path).exists() == to_come]
+
+
+def test_every_decision_is_in_the_index_under_its_title() -> None:
+    folder = _ROOT / "docs/decisions"
+    index = (folder / "README.md").read_text("utf-8")
+    for page in folder.glob("0*.md"):
+        number, _, title = page.read_text("utf-8").splitlines()[0].removeprefix("# ").partition(". ")
+        assert f"| [{number}]({page.name}) | {title} |" in index
