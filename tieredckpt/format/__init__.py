@@ -14,6 +14,8 @@ chunk
     The bytes of one cell, in full cell size: what lies beyond the array is zero.
 digest
     XXH3-128 of a chunk's bytes before any codec. Two chunks of one digest are one chunk.
+encoding
+    How a chunk's bytes are stored on a tier: as they are in RAM, followed by their CRC-32C below it.
 extent
     Where bytes are: a file relative to the tier's root, an offset, and a length in bytes.
 pack
@@ -28,7 +30,8 @@ manifest
 part
     What one rank contributes to a step: a file with the chunks of its blocks, which the commit merges and deletes.
 
-Modules: `layout` names files, `digest` hashes, `boxes` and `grid` divide arrays, `zarr` describes them, `pack`
-writes footers, `ocdbt` writes and reads step indexes, `manifest` assembles a step from all of these, `part` writes
-what a rank contributes, `merging` makes one step of all parts, and `joining` one array of blocks.
+Modules: `layout` names files, `digest` hashes, `boxes` and `grid` divide arrays, `zarr` describes them, `encoding`
+turns a chunk into what is stored, `pack` writes footers, `ocdbt` writes and reads step indexes, `manifest` assembles
+a step from all of these, `part` writes what a rank contributes, `merging` makes one step of all parts, and `joining`
+one array of blocks.
 """

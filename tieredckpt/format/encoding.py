@@ -75,7 +75,7 @@ class Encoding:
 
     def stored_size(self, nbytes: int) -> int:
         """Bytes that a chunk of ``nbytes`` takes in a pack at most: up to the next page."""
-        return aligned(nbytes + self.overhead)
+        return -(-(nbytes + self.overhead) // ALIGNMENT) * ALIGNMENT  # `aligned`, without a call for every chunk
 
     def room(self, nbytes: int, *, behind: bool) -> int:
         """Bytes of memory that `encode` needs besides the chunk's own.

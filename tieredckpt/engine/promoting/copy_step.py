@@ -13,14 +13,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import (
-    PACK_SIZE,
-    Batch,
-    Payload,
-    seal,
-    seal_all,
-    write_packs,
-)
+from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal, seal_all, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file

@@ -14,7 +14,7 @@ from tieredckpt.format.digest import digest_array
 from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["chunk_in_ram", "is_intact", "read_chunk"]
+__all__ = ["chunk_in_ram", "read_chunk"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -23,11 +23,6 @@ def chunk_in_ram(tier: Tier, extent: Extent) -> Bytes:
     """The bytes of a chunk where they lie in RAM, not verified. Raises `Corrupt` where the slab has no such bytes."""
     assert tier.ram is not None
     return tier.ram.slab.bytes_at(extent.offset, extent.length)
-
-
-async def is_intact(memory: Bytes, digest: bytes, pool: Executor) -> bool:
-    """Whether ``memory`` holds the chunk of that digest, as it was saved."""
-    return await in_thread(digest_array, memory, pool=pool) == digest
 
 
 async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Bytes, pool: Executor) -> None:

@@ -14,9 +14,8 @@ from tieredckpt.format.encoding import CRC32C
 __all__ = ["SlabIndex", "slab_size"]
 
 
-def slab_size(nbytes: int) -> int:
-    """Bytes of a slab that a chunk takes: with room for the checksum that promotion writes behind it."""
-    return CRC32C.stored_size(nbytes)
+slab_size = CRC32C.stored_size
+"""Bytes of a slab that a chunk takes: with room for the checksum that promotion writes behind it."""
 
 
 class SlabIndex:

@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cohort import cohort
+from support.insight import tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.promoting.copy_step import _GROWTH, Need, _packs
 from tieredckpt.engine.promoting.pack_writer import Payload, seal_all
-from tieredckpt.errors import Corrupt
+from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.testing.faulty import Faulty
 
 
 @given(
@@ -98,3 +102,34 @@ async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
         assert restored is not None
         assert set(restored.sources) == {"far"}
         assert_same(restored.tree, tree)
+
+
+async def test_packs_before_a_failure_are_referred_to_by_the_next_try(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_step, "PACK_SIZE", 4 * CHUNK)
+    tree = {f"w{i}": np.random.default_rng(i).integers(0, 256, 2 * CHUNK, dtype=np.uint8) for i in range(8)}
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote="never")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, tree)
+        disk = tier_of(store, "disk")
+        disk.blobs = faulty = Faulty(disk.store)
+        faulty.fail("put", NoSpace("full"), key="packs/*", nth=4)
+        with pytest.raises(NoSpace):
+            await store.promote(1, "disk")
+        before = dict(disk.packs)
+        assert len(before) >= 2
+        await store.promote(1, "disk")
+        assert before.items() <= disk.packs.items()
+        assert sum(at.length for at in disk.chunks.values()) == 16 * (CHUNK + CRC32C.overhead)
+        assert {at.path for at in disk.chunks.values()} == disk.packs.keys()
+        assert len(list((tmp_path / "disk" / "packs").rglob("*.pack"))) == len(disk.packs)
+
+
+async def test_a_rank_that_follows_remembers_no_packs(shared_memory: Path, tmp_path: Path) -> None:
+    async with cohort(2, shared_memory, tmp_path / "disk") as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        leader, follower = (tier_of(ranks[rank], "disk") for rank in (0, 1))
+        assert len(leader.packs) >= 2
+        assert {at.path for at in leader.chunks.values()} == leader.packs.keys()
+        assert not any((follower.packs, follower.chunks, follower.orphans))

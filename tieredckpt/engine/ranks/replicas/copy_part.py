@@ -23,13 +23,13 @@ from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
-from tieredckpt.engine.tier.chunk_reader import chunk_in_ram, is_intact
+from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
-from tieredckpt.format.digest import SIZE
+from tieredckpt.format.digest import SIZE, digest_array
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
@@ -306,7 +306,7 @@ async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Itera
 
 
 async def _check(state: State, taken: _Taken, digest: bytes, memory: Bytes) -> bool:
-    if not await is_intact(memory, digest, state.pool):
+    if await in_thread(digest_array, memory, pool=state.pool) != digest:
         return False
     taken.arrived(digest)
     return True
