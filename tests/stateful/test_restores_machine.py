@@ -67,7 +67,7 @@ class RestoresMachine(RuleBasedStateMachine):
     @contextmanager
     def soon_given_up(self) -> Iterator[None]:
         """Ranks wait a moment for each other."""
-        teams = [store.engine.ranked.team for store in self.ranks.stores if store.engine.ranked is not None]
+        teams = [store._life.engine.ranked.team for store in self.ranks.stores if store._life.engine.ranked is not None]
         try:
             for each in teams:
                 each.deadline = A_MOMENT

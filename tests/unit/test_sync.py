@@ -46,7 +46,7 @@ def test_views_are_verified_when_asked(tiers: StoreConfig, tree: dict[str, Any])
         whole = store.restore(copy=False)
         assert whole is not None
         whole.verified()
-        asyncio.run(flip_chunk(store.store, "ram", 1, "w"))
+        asyncio.run(flip_chunk(store._store, "ram", 1, "w"))
         damaged = store.restore(copy=False)
         assert damaged is not None
         with pytest.raises(Corrupt, match="'w'"):

@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from tieredckpt._redact import redacted
 from tieredckpt.config.checks import impossible
 from tieredckpt.config.tiers import (
     WITH_SECRETS,
@@ -49,7 +50,6 @@ from tieredckpt.config.tiers import (
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.policy.base import AnySchedule, Schedule, offer, parse
-from tieredckpt.redact import redacted
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.units import Size
 

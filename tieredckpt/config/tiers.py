@@ -20,9 +20,9 @@ from pydantic import (
     ValidationInfo,
 )
 
+from tieredckpt._redact import is_redacted, redacted
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
-from tieredckpt.redact import is_redacted, redacted
 from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refusal
 from tieredckpt.units import Duration, Rate, Size, parse_size
 

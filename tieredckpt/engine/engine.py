@@ -25,6 +25,7 @@ from tieredckpt.engine.agent.client import Link
 from tieredckpt.engine.agent.client_admin import ByAgent
 from tieredckpt.engine.agent.client_spill import AgentsTiers
 from tieredckpt.engine.agent.messages import GiveWay
+from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.keeping.safety import why_not
@@ -40,8 +41,9 @@ from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.ranks.restore.read_only_ram import look_on
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import Mending
-from tieredckpt.engine.restoring.fill import Reading
-from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.restoring.lookup import look_up
+from tieredckpt.engine.restoring.restore import Alone, Restorer
+from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.save import Saved, Writer
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
@@ -49,7 +51,7 @@ from tieredckpt.engine.state.state import Role, State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId
 from tieredckpt.tree.arrays import load_frameworks
 from tieredckpt.tree.flatten import Flat
 
@@ -150,8 +152,11 @@ class Engine:
             self.by_hand = ByAgent(self.state, self.collector, self.link)
         self._refresh = Refresh(self.state) if self._read_only else None
         self.mending = Mending(self.state, self.collector, self.link)
-        self.reading = Reading(self.state, self.ranked, self.mending)
+        together = Alone(self.state, self.looking) if self.ranked is None else self.ranked.restores
+        self.restorer = Restorer(self.state, together, self.mending.behind)
         self._writer = Writer(self.state, self.collector)
+        self.inventory = Inventory(self.state)
+        self.captures = Captures(self.state, self.save)
 
     async def _open(self) -> None:
         if self.ranked is not None:
@@ -321,7 +326,8 @@ class Engine:
             promoter.give_way(step)
 
     async def flush(self) -> None:
-        """Wait until damage that was found is mended, and as `waiting.settled`."""
+        """Wait until saves by reference are made and damage that was found is mended, and as `waiting.settled`."""
+        await self.captures.settled()
         await self.mending.settled()
         if self.ranked is not None:
             await self.ranked.settled()
@@ -331,35 +337,11 @@ class Engine:
         if self.ranked is not None:
             await self.ranked.team.all_told()
 
-    # -- restoring ----------------------------------------------------------------------------------------
-
-    async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of a restore's work; of several ranks all succeed or none does."""
-        return await (self.looking(work) if self.ranked is None else self.ranked.restores.together(work))
+    # -- looking ------------------------------------------------------------------------------------------
 
     async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
         return await (work() if self._refresh is None else self._refresh.looking(work, packs=packs))
-
-    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
-        """The step that a restore takes, the same on all ranks; None when the store is empty.
-
-        Raises:
-            Invalid: the ranks do not want the same.
-            NotFound: a step number that no tier holds.
-            TierUnavailable: nothing was found, and a tier that may hold something does not answer.
-            Corrupt: every step there is has a damaged commit.
-            RanksUnavailable: other ranks do not restore too.
-        """
-        if self.ranked is not None:
-            return await self.ranked.restores.look_up(wanted)
-        return await look_up(self.state, wanted.step)
-
-    def note_restored(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
-        """Note a step that was restored to train on; the next save decides what it continues."""
-        self.state.branch.note(step, record, named=named, resume=resume)
-        if self.ranked is not None:
-            self.ranked.plan.reset()
 
 
 def _sharers(nearest: TierConfig, team: Team | None) -> int:

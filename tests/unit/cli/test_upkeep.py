@@ -96,6 +96,6 @@ def test_what_a_crash_left_in_ram_outlives_upkeep(told: Told, config: Path) -> N
     store = CheckpointStore.open(config).sync()
     store.__enter__()
     store.save(1, {"w": np.ones(100)})
-    store.store.close_blocking(clean=False)
+    store._life.close_blocking(clean=False)
     told("promote", config, 1, "archive")
     assert set(where(told, config)[1]) >= {"ram", "archive"}

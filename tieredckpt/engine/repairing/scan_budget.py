@@ -7,14 +7,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
+from tieredckpt.engine.restoring.reader import Place
 from tieredckpt.errors import Invalid
 
-__all__ = ["Place", "Scan"]
+__all__ = ["Scan"]
 
 T = TypeVar("T")
-
-Place = tuple[str, int, bytes]
-"""Where a chunk is looked for: file, offset, digest."""
 
 _BATCH = 64 << 20
 _BATCH_SECONDS = 0.25

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread, settle, together
-from tieredckpt.engine.repairing.scan_budget import Place, Scan
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.targets import check_targets
@@ -28,9 +27,14 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Chunk, StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Read", "check", "fill"]
+__all__ = ["Place", "Read", "check", "fill"]
+
+T = TypeVar("T")
 
 Bytes = npt.NDArray[np.uint8]
+
+Place = tuple[str, int, bytes]
+"""Where a chunk is looked for: file, offset, digest."""
 
 _DIGESTED_SIZE = 192 << 20
 """Bytes asked for at a time of a store that digests them, or one run: each read ends within the deadline of a tier that
@@ -63,6 +67,16 @@ class Run:
     offset: int
     end: int
     pieces: list[Piece] = field(default_factory=list)
+
+
+class Scan(Protocol):
+    """How a check of many steps is paced, and what it has seen; see `tieredckpt.engine.repairing.scan_budget`."""
+
+    intact: dict[Place, bool]
+
+    def batches(self, items: Iterable[tuple[T, int]]) -> Iterator[list[T]]: ...
+
+    async def turn(self, nbytes: int) -> None: ...
 
 
 async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:

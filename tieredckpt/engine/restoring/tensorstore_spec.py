@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tieredckpt._redact import without_secrets
 from tieredckpt.blobs.chfs.choice import driver_spec
 from tieredckpt.config import ChfsTier, KvstoreTier
 from tieredckpt.engine.restoring.moved import unless_moved
@@ -14,7 +15,6 @@ from tieredckpt.errors import NotFound
 from tieredckpt.format import layout, zarr
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.manifest import StepId, StepIndex
-from tieredckpt.redact import without_secrets
 
 __all__ = ["array_spec", "spec_of"]
 
