@@ -42,13 +42,14 @@ from tieredckpt.engine.ranks.restore.read_only_ram import look_on
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import Mending
 from tieredckpt.engine.restoring.lookup import look_up
-from tieredckpt.engine.restoring.restore import Alone, Restorer
+from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.save import Saved, Writer
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import Role, State
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.together import Alone, AmongRanks
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
@@ -152,7 +153,7 @@ class Engine:
             self.by_hand = ByAgent(self.state, self.collector, self.link)
         self._refresh = Refresh(self.state) if self._read_only else None
         self.mending = Mending(self.state, self.collector, self.link)
-        together = Alone(self.state, self.looking) if self.ranked is None else self.ranked.restores
+        together = Alone(self.state, self.looking) if self.ranked is None else AmongRanks(self.ranked)
         self.restorer = Restorer(self.state, together, self.mending.behind)
         self._writer = Writer(self.state, self.collector)
         self.inventory = Inventory(self.state)

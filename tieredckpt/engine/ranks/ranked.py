@@ -92,12 +92,13 @@ class Ranked:
         self.agreement = Agreement(state, collector.evictor, team, self._commit_streamed, self.take_gone, self._forget)
         self.commits = Commits(state, collector, team, self.agreement)
         self.opening = Opening(state, collector.evictor, team, self.agreement, self.commits, open_tiers)
+        self.restores = Restores(
+            state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
+        )
         self.reports = Reports(state, collector, team, promote_at_once)
-        self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
-        shared, gone = (state, team, self.agreement, self.opening), (self.take_gone, self._still_gone, self._forget)
-        self.restores = Restores(*shared, self.reports, self.plan, look_up, *gone)
         first = state.config.tiers[0]
         self.replicas = Replicas(state, collector, team, self.commits, first) if replicates(first) else None
+        self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
         """Serial and step of what this rank has let go from RAM, for the leader."""
@@ -306,8 +307,7 @@ class Ranked:
             case Evicted():
                 await self._evicted(message)
             case Stuck():
-                step = StepId(message.serial, message.step)
-                state.tier(message.tier).stuck[step] = message.failure.error()
+                state.tier(message.tier).stuck[StepId(message.serial, message.step)] = message.failure.error()
             case SaveAt():
                 self._save_at(message)
             case TierNews():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.restoring.lookup import Wanted
 from tieredckpt.engine.restoring.pieces import Form
 from tieredckpt.engine.restoring.reader import Read, fill
 from tieredckpt.engine.restoring.restored import Restored
@@ -32,7 +32,7 @@ from tieredckpt.tree.flatten import unflatten
 from tieredckpt.tree.match import Match, match
 from tieredckpt.tree.select import select
 
-__all__ = ["Alone", "Repair", "Restorer", "TogetherWithOthers"]
+__all__ = ["Repair", "Restorer", "Together"]
 
 T = TypeVar("T")
 
@@ -52,10 +52,10 @@ class _Shape:
     as_: MadeAs
 
 
-class TogetherWithOthers(Protocol):
-    """What a restore does with the other ranks; `Alone` is that of a store of one rank."""
+class Together(Protocol):
+    """What a restore does with the other ranks, as whoever makes a `Restorer` gives it."""
 
-    async def together(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run this rank's work of a restore. Raises if it fails on any rank."""
         ...
 
@@ -71,49 +71,24 @@ class TogetherWithOthers(Protocol):
         """
         ...
 
-    async def begin(self) -> bool:
+    async def begin_reading(self) -> bool:
         """Return when all ranks can read; whether there are other ranks, which may need chunks that this one has."""
         ...
 
-    def damaged(self, step: StepId, damage: Iterable[Damage], unreadable: Unreadable) -> None:
-        """Report damage that this rank has found."""
+    def damaged(self, step: StepId, damage: Sequence[Damage], unreadable: Unreadable) -> None:
+        """Report damage that this process does not repair itself."""
         ...
 
     def restored(self) -> None:
-        """Forget which steps were to be saved: training goes on from another step."""
+        """A step was restored to train on."""
         ...
-
-
-class Alone:
-    """A restore of a store of one rank; ``looking`` runs work that reads what the store holds now."""
-
-    def __init__(
-        self, state: State, looking: Callable[[Callable[[], Coroutine[Any, Any, Any]]], Awaitable[Any]]
-    ) -> None:
-        self._state, self._looking = state, looking
-
-    async def together(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        found: T = await self._looking(work)
-        return found
-
-    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
-        return await look_up(self._state, wanted.step)
-
-    async def begin(self) -> bool:
-        return False
-
-    def damaged(self, step: StepId, damage: Iterable[Damage], unreadable: Unreadable) -> None:
-        pass  # `Repair` does all
-
-    def restored(self) -> None:
-        pass  # the schedule is asked at every step
 
 
 class Restorer:
     """Restores steps of one store. Lives on the engine's loop."""
 
-    def __init__(self, state: State, ranks: TogetherWithOthers, repair: Repair) -> None:
-        self._state, self._ranks, self._repair = state, ranks, repair
+    def __init__(self, state: State, together: Together, repair: Repair) -> None:
+        self._state, self._together, self._repair = state, together, repair
 
     async def restore(
         self,
@@ -130,20 +105,20 @@ class Restorer:
         """See `CheckpointStore.restore`; ``loop``, the engine's, verifies views later."""
         wanted = Wanted(step, keys is None, resume)
         shape = _Shape(keys, like, into, as_ or "numpy")
-        found = await self._ranks.together(partial(self._restore, loop, wanted, shape, copy=copy))
+        found = await self._together.restoring(partial(self._restore, loop, wanted, shape, copy=copy))
         if found is None:
             return None
         restored, chosen, record = found
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it
             self._state.branch.note(chosen, record, named=step is not None, resume=resume is True)
-            self._ranks.restored()
+            self._together.restored()
         return restored
 
     async def _restore(
         self, loop: EngineLoop, wanted: Wanted, shape: _Shape, *, copy: bool
     ) -> tuple[Restored, StepId, StepRecord] | None:
         """This rank's share of a restore, with the step that was restored."""
-        found = await self._ranks.look_up(wanted)
+        found = await self._together.look_up(wanted)
         if found is None:
             return None
         step, record = found
@@ -162,7 +137,7 @@ class Restorer:
     async def _read(self, step: StepId, targets_for: Callable[[StepIndex], Arrays]) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
         begin = time.monotonic()
-        await self._ranks.begin()
+        await self._together.begin_reading()
         read = await self._fill(step, targets_for)
         self._state.events.emit(StepRestored(step.step, step.serial, read.sources, time.monotonic() - begin))
         return read
@@ -173,7 +148,7 @@ class Restorer:
             targets = await asyncio.to_thread(targets_for, source.index)
             sources = await fill(state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
-        self._ranks.damaged(step, damage, unreadable)
+        self._together.damaged(step, damage, unreadable)
         if (damage or unreadable) and not state.read_only:
             self._repair(step, damage, unreadable)
         return Read(step, record, dict(targets), sources)
@@ -195,7 +170,7 @@ class Restorer:
         check = partial(self._check_views, step, index, dict(arrays))
         sources = {self._state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
         rest = {name: form for name, form in forms.items() if name not in arrays}
-        has_others = await self._ranks.begin()
+        has_others = await self._together.begin_reading()
         if rest or has_others:  # which may need chunks that this rank has
             copied = await self._fill(step, lambda _: empty_targets(step, rest))
             for key, array in copied.arrays.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,13 +23,11 @@ from tieredckpt.engine.ranks.communicator import LEADER
 from tieredckpt.engine.ranks.group import Team, bow_out, consult
 from tieredckpt.engine.ranks.messages import Chosen
 from tieredckpt.engine.ranks.open import Opening
-from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.node_ram import near
 from tieredckpt.engine.ranks.restore.peers import Sharing
 from tieredckpt.engine.ranks.restore.rendezvous import Meeting
-from tieredckpt.engine.ranks.schedule import Plan
 from tieredckpt.engine.restoring.lookup import Wanted
-from tieredckpt.engine.restoring.source import ChosenStep, Damage
+from tieredckpt.engine.restoring.source import ChosenStep
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
@@ -69,8 +67,6 @@ class Restores:
         team: Team,
         agreement: Agreement,
         opening: Opening,
-        reports: Reports,
-        plan: Plan,
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
         gone: Callable[[], Steps],
         still_gone: Callable[[Steps], None],
@@ -80,8 +76,6 @@ class Restores:
         self._team = team
         self._agreement = agreement
         self._opening = opening
-        self._reports = reports
-        self._plan = plan
         self._look_up = look_up
         self._gone = gone
         self._still_gone = still_gone
@@ -155,8 +149,8 @@ class Restores:
                 self._state.chosen = None
         return result[0]
 
-    async def begin(self, failure: Exception | None = None) -> bool:
-        """Begin to read, once all ranks can: where one cannot, none waits for what that one was to pass on. True."""
+    async def begin(self, failure: Exception | None = None) -> None:
+        """Begin to read, once all ranks can: where one cannot, none waits for what that one was to pass on."""
         self._begun = True
 
         async def ready() -> bytes:
@@ -166,17 +160,6 @@ class Restores:
 
         await consult(self._team, f"reading/{self._number}", ready(), _agree)
         self._reading = True
-        return True
-
-    def damaged(
-        self, step: StepId, damage: Iterable[Damage], unreadable: Iterable[tuple[Tier, TieredCkptError]]
-    ) -> None:
-        """See `Reports.damaged`."""
-        self._reports.damaged(step, damage, unreadable)
-
-    def restored(self) -> None:
-        """See `Plan.reset`."""
-        self._plan.reset()
 
     # -- who gives up -------------------------------------------------------------------------------------
 
