@@ -1,4 +1,4 @@
-"""An agent that a store starts: ``python -m tieredckpt.engine.agent``, with the configuration on its input."""
+"""An agent that a store starts: ``python -m tieredckpt.agent``, with the configuration on its input."""
 
 from __future__ import annotations
 

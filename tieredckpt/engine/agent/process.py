@@ -51,7 +51,7 @@ class AgentProcess:
             if os.fstat(log).st_size > _LOG_MAX:
                 os.ftruncate(log, 0)
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tieredckpt.engine.agent"],
+                [sys.executable, "-P", "-m", "tieredckpt.agent"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -1,7 +1,7 @@
 """How the ranks of a training speak: small messages with deadlines and, where it can be, bulk bytes.
 
 A *coordinator* is one rank's end of that. `Solo` is the one of a training with a single process; those over
-other engines are in `tieredckpt.engine.coordinators`. What several ranks do together is written here once,
+other engines are in `tieredckpt.engine.transport`. What several ranks do together is written here once,
 as functions over any coordinator: `gather`, `broadcast`, `exchange`, `barrier`. In all of them rank 0 leads.
 """
 
