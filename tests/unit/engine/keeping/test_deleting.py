@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,6 +158,25 @@ async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
         assert await store.all_steps() == (2, 3)
 
 
+async def test_a_step_is_not_promoted_while_it_is_deleted(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    far = folder(tmp_path / "far", promote={"kind": "on_signal", "signal": "now"}, retain="all")
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all"), "far": far}
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        disk = faults["disk"].hold("delete", key="steps/*")
+        deleting = asyncio.create_task(store.delete(2, force=True))
+        await disk.reached()
+        store.signal("now")
+        await store.flush()
+        assert await store.where(2) == ("disk",)
+        disk.release()
+        await deleting
+        assert await store.all_steps() == (1,)
+
+
 async def test_a_store_that_is_only_looked_at_deletes_nothing(place: Place) -> None:
     async with place.opened(1, 2):
         pass
@@ -181,6 +201,8 @@ async def test_of_several_ranks_rank_0_deletes_for_all(shared_memory: Path, tmp_
             await store._life.loop.call(state.changed.until(lambda: [step.step for step in state.records()] == [2]))
 
         await ranks.all(gone)
+        newest = [store._life.engine.state.branch.newest for store in ranks.stores]
+        assert [step and step.step for step in newest] == [2, 2, 2]  # what the next save continues
         assert await ranks.all(lambda store, rank: store.latest_step()) == [2, 2, 2]
         await ranks.reached(await ranks.save(3, seed=30), "disk")  # the number is free on every rank
         assert await ranks.all(lambda store, rank: store.all_steps()) == [(2, 3)] * 3
