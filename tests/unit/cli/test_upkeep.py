@@ -1,4 +1,4 @@
-"""`promote`, `evict` and `collect`: what they are told to do, and nothing besides."""
+"""`promote`, `evict`, `delete` and `collect`: what they are told to do, and nothing besides."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def test_the_last_good_copy_is_not_evicted(run: Run, told: Told, trained: Path) 
     assert result.exit_code == 1
     assert result.stderr.startswith("Conflict: cannot evict")
     assert where(told, trained)[3] == ["ram", "disk"]
+
+
+def test_a_step_is_deleted_from_every_tier_and_the_newest_by_force(run: Run, told: Told, trained: Path) -> None:
+    told("delete", trained, 2)
+    assert 2 not in where(told, trained)
+    result = run("delete", trained, 3)
+    assert (result.exit_code, result.stderr[:23]) == (1, "Conflict: cannot delete")
+    told("delete", trained, 3, "--force")
+    assert 3 not in where(told, trained)
 
 
 def test_what_is_not_there_can_be_neither_promoted_nor_evicted(run: Run, trained: Path) -> None:
