@@ -30,6 +30,52 @@ _SHARED_MEMORY = Path("/dev/shm")
 _GRACE = 30.0
 """Seconds that what ends by itself, or belongs to a run beside this one, is given to go away."""
 
+_FAST = (
+    "unit/blobs/ram/test_regions.py",
+    "unit/blobs/test_blob_keys.py",
+    "unit/blobs/test_faulty.py",
+    "unit/blobs/test_wrap.py",
+    "unit/config",
+    "unit/engine/ranks/replicas/test_placement.py",
+    "unit/engine/ranks/restore/test_message_bulk.py",
+    "unit/engine/ranks/restore/test_plan.py",
+    "unit/engine/ranks/restore/test_transfer.py",
+    "unit/engine/saving/test_sealing.py",
+    "unit/engine/saving/test_snapshot.py",
+    "unit/engine/state/test_step_table.py",
+    "unit/engine/test_loop.py",
+    "unit/engine/test_scratch.py",
+    "unit/engine/tier/test_chunk_index.py",
+    "unit/engine/tier/test_slab_index.py",
+    "unit/format",
+    "unit/plan/test_model.py",
+    "unit/policy",
+    "unit/test_border.py",
+    "unit/test_policies_that_decide.py",
+    "unit/test_shipped_policies.py",
+    "unit/test_units.py",
+    "unit/tree",
+)
+"""Folders and files of the fast lane, ``pytest -m fast``: what starts no process and opens no store."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the fast lane, but for those of its tests that are slow, need shared memory, a process or a store."""
+    here = Path(__file__).parent
+    fast = tuple(here / place for place in _FAST)
+    if missing := [str(place) for place in fast if not place.exists()]:
+        raise pytest.UsageError(f"tests of the fast lane are not there: {', '.join(missing)}; name them anew in _FAST")
+    for item in items:
+        if any(item.path.is_relative_to(place) for place in fast) and not _needs_more(item):
+            item.add_marker(pytest.mark.fast)
+
+
+def _needs_more(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") is not None or "shared_memory" in getattr(item, "fixturenames", ()):
+        return True
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    return code is not None and not {"subprocess", "CheckpointStore"}.isdisjoint(code.co_names)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -6,14 +6,15 @@
         restored = await store.restore(like=state)
         ckpt = await store.save(step, state)
         await ckpt.reached("disk")
+
+The import loads nothing but the errors; every other name is imported when it is first used.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.config import StoreConfig
 from tieredckpt.errors import (
     Closed,
     Conflict,
@@ -26,36 +27,192 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailable,
 )
-from tieredckpt.inventory import ArrayInfo, StepDetails, StepInfo, TierInfo
-from tieredckpt.store import CheckpointStore
-from tieredckpt.sync import SyncCheckpoint, SyncRestored, SyncStore
-from tieredckpt.tree.shards import Shard, Sharded
+
+if TYPE_CHECKING:
+    from tieredckpt.checkpoint import Checkpoint, Restored, SyncCheckpoint, SyncRestored
+    from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+    from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
+    from tieredckpt.engine.keeping.collector import Collected
+    from tieredckpt.engine.ranks.communicator import Coordinator
+    from tieredckpt.engine.repairing.verify import Verified
+    from tieredckpt.engine.saving.save import Saved
+    from tieredckpt.engine.transport.jax import JaxRanks
+    from tieredckpt.engine.transport.mpi import MpiRanks
+    from tieredckpt.engine.transport.torch import TorchRanks
+    from tieredckpt.events import (
+        ChunkRepaired,
+        CommitFailed,
+        Event,
+        OriginIgnored,
+        RamLeftAlone,
+        ReplicationFailed,
+        RetentionCut,
+        SaveFailed,
+        SaveSkipped,
+        StepAgreed,
+        StepEvicted,
+        StepPromoted,
+        StepReplicated,
+        StepRestored,
+        StepSaved,
+        TierFailed,
+        TierRecovered,
+    )
+    from tieredckpt.format.manifest import StepId
+    from tieredckpt.policy import Observed
+    from tieredckpt.preempt import Preemption, preemption
+    from tieredckpt.store import CheckpointStore
+    from tieredckpt.sync import SyncStore
+    from tieredckpt.tree.shards import Shard, Sharded
+
+    __version__: str
 
 __all__ = [
     "ArrayInfo",
     "Checkpoint",
     "CheckpointStore",
+    "ChfsTier",
+    "ChunkRepaired",
     "Closed",
+    "Collected",
+    "CommitFailed",
     "Conflict",
+    "Coordinator",
     "Corrupt",
+    "DamagedStep",
+    "Event",
     "Invalid",
+    "JaxRanks",
+    "KvstoreTier",
+    "MpiRanks",
     "NoSpace",
     "NotFound",
+    "Observed",
+    "OriginIgnored",
+    "PosixTier",
+    "Preemption",
+    "RamLeftAlone",
+    "RamTier",
     "RanksUnavailable",
+    "ReplicationFailed",
     "Restored",
+    "RetentionCut",
+    "SaveFailed",
+    "SaveSkipped",
+    "Saved",
+    "Scalar",
     "Shard",
     "Sharded",
     "ShortRead",
+    "StepAgreed",
     "StepDetails",
+    "StepEvicted",
+    "StepId",
     "StepInfo",
+    "StepPromoted",
+    "StepReplicated",
+    "StepRestored",
+    "StepSaved",
     "StoreConfig",
     "SyncCheckpoint",
     "SyncRestored",
     "SyncStore",
+    "TierConfig",
+    "TierFailed",
     "TierInfo",
+    "TierRecovered",
     "TierUnavailable",
     "TieredCkptError",
+    "TorchRanks",
+    "Verified",
     "__version__",
+    "preemption",
 ]
 
-__version__ = version("tieredckpt")
+_HOMES = {
+    "tieredckpt.checkpoint": (
+        "Checkpoint",
+        "Restored",
+        "SyncCheckpoint",
+        "SyncRestored",
+    ),
+    "tieredckpt.config": (
+        "ChfsTier",
+        "KvstoreTier",
+        "PosixTier",
+        "RamTier",
+        "StoreConfig",
+        "TierConfig",
+    ),
+    "tieredckpt.engine.inventory": (
+        "ArrayInfo",
+        "DamagedStep",
+        "Scalar",
+        "StepDetails",
+        "StepInfo",
+        "TierInfo",
+    ),
+    "tieredckpt.engine.keeping.collector": ("Collected",),
+    "tieredckpt.engine.ranks.communicator": ("Coordinator",),
+    "tieredckpt.engine.repairing.verify": ("Verified",),
+    "tieredckpt.engine.saving.save": ("Saved",),
+    "tieredckpt.engine.transport.jax": ("JaxRanks",),
+    "tieredckpt.engine.transport.mpi": ("MpiRanks",),
+    "tieredckpt.engine.transport.torch": ("TorchRanks",),
+    "tieredckpt.events": (
+        "ChunkRepaired",
+        "CommitFailed",
+        "Event",
+        "OriginIgnored",
+        "RamLeftAlone",
+        "ReplicationFailed",
+        "RetentionCut",
+        "SaveFailed",
+        "SaveSkipped",
+        "StepAgreed",
+        "StepEvicted",
+        "StepPromoted",
+        "StepReplicated",
+        "StepRestored",
+        "StepSaved",
+        "TierFailed",
+        "TierRecovered",
+    ),
+    "tieredckpt.format.manifest": ("StepId",),
+    "tieredckpt.policy": ("Observed",),
+    "tieredckpt.preempt": (
+        "Preemption",
+        "preemption",
+    ),
+    "tieredckpt.store": ("CheckpointStore",),
+    "tieredckpt.sync": ("SyncStore",),
+    "tieredckpt.tree.shards": (
+        "Shard",
+        "Sharded",
+    ),
+}
+"""Where each name is defined that is imported when it is first used."""
+
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = frozenset(
+    {"checkpoint", "concurrency", "config", "events", "policy", "preempt", "settings", "store", "sync", "units"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        return import_module(f"tieredckpt.{name}")  # which makes it an attribute
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version("tieredckpt")
+    else:
+        raise AttributeError(f"module 'tieredckpt' has no attribute {name!r}")
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,18 +1,21 @@
-"""What a save and a restore hand to the trainer: `Checkpoint` and `Restored`."""
+"""What a save and a restore hand to the trainer: `Checkpoint` and `Restored`, and their blocking forms."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.errors import NotFound
 
-__all__ = ["Checkpoint", "Restored"]
+if TYPE_CHECKING:
+    from tieredckpt.engine.engine import Engine
+    from tieredckpt.engine.loop import EngineLoop
+    from tieredckpt.engine.saving.save import Saved
+
+__all__ = ["Checkpoint", "Restored", "SyncCheckpoint", "SyncRestored"]
 
 
 class Checkpoint:
@@ -22,7 +25,7 @@ class Checkpoint:
         self.step = step
         """The trainer's number."""
         self._engine = engine
-        self.engine_loop = loop
+        self._loop = loop
         """Where the store's work runs."""
         self._saving = saving
 
@@ -33,7 +36,7 @@ class Checkpoint:
     @property
     def saved(self) -> Saved | None:
         """What the save did: bytes, new bytes, seconds; None while a capture by reference is under way."""
-        if isinstance(self._saving, Saved):
+        if not isinstance(self._saving, asyncio.Task):
             return self._saving
         if self._saving.done() and not self._saving.cancelled() and self._saving.exception() is None:
             return self._saving.result()
@@ -53,17 +56,54 @@ class Checkpoint:
             TieredCkptError: the error that keeps the tier from it; the store goes on trying.
             Invalid: a captured array was donated or deleted before it was copied.
         """
-        await self.engine_loop.call(self._reached(tier))
+        await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:
-        saved = self._saving if isinstance(self._saving, Saved) else await asyncio.shield(self._saving)
+        saving = self._saving
+        saved = await asyncio.shield(saving) if isinstance(saving, asyncio.Task) else saving
         if saved.skipped:
             raise NotFound(saved.skipped)
         await self._engine.reached(saved.step, tier)
 
 
+class SyncCheckpoint:
+    """A save; see `Checkpoint`."""
+
+    def __init__(self, checkpoint: Checkpoint, loop: EngineLoop) -> None:
+        self._checkpoint = checkpoint
+        self._loop = loop
+
+    def __repr__(self) -> str:
+        return f"Sync{self._checkpoint!r}"
+
+    @property
+    def step(self) -> int:
+        """The trainer's number."""
+        return self._checkpoint.step
+
+    @property
+    def saved(self) -> Saved | None:
+        """What the save did: bytes, new bytes, seconds; None while a capture by reference is under way."""
+        return self._checkpoint.saved
+
+    @property
+    def skipped(self) -> str:
+        """Why the save was not made, because RAM was full and what ``when_full`` says did not help; else empty."""
+        return self._checkpoint.skipped
+
+    def reached(self, tier: str) -> None:
+        """Return when ``tier`` holds this step as durably as the tier can.
+
+        Raises:
+            NotFound: it will not get there: it is not due on that tier, was skipped or evicted; or no such tier.
+            TieredCkptError: the error that keeps the tier from it; the store goes on trying.
+            Invalid: a captured array was donated or deleted before it was copied.
+        """
+        self._loop.call_blocking(self._checkpoint.reached(tier))
+
+
 @dataclass(frozen=True, slots=True)
-class Restored:
+class SyncRestored:
     """A step brought back."""
 
     step: int
@@ -72,18 +112,20 @@ class Restored:
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
     """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
-    _check: Callable[[], Awaitable[None]] | None = field(default=None, repr=False, compare=False)
+    _restored: Restored = field(repr=False, compare=False)
+    _loop: EngineLoop | None = field(repr=False, compare=False)
+    """Of views alone: copies need the store no more, and do not keep it open."""
 
     @property
     def views(self) -> bool:
         """Whether some arrays are views of RAM, for `verified` to check."""
-        return self._check is not None
+        return self._restored.views
 
-    async def verified(self) -> None:
+    def verified(self) -> None:
         """Return when every digest was checked; `Corrupt` names the arrays that are damaged.
 
         Copies are verified before `CheckpointStore.restore` returns, and this returns at once. Views
         (``copy=False``) are handed out first and checked when this is called.
         """
-        if self._check is not None:
-            await self._check()
+        if self._loop is not None:
+            self._loop.call_blocking(self._restored.verified())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tieredckpt.callbacks import Callback, is_failure
+from tieredckpt._callbacks import Callback, is_failure
 
 __all__ = [
     "ChunkRepaired",

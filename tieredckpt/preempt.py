@@ -27,14 +27,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from tieredckpt.blobs.base import Survives
-from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, TieredCkptError
-from tieredckpt.format.manifest import StepId
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
+
+if TYPE_CHECKING:
+    from tieredckpt.blobs.base import Survives
+    from tieredckpt.engine.tier.tier import Tier
+    from tieredckpt.format.manifest import StepId
 
 __all__ = ["EXIT_STATUS", "Preemption", "preemption"]
 
@@ -69,7 +71,7 @@ def preemption(
         Invalid: without a positive time; when entered anywhere but in the main thread, which gets the signals.
         NotFound: there is no such tier.
     """
-    return Preemption(store.store if isinstance(store, SyncStore) else store, seconds, tier, name, on)
+    return Preemption(store._store if isinstance(store, SyncStore) else store, seconds, tier, name, on)
 
 
 class Preemption:
@@ -82,7 +84,8 @@ class Preemption:
             raise Invalid("a signal needs a name")
         self.raised = False
         """Whether the warning came: the training should save and stop."""
-        self._state = store.engine.state
+        self._engine = store._life.open_engine
+        self._state = self._engine.state
         self._store = store
         self._seconds = seconds
         self._tier = self._state.tier(tier) if tier is not None else self._safest()
@@ -96,6 +99,8 @@ class Preemption:
         self._why = ""
 
     def _safest(self) -> Tier:
+        from tieredckpt.blobs.base import Survives
+
         def safety(tier: Tier) -> Survives:
             return tier.survives if tier.config.survives is None else Survives.named(tier.config.survives)
 
@@ -151,9 +156,9 @@ class Preemption:
     def _promote_newest(self) -> bool:
         """Whether the tier has the newest step, before the time is out."""
         newest = self._state.newest()
-        kept = not self._store.captures.pending and (newest is None or newest in self._tier.held)
+        kept = not self._engine.captures.pending and (newest is None or newest in self._tier.held)
         left = self._warned_at + self._seconds - time.monotonic()
-        work = self._store.engine_loop.submit(self._keep())
+        work = self._store._life.loop.submit(self._keep())
         try:
             step = work.result(max(0.0, left))
         except TimeoutError:
@@ -168,18 +173,18 @@ class Preemption:
 
     async def _keep(self) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
-        await self._store.captures.settled()
+        await self._engine.captures.settled()
         while (step := self._state.newest()) is not None and step not in self._tier.held:
             try:
                 await self._promote(step)
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
                 self._why = str(error)
                 await self._state.changed.wait(_TRY_AGAIN)
-        await self._store.engine.mode.told()  # the other ranks wait for that as well, and this process ends
+        await self._engine.mode.told()  # the other ranks wait for that as well, and this process ends
         return step
 
     async def _promote(self, step: StepId) -> None:
-        await self._store.engine.promote_at_once(step, self._tier)
+        await self._engine.promote_at_once(step, self._tier)
 
     def _passed(self) -> float:
         return time.monotonic() - self._warned_at

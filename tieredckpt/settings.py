@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from tieredckpt._redact import redacted
 from tieredckpt.errors import Invalid
-from tieredckpt.redact import redacted
 
 __all__ = ["Problem", "Settings", "did_you_mean", "dotted", "explain", "problems", "refusal"]
 

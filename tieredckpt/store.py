@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tieredckpt.arguments import checked_metrics, checked_patterns, checked_step
+from tieredckpt._arguments import checked_metrics, checked_patterns, checked_step
 from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.concurrency import in_thread
-from tieredckpt.config import StoreConfig, load
-from tieredckpt.engine.keeping.collector import Collected
-from tieredckpt.engine.ranks.communicator import Coordinator
-from tieredckpt.engine.repairing.verify import Verified
-from tieredckpt.engine.restoring.tensorstore_spec import array_spec
-from tieredckpt.engine.saving.save import Saved
 from tieredckpt.errors import Invalid
-from tieredckpt.events import Event
-from tieredckpt.inventory import StepDetails, StepInfo, TierInfo, describe, list_steps, list_tiers, where
-from tieredckpt.life import StoreLife
-from tieredckpt.policy.views import Observed
-from tieredckpt.restoring import restore
-from tieredckpt.tree.flatten import flatten
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what a store needs is imported when one is opened
+    import os
+    from types import TracebackType
+
+    from tieredckpt._life import StoreLife
+    from tieredckpt.config import StoreConfig
+    from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
+    from tieredckpt.engine.keeping.collector import Collected
+    from tieredckpt.engine.ranks.communicator import Coordinator
+    from tieredckpt.engine.repairing.verify import Verified
+    from tieredckpt.events import Event
+    from tieredckpt.policy.views import Observed
     from tieredckpt.sync import SyncStore
 
 __all__ = ["CheckpointStore"]
 
-T = TypeVar("T")
 
-
-class CheckpointStore(StoreLife):
+class CheckpointStore:
     """Stores the checkpoints of a training in tiers.
 
     ::
@@ -45,6 +39,10 @@ class CheckpointStore(StoreLife):
 
     Made by `open`; usable from any event loop and thread. All work happens on the store's own loop and threads.
     """
+
+    def __init__(self, life: StoreLife) -> None:
+        """Use `open`."""
+        self._life = life
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -81,16 +79,34 @@ class CheckpointStore(StoreLife):
         A store that nobody refers to any more is closed, as by an exception, and one that is open when the process
         ends is closed then; both leave in RAM what is on no other tier.
         """
-        return cls(load(source), read_only=read_only, ranks=ranks, takeover=takeover)
+        from tieredckpt._life import StoreLife
+        from tieredckpt.config import load
+
+        return cls(StoreLife(load(source), read_only=read_only, ranks=ranks, takeover=takeover))
+
+    @classmethod
+    def open_sync(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig,
+        *,
+        read_only: bool = False,
+        ranks: Coordinator | Literal["auto"] | None = "auto",
+        takeover: bool = False,
+    ) -> SyncStore:
+        """The blocking face of a store, opened: for programs without an event loop and without a ``with`` block.
+
+        Close it with `SyncStore.close`, or use it in ``with``. Arguments and errors are those of `open`.
+        """
+        return cls.open(source, read_only=read_only, ranks=ranks, takeover=takeover).sync()._open()
 
     async def __aenter__(self) -> Self:
-        await self._open()
+        await self._life.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._close(clean=kind is None)
+        await self._life.close(clean=kind is None)
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self.__aenter__().__await__()
@@ -102,10 +118,10 @@ class CheckpointStore(StoreLife):
         as `Closed` if it has not ended when everything is promoted; what is called later is `Closed`. A forked
         process closes nothing of its parent's.
         """
-        await self._close(clean=True)
+        await self._life.close(clean=True)
 
     def sync(self) -> SyncStore:
-        """The blocking face of this store, for trainers without an event loop."""
+        """The blocking face of this store, for trainers without an event loop; open it with ``with``."""
         from tieredckpt.sync import SyncStore  # it is built on this module
 
         return SyncStore(self)
@@ -114,20 +130,18 @@ class CheckpointStore(StoreLife):
 
     def due(self, step: int) -> bool:
         """Whether the schedule wants a save after ``step``."""
-        self.engine_loop  # noqa: B018  # raises Closed before opening
-        return self._engine.is_due(checked_step(step))
+        return self._life.open_engine.is_due(checked_step(step))
 
     def observed(self) -> Observed:
         """What schedules see: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
-        self.engine_loop  # noqa: B018  # raises Closed before opening
-        return self._engine.state.observe()
+        return self._life.open_engine.state.observe()
 
     def signal(self, name: str, *, on: bool = True) -> None:
         """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; from any thread or handler."""
-        loop = self.engine_loop
-        self._engine.state.observation.signal(name, on=on)
-        loop.soon(self._engine.state.changed.beat)
-        loop.soon(partial(self._engine.mode.signalled, name, on=on))
+        loop, engine = self._life.loop, self._life.engine
+        engine.state.observation.signal(name, on=on)
+        loop.soon(engine.state.changed.beat)
+        loop.soon(partial(engine.mode.signalled, name, on=on))
 
     async def save(
         self,
@@ -163,30 +177,19 @@ class CheckpointStore(StoreLife):
         """
         step, given = checked_step(step), checked_metrics(metrics)
         replicated = checked_patterns("replicated", replicated)
+        loop, engine = self._life.loop, self._life.engine
         if capture == "reference":
-            begin = self._captures.begin
-            saving = await begin(self.engine_loop, step, tree, given, overwrite=overwrite, replicated=replicated)
-            return Checkpoint(step, self._engine, self.engine_loop, saving)
+            begin = engine.captures.begin
+            saving = await begin(loop, step, tree, given, overwrite=overwrite, replicated=replicated)
+            return Checkpoint(step, engine, loop, saving)
         if capture != "copy":
             raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
-        save = partial(self._save, step, tree, given, overwrite, replicated)
-        saved = await self.engine_loop.call(self._captures.awaited(save))
-        return Checkpoint(step, self._engine, self.engine_loop, saved)
-
-    async def _save(
-        self, step: int, tree: Any, metrics: Mapping[str, float], overwrite: bool, replicated: Sequence[str]
-    ) -> Saved:
-        origin = self._engine.state.branch.origin  # a restore that is called from here on comes after this save
-        flat = await in_thread(flatten, tree)
-        return await self._engine.save(step, flat, metrics, overwrite=overwrite, origin=origin, replicated=replicated)
+        copy = engine.captures.copy(step, tree, given, overwrite=overwrite, replicated=replicated)
+        return Checkpoint(step, engine, loop, await loop.call(copy))
 
     async def flush(self) -> None:
         """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
-        await self.engine_loop.call(self._flush())
-
-    async def _flush(self) -> None:
-        await self._captures.settled()
-        await self._engine.flush()
+        await self._life.call(lambda engine: engine.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
 
@@ -197,6 +200,7 @@ class CheckpointStore(StoreLife):
         keys: Sequence[str] | None = None,
         like: Any = None,
         into: Any = None,
+        as_: Literal["saved", "numpy", "torch", "jax"] | None = None,
         copy: bool = True,
         resume: bool | None = None,
     ) -> Restored | None:
@@ -210,9 +214,11 @@ class CheckpointStore(StoreLife):
                 is trained.
             keys: only the leaves under these keys or glob patterns (``params/**``).
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
-                dicts, lists, tuples and NumPy arrays.
+                dicts, lists and tuples, and arrays as ``as_`` says.
             into: a tree of writable arrays that are filled in place, which saves the page faults of new ones. Leaves
                 may be one memory where the step has the same bytes for them.
+            as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and
+                PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
                 from where it would have. By default it forks if its number is not above that of the newest step, and
@@ -224,7 +230,8 @@ class CheckpointStore(StoreLife):
 
         Raises:
             NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or two
+            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or an
+                array cannot be what ``as_`` says, or that framework is not installed. Or two
                 leaves of ``into`` share memory and the step has different bytes for them: nothing was changed. Or the
                 ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
@@ -234,31 +241,39 @@ class CheckpointStore(StoreLife):
             raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
         if into is not None and not copy:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
+        if as_ is not None and (like is not None or into is not None):
+            raise Invalid("`as_` says what arrays are made without `like` and `into`, which say so themselves")
+        if as_ not in (None, "saved", "numpy", "torch", "jax"):
+            raise Invalid(f"as_ is 'saved', 'numpy', 'torch' or 'jax', not {as_!r}")
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
-        return await self.engine_loop.call(
-            restore(self._engine, self.engine_loop, step, keys, like, into, copy=copy, resume=resume)
-        )
+        loop = self._life.loop
+        restorer = self._life.engine.restorer
+        return await loop.call(restorer.restore(loop, step, keys, like, into, as_, copy=copy, resume=resume))
 
     # -- what there is ------------------------------------------------------------------------------------
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers, nearest first."""
-        return tuple(tier.name for tier in self._config.tiers)
+        return tuple(tier.name for tier in self._life.config.tiers)
 
     @property
     def config(self) -> StoreConfig:
         """The configuration in force."""
-        return self._config
-
-    async def _look(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
-        """The result of ``work`` on the engine's loop, which tells what the store holds now."""
-        return await self.engine_loop.call(self._engine.looking(work, packs=packs))
+        return self._life.config
 
     async def steps(self) -> tuple[StepInfo, ...]:
         """Every step that some tier holds, oldest save first."""
-        return await self._look(lambda: list_steps(self._engine.state))
+        return await self._life.look(lambda engine: engine.inventory.steps())
+
+    async def latest_step(self) -> int | None:
+        """The number of the newest step of the branch, which `restore` takes; None when there is none."""
+        return (await self.all_steps() or (None,))[-1]
+
+    async def all_steps(self) -> tuple[int, ...]:
+        """The numbers of the steps of the branch, each once, oldest save first; `steps` tells of those off it too."""
+        return await self._life.look(lambda engine: engine.inventory.numbers())
 
     async def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
@@ -277,16 +292,16 @@ class CheckpointStore(StoreLife):
         """
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
-        return await self._look(lambda: describe(self._engine.state, step, serial, keys))
+        return await self._life.look(lambda engine: engine.inventory.describe(step, serial, keys))
 
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
-        return await self._look(lambda: list_tiers(self._engine.state), packs=True)
+        return await self._life.look(lambda engine: engine.inventory.tiers(), packs=True)
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
         step = None if step is None else checked_step(step)
-        return await self._look(lambda: where(self._engine.state, step))
+        return await self._life.look(lambda engine: engine.inventory.where(step))
 
     async def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
         """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. It has
@@ -294,11 +309,11 @@ class CheckpointStore(StoreLife):
         tier or key that is not there.
         """
         step = checked_step(step)
-        return await self._look(lambda: array_spec(self._engine.state, step, key, tier))
+        return await self._life.look(lambda engine: engine.inventory.spec(step, key, tier))
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
-        return self._events.subscribe(listener)
+        return self._life.events.subscribe(listener)
 
     # -- by hand ------------------------------------------------------------------------------------------
 
@@ -306,15 +321,34 @@ class CheckpointStore(StoreLife):
         """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
         `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self.engine_loop.call(self._engine.by_hand.promote(checked_step(step), tier))
+        return await self._life.call(lambda engine: engine.by_hand.promote(checked_step(step), tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self.engine_loop.call(self._engine.by_hand.evict(checked_step(step), tier))
+        await self._life.call(lambda engine: engine.by_hand.evict(checked_step(step), tier))
+
+    async def delete(self, step: int, *, force: bool = False) -> None:
+        """Delete every copy of a step, on every tier, and every save of that number on the branch.
+
+        With several ranks, rank 0 does it for all. A process that ends meanwhile leaves the step on some tiers: call it
+        again.
+
+        Args:
+            step: which; a number that the branch has not is that of the newest other step of this number.
+            force: also the newest step of the branch, the last step there is, and one whose copies promise 6 keeps; and
+                where a tier does not answer, which then keeps the copies that it has.
+
+        Raises:
+            NotFound: there is no such step.
+            Conflict: it is needed, for the reason given, or is being read; nothing was deleted.
+            TierUnavailable: a tier that may hold it does not answer; without ``force``, nothing was deleted.
+            Invalid: on another rank than 0, or in a store that is only looked at.
+        """
+        await self._life.call(lambda engine: engine.by_hand.delete(checked_step(step), force=force))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
-        return await self.engine_loop.call(self._engine.by_hand.collect())
+        return await self._life.call(lambda engine: engine.by_hand.collect())
 
     async def verify(
         self,
@@ -333,8 +367,8 @@ class CheckpointStore(StoreLife):
             progress: called with the bytes of each part that was read, from any thread.
         """
         step = None if step is None else checked_step(step)
-        return await self._look(
-            lambda: self._engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+        return await self._life.look(
+            lambda engine: engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
         )
 
     async def scrub(
@@ -346,6 +380,6 @@ class CheckpointStore(StoreLife):
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
         """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
-        return await self._look(
-            lambda: self._engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
+        return await self._life.look(
+            lambda engine: engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
         )

@@ -1,28 +1,25 @@
 """`SyncStore`: the blocking face of a store, for trainers without an event loop.
 
-Every method is that of `tieredckpt.CheckpointStore` of the same name, and blocks until it has ended. The work
-runs on the store's own thread in either case.
+A test compares its methods with those of `tieredckpt.CheckpointStore`: the same names, arguments and docstrings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.checkpoint import SyncCheckpoint, SyncRestored
 from tieredckpt.errors import Closed
-from tieredckpt.events import Event
-from tieredckpt.inventory import StepDetails, StepInfo, TierInfo
-from tieredckpt.policy.views import Observed
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from tieredckpt.config import StoreConfig
+    from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.repairing.verify import Verified
-    from tieredckpt.engine.saving.save import Saved
+    from tieredckpt.events import Event
+    from tieredckpt.policy.views import Observed
     from tieredckpt.store import CheckpointStore
 
 __all__ = ["SyncCheckpoint", "SyncRestored", "SyncStore"]
@@ -30,97 +27,77 @@ __all__ = ["SyncCheckpoint", "SyncRestored", "SyncStore"]
 T = TypeVar("T")
 
 
-class SyncCheckpoint:
-    """A save; see `Checkpoint`."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def __repr__(self) -> str:
-        return f"Sync{self.checkpoint!r}"
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    @property
-    def saved(self) -> Saved | None:
-        return self.checkpoint.saved
-
-    @property
-    def skipped(self) -> str:
-        return self.checkpoint.skipped
-
-    def reached(self, tier: str) -> None:
-        """See `Checkpoint.reached`."""
-        self.checkpoint.engine_loop.call_blocking(self.checkpoint.reached(tier))
-
-
-@dataclass(frozen=True, slots=True)
-class SyncRestored:
-    """A step brought back; see `Restored`."""
-
-    step: int
-    serial: int
-    tree: Any
-    metrics: Mapping[str, float]
-    sources: Mapping[str, int]
-    _restored: Restored = field(repr=False, compare=False)
-    _loop: EngineLoop | None = field(repr=False, compare=False)
-    """Of views alone: copies need the store no more, and do not keep it open."""
-
-    def verified(self) -> None:
-        """See `Restored.verified`."""
-        if self._loop is not None:
-            self._loop.call_blocking(self._restored.verified())
-
-
 class SyncStore:
-    """A store without ``await``; use it with ``with``."""
+    """Stores the checkpoints of a training in tiers, with calls that block until they have ended.
+
+    ::
+
+        store = CheckpointStore.open_sync("ckpt.toml")
+        restored = store.restore(like=state)
+        ...
+        ckpt = store.save(step, state, metrics={"loss": loss})
+        ...
+        store.close()
+
+    Or ``with CheckpointStore.open("ckpt.toml").sync() as store``, which also closes it after an exception. The work
+    runs on the store's own threads, as that of a `CheckpointStore` does.
+    """
+
+    # -- life ---------------------------------------------------------------------------------------------
 
     def __init__(self, store: CheckpointStore) -> None:
-        self.store = store
+        """Use `CheckpointStore.sync` or `CheckpointStore.open_sync`."""
+        self._store = store
+        self._life = store._life
+        self._is_open = False
+
+    def _open(self) -> Self:
+        self._life.open_blocking()
+        self._is_open = True
+        return self
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
-            loop = self.store.engine_loop
+            loop = self._life.loop
         except Closed:
             coroutine.close()
             raise
         return loop.call_blocking(coroutine)
 
     def __enter__(self) -> Self:
-        self.store.open_blocking()
+        if self._is_open:  # by `open_sync`
+            self._is_open = False
+            return self
+        self._life.open_blocking()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.store.close_blocking(clean=kind is None)
+        self._life.close_blocking(clean=kind is None)
 
     def close(self) -> None:
-        """See `CheckpointStore.close`."""
-        self.store.close_blocking(clean=True)
+        """Wait for what is still to be promoted, on tiers that work, and release everything.
 
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        return self.store.tiers
+        Idempotent, also at the same time: all who close return when it is closed. What was called before ends first,
+        as `Closed` if it has not ended when everything is promoted; what is called later is `Closed`. A forked
+        process closes nothing of its parent's.
+        """
+        self._life.close_blocking(clean=True)
 
-    @property
-    def config(self) -> StoreConfig:
-        return self.store.config
+    # -- saving -------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        return self.store.due(step)
+        """Whether the schedule wants a save after ``step``."""
+        return self._store.due(step)
 
     def observed(self) -> Observed:
-        return self.store.observed()
+        """What schedules see: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
+        return self._store.observed()
 
     def signal(self, name: str, *, on: bool = True) -> None:
-        self.store.signal(name, on=on)
-
-    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        return self.store.subscribe(listener)
+        """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; from any thread or handler."""
+        self._store.signal(name, on=on)
 
     def save(
         self,
@@ -132,10 +109,38 @@ class SyncStore:
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> SyncCheckpoint:
-        saving = self.store.save(
-            step, tree, metrics=metrics, capture=capture, overwrite=overwrite, replicated=replicated
+        """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
+
+        It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`.
+
+        Args:
+            step: the trainer's number, not negative.
+            tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
+            metrics: numbers by name that policies and people look at.
+            capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
+                behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
+            overwrite: save a step number again that this branch has already.
+            replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
+                configuration: each rank stores its share of them.
+
+        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepAgreed`).
+
+        Raises:
+            Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
+                saved.
+            Conflict: the step was saved before on this branch.
+            NoSpace, TierUnavailable: no tier can take the tree.
+        """
+        saved = self._run(
+            self._store.save(step, tree, metrics=metrics, capture=capture, overwrite=overwrite, replicated=replicated)
         )
-        return SyncCheckpoint(self._run(saving))
+        return SyncCheckpoint(saved, self._life.loop)
+
+    def flush(self) -> None:
+        """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
+        self._run(self._store.flush())
+
+    # -- restoring ----------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -144,40 +149,143 @@ class SyncStore:
         keys: Sequence[str] | None = None,
         like: Any = None,
         into: Any = None,
+        as_: Literal["saved", "numpy", "torch", "jax"] | None = None,
         copy: bool = True,
         resume: bool | None = None,
     ) -> SyncRestored | None:
-        found = self._run(self.store.restore(step, keys=keys, like=like, into=into, copy=copy, resume=resume))
+        """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
+
+        It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
+        them whole or none; if one fails, all raise.
+
+        Args:
+            step: which; None for the newest. A number that was saved on several branches means that of the one that
+                is trained.
+            keys: only the leaves under these keys or glob patterns (``params/**``).
+            like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
+                dicts, lists and tuples, and arrays as ``as_`` says.
+            into: a tree of writable arrays that are filled in place, which saves the page faults of new ones. Leaves
+                may be one memory where the step has the same bytes for them.
+            as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and
+                PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
+            copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
+            resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
+                from where it would have. By default it forks if its number is not above that of the newest step, and
+                otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
+                newest one takes back what an earlier restore said.
+
+        Returns:
+            The step, or None when the store is empty.
+
+        Raises:
+            NotFound: there is no such step or key.
+            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or an
+                array cannot be what ``as_`` says, or that framework is not installed. Or two
+                leaves of ``into`` share memory and the step has different bytes for them: nothing was changed. Or the
+                ranks do not restore alike.
+            Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
+            TierUnavailable: nothing was found, and a tier that may hold something does not answer.
+        """
+        found = self._run(self._store.restore(step, keys=keys, like=like, into=into, as_=as_, copy=copy, resume=resume))
         if found is None:
             return None
-        loop = self.store.engine_loop if found.views else None
+        loop = self._life.loop if found.views else None
         return SyncRestored(found.step, found.serial, found.tree, found.metrics, found.sources, found, loop)
 
+    # -- what there is ------------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, nearest first."""
+        return self._store.tiers
+
+    @property
+    def config(self) -> StoreConfig:
+        """The configuration in force."""
+        return self._store.config
+
     def steps(self) -> tuple[StepInfo, ...]:
-        return self._run(self.store.steps())
+        """Every step that some tier holds, oldest save first."""
+        return self._run(self._store.steps())
+
+    def latest_step(self) -> int | None:
+        """The number of the newest step of the branch, which `restore` takes; None when there is none."""
+        return self._run(self._store.latest_step())
+
+    def all_steps(self) -> tuple[int, ...]:
+        """The numbers of the steps of the branch, each once, oldest save first; `steps` tells of those off it too."""
+        return self._run(self._store.all_steps())
 
     def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
     ) -> StepDetails:
-        return self._run(self.store.describe(step, serial=serial, keys=keys))
+        """A step (the newest without one) in full, but for the arrays' values.
+
+        Args:
+            step: which; the newest without one.
+            serial: which save, where the number was saved on several branches.
+            keys: only the leaves under these keys or glob patterns.
+
+        Raises:
+            NotFound: there is no such step or key.
+            Corrupt: its index is intact on no tier.
+            TierUnavailable: the tiers that hold it do not answer.
+        """
+        return self._run(self._store.describe(step, serial=serial, keys=keys))
 
     def tier_infos(self) -> tuple[TierInfo, ...]:
-        return self._run(self.store.tier_infos())
+        """Every tier as it is now, nearest first."""
+        return self._run(self._store.tier_infos())
 
     def where(self, step: int | None = None) -> tuple[str, ...]:
-        return self._run(self.store.where(step))
+        """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""
+        return self._run(self._store.where(step))
 
     def spec(self, step: int, key: str, tier: str | None = None) -> dict[str, Any]:
-        return self._run(self.store.spec(step, key, tier))
+        """A TensorStore spec that opens one array of a step, with stock TensorStore and without this library. It has
+        none of the tier's secrets: TensorStore takes credentials from the environment. Raises `NotFound` for a step,
+        tier or key that is not there.
+        """
+        return self._run(self._store.spec(step, key, tier))
+
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
+        return self._store.subscribe(listener)
+
+    # -- by hand ------------------------------------------------------------------------------------------
 
     def promote(self, step: int, tier: str) -> int:
-        return self._run(self.store.promote(step, tier))
+        """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
+        `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
+        """
+        return self._run(self._store.promote(step, tier))
 
     def evict(self, step: int, tier: str) -> None:
-        self._run(self.store.evict(step, tier))
+        """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
+        self._run(self._store.evict(step, tier))
+
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """Delete every copy of a step, on every tier, and every save of that number on the branch.
+
+        With several ranks, rank 0 does it for all. A process that ends meanwhile leaves the step on some tiers: call it
+        again.
+
+        Args:
+            step: which; a number that the branch has not is that of the newest other step of this number.
+            force: also the newest step of the branch, the last step there is, and one whose copies promise 6 keeps; and
+                where a tier does not answer, which then keeps the copies that it has.
+
+        Raises:
+            NotFound: there is no such step.
+            Conflict: it is needed, for the reason given, or is being read; nothing was deleted.
+            TierUnavailable: a tier that may hold it does not answer; without ``force``, nothing was deleted.
+            Invalid: on another rank than 0, or in a store that is only looked at.
+        """
+        self._run(self._store.delete(step, force=force))
 
     def collect(self) -> list[Collected]:
-        return self._run(self.store.collect())
+        """Reclaim the space that no step needs, on every tier that works."""
+        return self._run(self._store.collect())
 
     def verify(
         self,
@@ -188,7 +296,14 @@ class SyncStore:
         repair: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        return self._run(self.store.verify(step, tier, serial=serial, repair=repair, progress=progress))
+        """Read all of a step (the newest) on one tier, or on every tier that holds it, and compare every digest.
+
+        Args:
+            serial: which save, where the number was saved on several branches.
+            repair: mend what is damaged from the tiers that have it intact.
+            progress: called with the bytes of each part that was read, from any thread.
+        """
+        return self._run(self._store.verify(step, tier, serial=serial, repair=repair, progress=progress))
 
     def scrub(
         self,
@@ -198,7 +313,5 @@ class SyncStore:
         rate: float | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        return self._run(self.store.scrub(tier, repair=repair, rate=rate, progress=progress))
-
-    def flush(self) -> None:
-        self._run(self.store.flush())
+        """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
+        return self._run(self._store.scrub(tier, repair=repair, rate=rate, progress=progress))

@@ -316,16 +316,16 @@ async def test_a_step_that_the_trainer_reads_stays_on_the_agents_tier(
 ) -> None:
     async with CheckpointStore.open(settings(shared_memory, folder(disk, retain={"kind": "last_n", "n": 1}))) as store:
         await (await store.save(1, tree(1))).reached("disk")
-        state = store.engine.state
+        state = store._life.engine.state
         reading = AsyncExitStack()
         source = StepSource.open(state, state.find(1), only=state.tier("disk"))
-        await store.engine_loop.call(reading.enter_async_context(source))
+        await store._life.loop.call(reading.enter_async_context(source))
         await (await store.save(2, tree(2))).reached("disk")
         await store.flush()
         assert "disk" in await store.where(1)
         with pytest.raises(Conflict, match="is being read from tier 'disk'"):
             await store.evict(1, "disk")
-        await store.engine_loop.call(reading.aclose())
+        await store._life.loop.call(reading.aclose())
         await (await store.save(3, tree(3))).reached("disk")
         await store.flush()
         assert "disk" not in await store.where(1)

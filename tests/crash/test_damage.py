@@ -520,13 +520,13 @@ async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_mended(
         await crash(store)
     async with opened(place) as store:
         flipped(path)
-        await store.engine_loop.call(forget_indexes(store))
+        await store._life.loop.call(forget_indexes(store))
         assert await restored(store) == {"far": TOTAL}
         await assert_clean(store, "disk", "far")
 
 
 async def forget_indexes(store: CheckpointStore) -> None:
-    for tier in store._engine.state.tiers:
+    for tier in store._life.engine.state.tiers:
         tier.indexes.clear()
 
 

@@ -104,7 +104,10 @@ async def test_the_end_of_a_process_waits_so_long_for_promotions_and_memory_keep
 ) -> None:
     slow = folder(tmp_path / "disk", rate_limit="1 KB/s", min_bandwidth="100 B/s")
     settings = config({"ram": ram(shared_memory), "disk": slow})
-    done = run(settings, f"from tieredckpt import opened\nopened.EXIT_SECONDS, opened._TOLD_AFTER = 1.0, 0.1\n{ASYNC}")
+    done = run(
+        settings,
+        f"from tieredckpt import _opened as opened\nopened.EXIT_SECONDS, opened._TOLD_AFTER = 1.0, 0.1\n{ASYNC}",
+    )
     assert len(done.stderr.splitlines()) == 1
     assert "the process ends and waits 1 s at most for what the checkpoint store opened at <string>:" in done.stderr
     await assert_holds(settings, 3, "ram")
@@ -149,12 +152,12 @@ def child(store, saved, end):
         store.observed,
         lambda: store.signal("preempt"),
         lambda: saved.reached("disk"),
-        lambda: asyncio.run(store.store.save(9, state(9))),
-        lambda: asyncio.run(store.store.restore()),
+        lambda: asyncio.run(store._store.save(9, state(9))),
+        lambda: asyncio.run(store._store.restore()),
     ):
         check(call)
     store.close()
-    asyncio.run(store.store.close())
+    asyncio.run(store._store.close())
     store.__exit__(None, None, None)
     end()
 
@@ -334,7 +337,7 @@ async def leave():
     sys.exit(5)
 with CheckpointStore.open(settings).sync() as store:
     try:
-        store.store.engine_loop.call_blocking(leave())
+        store._life.loop.call_blocking(leave())
     except SystemExit as error:
         print(error.code)
     store.save(1, state(1))

@@ -116,7 +116,7 @@ def test_the_newest_step_is_promoted_behind_a_training_that_does_not_look(settin
             with preemption(store, seconds=60):
                 signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGTERM)  # some send it again and again
-                saved.checkpoint.engine_loop.call_blocking(_held(store.store, 2, "disk"))
+                saved._loop.call_blocking(_held(store._store, 2, "disk"))
 
         with pytest.raises(SystemExit) as ended:
             train()
@@ -149,7 +149,7 @@ def test_an_older_step_that_is_on_its_way_gives_way(
 
 
 async def _held(store: CheckpointStore, step: int, tier: str) -> None:
-    state = store.engine.state
+    state = store._life.engine.state
     await state.changed.until(lambda: any(held.step == step for held in state.tier(tier).held))
 
 

@@ -265,7 +265,7 @@ async def test_memory_and_descriptors_do_not_grow_with_saves(shared_memory: Path
         assert files_after <= files + 2
         assert descriptors_after <= descriptors + 2
         assert threads_after - threads < 20  # pools start theirs when they are needed; 60 saves that leak are 60
-        state = store._engine.state
+        state = store._life.engine.state
         assert state.scratch.slab.used == 0
         assert len(state.records()) <= 5  # what the slab has room for
         for tier in state.tiers:
@@ -472,5 +472,5 @@ async def test_a_restore_that_ran_out_of_memory_once_can_be_repeated(
             restored = await store.restore(into=target)
             assert restored is not None
             assert_same(restored.tree, tree(1))
-        assert store._engine.state.scratch.slab.used == 0
+        assert store._life.engine.state.scratch.slab.used == 0
         await (await store.save(2, tree(2))).reached("disk")

@@ -81,7 +81,7 @@ def die(me: Rank, store: SyncStore) -> None:
     store.subscribe(hear)
     store.save(1, state(me, 1)).reached("disk")
     assert agreed.is_set()
-    ranked = store.store.engine.mode.ranked
+    ranked = store._life.engine.mode.ranked
     assert ranked is not None
     ranked.team.deadline = me.arguments["deadline"]  # from here on: they have met, and go on at the same time
     if me.rank == me.arguments["victim"]:

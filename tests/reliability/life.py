@@ -245,7 +245,7 @@ class _Living:
             self._state[f"w{i}"] = np.full(_ARRAY, (7 * len(self.trees) + i) % 256, np.uint8)
         self._state |= {"step": step, "small": self._state["small"] + np.float16(1)}
         # It is known before it can be found, as a save that is under way at the crash may be.
-        serial = store.engine.state.branch.last_serial + 1
+        serial = store._life.engine.state.branch.last_serial + 1
         self.trees[serial] = dict(self._state)
         checkpoint = await store.save(step, self._state)
         assert checkpoint.saved is not None
@@ -255,7 +255,7 @@ class _Living:
         """Spoil an array on the slower tier, and mend every step there that uses it, that one first."""
 
         async def damage() -> list[StepId]:
-            state = store.engine.state
+            state = store._life.engine.state
             tier, found = state.tier(SLOW), state.find(step)
             (chunk, *_) = (await tier.load_index(found)).arrays[key].chunks
             assert isinstance(chunk.where, Extent)
@@ -267,7 +267,7 @@ class _Living:
             self._flip(tier, chunk.where)
             return sorted(spoilt, key=lambda other: other != found)
 
-        for spoilt in await store.engine_loop.call(damage()):
+        for spoilt in await store._life.loop.call(damage()):
             (mended,) = await store.verify(spoilt.step, SLOW, serial=spoilt.serial, repair=True)
             assert mended.intact
             self._journal.add(Acknowledged(SLOW, spoilt.serial))

@@ -173,7 +173,7 @@ class _Living:
 
     async def _save(self, stores: Sequence[CheckpointStore], step: int) -> None:
         # It is known before it can be found, as a save that is under way at the crash may be.
-        serial = stores[0].engine.state.branch.last_serial + 1
+        serial = stores[0]._life.engine.state.branch.last_serial + 1
         count = self.trees[serial] = len(self.trees) + 1
         saving = (store.save(step, part(count, rank, len(stores))) for rank, store in enumerate(stores))
         for checkpoint in await asyncio.gather(*saving):

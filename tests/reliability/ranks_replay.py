@@ -23,9 +23,9 @@ from reliability.journal import Crash, Failure
 from reliability.life import SLOW, slow_store, slow_stores
 from reliability.ranks_life import NODES, RanksLife, opened_together, part, ranks_config, whole
 from reliability.replay import Lost, Owed, Replayed, distinct_crashes, rebuild, same
+from tieredckpt.engine.inventory import StepInfo
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.events import Event, StepEvicted
-from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
 
 __all__ = ["COMEBACKS", "Death", "replay_ranks"]

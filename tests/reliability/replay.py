@@ -25,11 +25,11 @@ import numpy as np
 from reliability.journal import Acknowledged, Crash, Damaged, Entry, Failure, Medium, Removed, crashes_after
 from reliability.life import SLOW, Life, config_of, slow_store, slow_stores
 from reliability.memory import Objects
+from tieredckpt.engine.inventory import StepInfo
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.events import Event, StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
-from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
 
 __all__ = ["Lost", "Owed", "Recorded", "Replayed", "distinct_crashes", "rebuild", "replay", "same", "survive"]
@@ -271,12 +271,12 @@ async def _check_goes_on(store: CheckpointStore, newest: int, owed: Owed) -> Non
         if found.problem:
             raise Lost(f"what was saved after the crash is damaged on {found.tier!r}: {found.problem}")
     if not owed.damaged:
-        await store.engine_loop.call(_check_litter(store))
+        await store._life.loop.call(_check_litter(store))
 
 
 async def _check_litter(store: CheckpointStore) -> None:
     """Nothing is left on the slower tier that no step needs."""
-    tier = store.engine.state.tier(SLOW)
+    tier = store._life.engine.state.tier(SLOW)
     needed = {layout.MARKER}
     for step, held in tier.held.items():
         needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await tier.packs_of(step)}

@@ -30,12 +30,12 @@ from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 from reliability.trouble import SLOWER, Trouble
 from tieredckpt.concurrency import outlast
 from tieredckpt.config import StoreConfig, load
+from tieredckpt.engine.inventory import StepInfo
 from tieredckpt.engine.tier.half_deleted import HalfDeleted
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved, TierFailed
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.testing.faulty import Kind
 
@@ -165,7 +165,7 @@ class _Soaking:
                 order = f" ({self._ordered})" if self._ordered else ""
                 self._found.lost.append(f"{what}{order} had not ended after {_PATIENCE:.0f} s")
                 with suppress(Closed):  # as while it is opened anew
-                    where = await self._store.engine_loop.call(where_tasks_are())
+                    where = await self._store._life.loop.call(where_tasks_are())
                     self._found.lost[-1] += f"; the engine was at\n{where}"
                 return
         finally:
@@ -262,7 +262,7 @@ class _Soaking:
         await self._damage()
         await self._scrub()
         await self._look()
-        tasks = await self._store.engine_loop.call(count_tasks()) + len(asyncio.all_tasks())
+        tasks = await self._store._life.loop.call(count_tasks()) + len(asyncio.all_tasks())
         folders = [self._disk / name for name in SLOWER]
         self._samples.append(await asyncio.to_thread(sample, tasks, self._memory, folders))
 
@@ -274,7 +274,7 @@ class _Soaking:
             except TieredCkptError:
                 await asyncio.sleep(0.01)  # of a tier that is tried again soon; patience has an end
                 continue
-            if all(tier.healthy for tier in self._store.engine.state.tiers):
+            if all(tier.healthy for tier in self._store._life.engine.state.tiers):
                 return
             await asyncio.sleep(0.01)
 
@@ -285,13 +285,13 @@ class _Soaking:
             return
         info = self._chance.choice(infos)
         tier, key = self._chance.choice(info.tiers), f"w{self._chance.randrange(4)}"
-        if await self._store.engine_loop.call(self._invert(tier, info, key)):
+        if await self._store._life.loop.call(self._invert(tier, info, key)):
             self._found.damaged += 1
         if self._chance.random() < 0.5:
             await self._restore_in_calm(info)
 
     async def _invert(self, name: str, info: StepInfo, key: str) -> bool:
-        held = self._store.engine.state
+        held = self._store._life.engine.state
         tier = held.tier(name)
         try:
             index = await tier.load_index(held.find(info.step, info.serial))
@@ -344,7 +344,7 @@ class _Soaking:
 
     async def _restart(self) -> None:
         """End the process, in order or not, perhaps with its memory or with a tier that is not there at first."""
-        tiers = self._store.engine.state.tiers
+        tiers = self._store._life.engine.state.tiers
         if self._chance.random() < 0.5:
             await self._store.close()
         else:

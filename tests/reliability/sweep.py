@@ -95,6 +95,6 @@ async def _works_again(store: CheckpointStore) -> None:
         except TieredCkptError:
             await asyncio.sleep(0.01)  # it is tried again in hundredths of a second; patience has an end
             continue
-        if store.engine.state.tier("disk").healthy:
+        if store._life.engine.state.tier("disk").healthy:
             return
         await asyncio.sleep(0.01)

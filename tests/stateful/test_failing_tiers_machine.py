@@ -169,7 +169,7 @@ class FailingTiersMachine(RuleBasedStateMachine):
 
     async def save_once(self, tree: Tree) -> None:
         # Known before anybody can hear of it.
-        serial = self.store.engine.state.branch.last_serial + 1
+        serial = self.store._life.engine.state.branch.last_serial + 1
         self.saved[serial] = tree
         checkpoint = await self.store.save(tree["step"], tree)
         assert not checkpoint.skipped

@@ -123,14 +123,14 @@ class IdentityMachine(RuleBasedStateMachine):
         return None
 
     async def save(self, store: CheckpointStore, *, promote: bool) -> None:
-        marker = store.engine.state.identity.marker
+        marker = store._life.engine.state.identity.marker
         assert marker is not None
         self.next += 1
         ckpt = await store.save(self.next, {"w": np.full(CHUNK // 8, self.next)})
         assert ckpt.saved is not None
         self.values.setdefault(marker.store, set()).add(self.next)
         self.newest[marker.store] = ((ckpt.saved.step.serial, ckpt.saved.step.step), self.next)
-        if promote and store.engine.state.tiers[1].healthy:
+        if promote and store._life.engine.state.tiers[1].healthy:
             await store.promote(self.next, "disk")
 
     def check(self, store: str, tree: Any) -> None:
@@ -146,7 +146,7 @@ class IdentityMachine(RuleBasedStateMachine):
             store = await self.opened(name)
             if store is None:
                 return
-            marker = store.engine.state.identity.marker
+            marker = store._life.engine.state.identity.marker
             assert marker is not None
             restored = await store.restore()
             if restored is not None:
@@ -179,12 +179,12 @@ class IdentityMachine(RuleBasedStateMachine):
                     assert "is a copy of the store at" in str(problem), problem
                     await asyncio.gather(*map(crash, stores))
                     return
-            marker = stores[0].engine.state.identity.marker
+            marker = stores[0]._life.engine.state.identity.marker
             assert marker is not None
             for restored in await asyncio.gather(*(store.restore() for store in stores)):
                 if restored is not None:
                     self.check(marker.store, restored.tree)
-            if stores[0].engine.state.tiers[1].healthy:
+            if stores[0]._life.engine.state.tiers[1].healthy:
                 self.next += 1
                 tree = {"w": np.full(CHUNK // 8, self.next)}
                 saved = await asyncio.gather(*(store.save(self.next, tree, replicated=["**"]) for store in stores))
@@ -211,8 +211,8 @@ class IdentityMachine(RuleBasedStateMachine):
                 return
             restored = await store.restore()
             if restored is not None:
-                assert store.engine.state.identity.marker is not None
-                self.check(store.engine.state.identity.marker.store, restored.tree)
+                assert store._life.engine.state.identity.marker is not None
+                self.check(store._life.engine.state.identity.marker.store, restored.tree)
             await store.close()
 
         self.runner.run(read())

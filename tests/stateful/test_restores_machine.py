@@ -67,7 +67,7 @@ class RestoresMachine(RuleBasedStateMachine):
     @contextmanager
     def soon_given_up(self) -> Iterator[None]:
         """Ranks wait a moment for each other."""
-        teams = [store.engine.mode.ranked.team for store in self.ranks.stores]
+        teams = [store._life.engine.mode.ranked.team for store in self.ranks.stores]
         try:
             for each in teams:
                 each.deadline = A_MOMENT

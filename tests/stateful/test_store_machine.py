@@ -28,9 +28,9 @@ from support.insight import flip_chunk
 from support.scenes import CHUNK, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.inventory import StepInfo
 from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.events import OriginIgnored
-from tieredckpt.inventory import StepInfo
 
 T = TypeVar("T")
 

@@ -211,7 +211,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
         self.state["w"][value % 2 * CHUNK :][:CHUNK] = value
         self.state["step"] += 1
         tree = {"w": self.state["w"].copy(), "step": self.state["step"]}
-        serial = self.store.engine.state.branch.last_serial + 1
+        serial = self.store._life.engine.state.branch.last_serial + 1
         assert self.opened is not None
         self.saved[self.opened[0]][serial, tree["step"]] = tree
         self.run(self.store.save(tree["step"], tree))
@@ -231,9 +231,9 @@ class TwoWritersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.opened is not None)
     @rule()
     def the_lease_is_renewed(self) -> None:
-        held = self.store.engine.state.tier("disk").lease
+        held = self.store._life.engine.state.tier("disk").lease
         assert held is not None
-        self.run(self.store.engine_loop.call(held.renew()))
+        self.run(self.store._life.loop.call(held.renew()))
         assert len(self.leases()) == 1
 
     @precondition(lambda self: self.opened is not None)
@@ -259,7 +259,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
     @invariant()
     def the_writer_goes_on(self) -> None:
         if self.opened is not None:
-            assert self.store.engine.state.tier("disk").healthy
+            assert self.store._life.engine.state.tier("disk").healthy
 
     def teardown(self) -> None:
         try:

@@ -62,7 +62,7 @@ def end_agent(folder: Path) -> None:
 async def until(store: CheckpointStore, condition: Callable[[], bool]) -> None:
     """Return when something holds of the store's state; fails after `SOON` seconds."""
     async with asyncio.timeout(SOON):
-        await store.engine_loop.call(store.engine.state.changed.until(condition))
+        await store._life.loop.call(store._life.engine.state.changed.until(condition))
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:

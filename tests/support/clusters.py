@@ -119,15 +119,15 @@ async def copied(stores: Sequence[CheckpointStore], step: int) -> None:
     """Wait until every rank knows of the copies of a step, which may have been made before anybody could listen."""
 
     async def known(store: CheckpointStore) -> None:
-        state = store.engine.state
+        state = store._life.engine.state
         await state.changed.until(lambda: any(found.step == step for found in state.membership.replicated))
 
     async with asyncio.timeout(SOON):
-        await asyncio.gather(*(store.engine_loop.call(known(store)) for store in stores))
+        await asyncio.gather(*(store._life.loop.call(known(store)) for store in stores))
 
 
 def read(store: CheckpointStore) -> int:
     """Bytes that a rank has read of packs on the shared tier since it was opened."""
-    blobs = store.engine.state.tier("disk").blobs
+    blobs = store._life.engine.state.tier("disk").blobs
     assert isinstance(blobs, Metered)
     return blobs.usage().verbs["get_into"].nbytes

@@ -77,7 +77,7 @@ class Cohort:
 
     def faulty(self, rank: int, tier: str = "disk") -> Faulty:
         """Put a script of faults over a tier, as one rank sees it."""
-        found = self.stores[rank].engine.state.tier(tier)
+        found = self.stores[rank]._life.engine.state.tier(tier)
         found.blobs = Faulty(found.store)
         return found.blobs
 

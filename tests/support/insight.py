@@ -19,12 +19,12 @@ from tieredckpt.format.ocdbt import Extent
 
 def tier_of(store: CheckpointStore, name: str) -> Tier:
     """A tier of an open store."""
-    return store._engine.state.tier(name)
+    return store._life.engine.state.tier(name)
 
 
 def slab_of(store: CheckpointStore) -> Slab:
     """The slab of an open store."""
-    ram = store._engine.state.tiers[0].ram
+    ram = store._life.engine.state.tiers[0].ram
     assert ram is not None
     return ram.slab
 
@@ -35,31 +35,31 @@ def let_wait(stores: Iterable[CheckpointStore], seconds: float) -> None:
     Where one is to be missed and where none is, other times are right: what goes well may take long on a busy machine.
     """
     for store in stores:
-        store.engine.mode.ranked.team.deadline = seconds
+        store._life.engine.mode.ranked.team.deadline = seconds
 
 
 async def index_of(store: CheckpointStore, tier: str, step: int) -> dict[str, ArrayIndex]:
     """The arrays of a step as a tier has them."""
 
     async def load() -> dict[str, ArrayIndex]:
-        state = store._engine.state
+        state = store._life.engine.state
         return (await state.tier(tier).load_index(state.find(step))).arrays
 
-    return await store.engine_loop.call(load())
+    return await store._life.loop.call(load())
 
 
 async def bytes_of_listed_steps(store: CheckpointStore) -> int:
     """What the steps in RAM take of the slab, each chunk once."""
 
     async def add_up() -> int:
-        ram = store._engine.state.tiers[0]
+        ram = store._life.engine.state.tiers[0]
         used: dict[bytes, int] = {}
         for step in ram.held:
             for digest, extent in unique_extents((await ram.load_index(step)).arrays).items():
                 used[digest] = slab_size(extent.length)
         return sum(used.values())
 
-    return await store.engine_loop.call(add_up())
+    return await store._life.loop.call(add_up())
 
 
 async def extents(store: CheckpointStore, tier: str, step: int, key: str) -> list[tuple[Path, Extent]]:

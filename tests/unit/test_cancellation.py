@@ -16,6 +16,7 @@ from support.insight import arrays_in, bytes_of_listed_steps, flip_chunk, slab_o
 from support.scenes import CHUNK, SOON, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt._opened import Opened
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.promoting import copy_step, pack_writer
@@ -23,7 +24,6 @@ from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.saving import snapshot
 from tieredckpt.errors import Closed, NotFound
 from tieredckpt.format.digest import CopyDigester
-from tieredckpt.opened import Opened
 
 AWAITS = (*range(1, 18), *range(18, 300, 9))
 """Where calls are stopped: one by one, then in strides; no call here has so many."""
@@ -164,7 +164,7 @@ class Scene:
                 assert_same(restored.tree, tree(info.step))
             assert [found.problem for found in await self.store.verify(step)] == ["", ""]
             await self.store.collect()
-            state = self.store._engine.state
+            state = self.store._life.engine.state
             assert slab_of(self.store).used == await bytes_of_listed_steps(self.store)
             assert state.scratch.slab.used == 0
             assert not any(tier.pins for tier in state.tiers)
@@ -277,13 +277,13 @@ async def steps(scene: Scene) -> Call:
 
 @case
 async def describe(scene: Scene) -> Call:
-    scene.store._engine.state.tier("ram").indexes.clear()  # or there is nothing to wait for
+    scene.store._life.engine.state.tier("ram").indexes.clear()  # or there is nothing to wait for
     return scene.store.describe()
 
 
 @case
 async def spec(scene: Scene) -> Call:
-    scene.store._engine.state.tier("disk").indexes.clear()
+    scene.store._life.engine.state.tier("disk").indexes.clear()
     return scene.store.spec(scene.last, "params/w0", "disk")
 
 
@@ -409,7 +409,7 @@ async def test_a_cancelled_save_ends_only_when_no_thread_reads_the_arrays_any_mo
         await _until(lambda: touched.now > 0)
         saving.cancel()
         done, _ = await asyncio.wait([saving], timeout=0.1)
-        await scene.store.engine_loop.call(_some_turns())  # the engine has heard of it, and told the threads
+        await scene.store._life.loop.call(_some_turns())  # the engine has heard of it, and told the threads
         touched.gate.set()
         assert not done
         with pytest.raises(asyncio.CancelledError):
@@ -501,7 +501,7 @@ async def test_a_save_that_streams_may_be_stopped_at_any_of_its_awaits(
             if not started[0].struck:
                 break
             await store.flush()
-            assert not store._engine.state.tier("disk").guards_packs.locked()
+            assert not store._life.engine.state.tier("disk").guards_packs.locked()
         for info in await store.steps():
             restored = await store.restore(info.step, resume=False)
             assert restored is not None

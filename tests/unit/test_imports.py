@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,22 @@ OPTIONAL = (
     "torch",
 )
 """What the library works with and never asks for."""
+
+HEAVY = (
+    "aiofiles",
+    "google_crc32c",
+    "ml_dtypes",
+    "msgspec",
+    "numpy",
+    "optree",
+    "pydantic",
+    "rich",
+    "stamina",
+    "tensorstore",
+    "typer",
+    "xxhash",
+)
+"""What the library needs, and imports where it uses it."""
 
 PROBE = """
 import json, sys, threading, time
@@ -54,6 +71,37 @@ def test_an_import_loads_no_optional_framework_and_starts_no_thread(
     assert module in modules
     assert modules.isdisjoint(OPTIONAL)
     assert threads == 1
+
+
+@pytest.mark.parametrize(
+    "names", ["TieredCkptError", "CheckpointStore, SyncStore, Checkpoint, Restored", "events", "preemption"]
+)
+def test_the_names_of_a_training_script_load_nothing_heavy(names: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"from tieredckpt import {names}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = set(done.stdout.split())
+    assert modules.isdisjoint(HEAVY)
+    assert "tieredckpt.engine.engine" not in modules
+
+
+def test_opening_a_store_loads_what_its_saves_need(tmp_path: Path) -> None:
+    """Nothing of it is imported while a save runs, when a descriptor or memory may be missing."""
+    program = f"""
+import sys, numpy as np
+from tieredckpt import CheckpointStore, StoreConfig
+tiers = [dict(name="disk", kind="posix", path={str(tmp_path / "disk")!r})]
+with CheckpointStore.open(dict(tiers=tiers), ranks=None).sync() as store:
+    before = set(sys.modules)
+    store.save(1, dict(w=np.zeros(4)))
+    store.flush()
+    print(*sorted(name for name in set(sys.modules) - before if name.startswith("tieredckpt")))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_the_core_loads_no_shipped_policy() -> None:

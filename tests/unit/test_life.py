@@ -20,7 +20,8 @@ from reliability.ranks import World
 from reliability.tiers import FaultyTiers
 from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, callbacks
+from tieredckpt import CheckpointStore
+from tieredckpt import _callbacks as callbacks
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import loop
 from tieredckpt.engine.engine import Engine
@@ -135,7 +136,6 @@ async def test_a_store_lost_while_a_save_by_reference_is_under_way_has_that_step
     settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jnp = pytest.importorskip("jax.numpy")
-    store = await CheckpointStore.open(settings)
     gate, begun, save = threading.Event(), threading.Event(), Engine.save
 
     async def held(engine: Engine, *arguments: Any, **how: Any) -> Any:
@@ -144,6 +144,7 @@ async def test_a_store_lost_while_a_save_by_reference_is_under_way_has_that_step
         return await save(engine, *arguments, **how)
 
     monkeypatch.setattr(Engine, "save", held)
+    store = await CheckpointStore.open(settings)
     await store.save(1, {"w": jnp.arange(8)}, capture="reference")
     assert await asyncio.to_thread(begun.wait, SOON)
     del store

@@ -23,12 +23,12 @@ from support.scenes import Heard, folder, ram
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
+from tieredckpt._redact import REDACTED, redacted, redacted_text, without_secrets
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.cli.app import app
 from tieredckpt.config import KvstoreTier, StoreConfig, dump_with_secrets, load, to_toml
 from tieredckpt.errors import Invalid, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
-from tieredckpt.redact import REDACTED, redacted, redacted_text, without_secrets
 
 CANARY = "c4n4ry"
 """In every secret of these tests, and nowhere else."""

@@ -132,6 +132,8 @@ class Service:
                 return await by_hand.promote(number, tier)
             case said.Evict(number, tier):
                 await by_hand.evict(number, tier)
+            case said.Delete(steps, force):
+                await by_hand.delete_copies(steps, force=force)
             case said.Collect():
                 managed = {tier.name for tier in state.tiers if state.manages(tier)}
                 return [each for each in await by_hand.collect() if each.tier in managed]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.inventory import ArrayInfo
+from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.sync import SyncStore
 from tieredckpt.tree.flatten import flatten
 

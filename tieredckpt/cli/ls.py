@@ -11,7 +11,7 @@ import typer
 from tieredckpt.cli.console import metrics_text, output, print_json, print_table, when
 from tieredckpt.cli.opening import Json, reading
 from tieredckpt.cli.ram import print_ram
-from tieredckpt.inventory import StepInfo, TierInfo
+from tieredckpt.engine.inventory import StepInfo, TierInfo
 from tieredckpt.units import format_size
 
 MaybeStore = Annotated[

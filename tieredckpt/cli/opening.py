@@ -15,9 +15,9 @@ from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import waiting
 from tieredckpt.config import StoreConfig, TierConfig, load
 from tieredckpt.config.kinds import exists, kind_of
+from tieredckpt.engine.inventory import StepInfo
 from tieredckpt.engine.opening.ram import ram_of
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.inventory import StepInfo
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
@@ -54,7 +54,7 @@ def _opened(config: StoreConfig, *, read_only: bool) -> Iterator[SyncStore]:
         yield store
         clean = True
     finally:
-        store.store.close_blocking(clean=clean)
+        store._life.close_blocking(clean=clean)
 
 
 def newest_step(config: StoreConfig) -> StepInfo | None:

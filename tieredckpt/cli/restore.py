@@ -16,7 +16,7 @@ from tieredckpt.cli.extract import extract
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
 from tieredckpt.config.tiers import refuse_url
-from tieredckpt.inventory import StepDetails
+from tieredckpt.engine.inventory import StepDetails
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]

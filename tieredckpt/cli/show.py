@@ -12,7 +12,7 @@ import typer
 from tieredckpt.cli.console import metrics_text, print_json, print_table, when
 from tieredckpt.cli.ls import state_of
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
-from tieredckpt.inventory import StepDetails
+from tieredckpt.engine.inventory import StepDetails
 from tieredckpt.units import format_size
 
 __all__ = ["Serial", "shape_text", "show"]

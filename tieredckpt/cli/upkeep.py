@@ -1,4 +1,4 @@
-"""The verbs `promote`, `evict` and `collect`: what the policies do, by hand."""
+"""The verbs `promote`, `evict`, `delete` and `collect`: what the policies do, by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tieredckpt.cli.opening import Json, StorePath, writing
 from tieredckpt.errors import Conflict
 from tieredckpt.units import format_size
 
-__all__ = ["collect", "evict", "promote"]
+__all__ = ["collect", "delete", "evict", "promote"]
 
 ThisStep = Annotated[int, typer.Argument(metavar="STEP", show_default=False)]
 ThisTier = Annotated[str, typer.Argument(metavar="TIER", show_default=False)]
@@ -41,6 +41,21 @@ def evict(store: StorePath, step: ThisStep, tier: ThisTier, as_json: Json = Fals
         print_json({"step": step, "tier": tier, "evicted": True})
     else:
         output().print(f"step {step} has left tier {printable(tier)}")
+
+
+def delete(
+    store: StorePath,
+    step: ThisStep,
+    force: Annotated[bool, typer.Option("--force", help="Also the newest step, and the last one.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete a step from every tier."""
+    with writing(store) as opened, waiting(f"deleting step {step}"):
+        opened.delete(step, force=force)
+    if as_json:
+        print_json({"step": step, "deleted": True})
+    else:
+        output().print(f"step {step} is deleted")
 
 
 def collect(store: StorePath, as_json: Json = False) -> None:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, Ty
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, ValidationInfo
 
 from tieredckpt import registry
+from tieredckpt._redact import redacted
+from tieredckpt._registry import the_kind
 from tieredckpt.concurrency import left_behind_after
 from tieredckpt.config.tiers import RamTier, TierConfig
 from tieredckpt.errors import Invalid
-from tieredckpt.redact import redacted
-from tieredckpt.registry import the_kind
 from tieredckpt.settings import Problem, did_you_mean, problems, refusal
 
 if TYPE_CHECKING:

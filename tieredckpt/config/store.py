@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from tieredckpt._redact import redacted
 from tieredckpt.config.checks import impossible
 from tieredckpt.config.kinds import Tiers
 from tieredckpt.config.tiers import (
@@ -49,7 +50,6 @@ from tieredckpt.config.tiers import (
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.policy.base import AnySchedule, Schedule, offer, parse
-from tieredckpt.redact import redacted
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.units import Size
 

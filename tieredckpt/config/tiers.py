@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, SerializationInfo, ValidationInfo
 
+from tieredckpt._redact import is_redacted, redacted
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
-from tieredckpt.redact import is_redacted, redacted
 from tieredckpt.settings import Settings
 from tieredckpt.units import Duration, Rate, Size, parse_size
 

@@ -1,10 +1,11 @@
-"""What a person asks of a store, whatever its policies say: promote, evict, collect, verify."""
+"""What a person asks of a store, whatever its policies say: promote, evict, delete, collect, verify."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.keeping.safety import check_deletable, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
 from tieredckpt.engine.repairing.verify import Verified, verify_step
@@ -53,6 +54,47 @@ class ByHand:
                 tier.dismissed.discard(step)
             raise
         await self._collector.collect(tier, orphans=False)
+
+    async def delete(self, number: int, *, force: bool) -> None:
+        """See `CheckpointStore.delete`."""
+        state = self._state
+        state.check_writable("delete")
+        if state.membership.rank:
+            raise Invalid(
+                f"cannot delete step {number} on rank {state.membership.rank}: rank 0 does that for all ranks"
+            )
+        found = state.find(number, damaged=True)
+        known = {step for tier in state.tiers for step in (*tier.held, *tier.damaged) if step.step == number}
+        steps = {found} | {step for step in known if state.on_line(step.serial) and state.on_line(found.serial)}
+        if not force:
+            check_deletable(state, steps)
+        await self.delete_copies(steps, force=force)
+        for step in steps:
+            state.adopt_if_gone(step)
+
+    async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
+        """Delete every copy of steps on the tiers that this process manages, nearest first.
+
+        Nearest first, so that a failure leaves the copies that survive most. With ``force``, a tier that does not
+        answer keeps its copies.
+        """
+        tiers = [tier for tier in self._state.tiers if self._state.manages(tier)]
+        for tier in tiers:
+            check_unread(steps, tier)
+        dismissed = {tier.name: set(steps) - tier.dismissed for tier in tiers}
+        for tier in tiers:
+            tier.dismissed.update(steps)  # else a policy may bring back what has left one tier and not yet the next
+        try:
+            for tier in tiers:
+                for step in steps:
+                    if tier.keeps(step) and (tier.answers or not force):
+                        await self._collector.evictor.evict(step, tier, deleted=True)
+        except BaseException:
+            for tier in tiers:
+                tier.dismissed -= dismissed[tier.name]
+            raise
+        for tier in tiers:
+            await self._collector.collect(tier, orphans=False)
 
     def _check_managed(self, what: str, tier: Tier) -> None:
         if not self._state.manages(tier):

@@ -21,6 +21,7 @@ from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine import limits
+from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
@@ -34,8 +35,8 @@ from tieredckpt.engine.promoting.waiting import reached, settled
 from tieredckpt.engine.ranks.communicator import Coordinator
 from tieredckpt.engine.ranks.group import Team
 from tieredckpt.engine.repairing.background import Mending
-from tieredckpt.engine.restoring.fill import Reading
-from tieredckpt.engine.restoring.lookup import Wanted
+from tieredckpt.engine.restoring.restore import Restorer
+from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.save import Saved, Writer
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
@@ -43,7 +44,7 @@ from tieredckpt.engine.state.state import Role, State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId
 from tieredckpt.tree.arrays import load_frameworks
 from tieredckpt.tree.flatten import Flat
 
@@ -129,8 +130,10 @@ class Engine:
         connect_ram(self.state, sharers=_sharers(config.ram, team), folder=self._ram)
         self.by_hand = self.mode.by_hand
         self.mending = Mending(self.state, self.collector, self.mode.mend_elsewhere)
-        self.reading = Reading(self.state, getattr(self.mode, "ranked", None), self.mending)
+        self.restorer = Restorer(self.state, self.mode, self.mending.behind)
         self._writer = Writer(self.state, self.collector)
+        self.inventory = Inventory(self.state)
+        self.captures = Captures(self.state, self.save)
 
     def _make_mode(self, team: Team | None) -> Alone:
         """How this process takes part in the store."""
@@ -281,38 +284,18 @@ class Engine:
             await self.mode.give_way(step, name)
 
     async def flush(self) -> None:
-        """Wait until damage that was found is mended, and as `waiting.settled`."""
+        """Wait until saves by reference are made and damage that was found is mended, and as `waiting.settled`."""
+        await self.captures.settled()
         await self.mending.settled()
         await self.mode.settled()
         await settled(self.state, self.promoters)
         await self.mode.told()
 
-    # -- restoring ----------------------------------------------------------------------------------------
-
-    async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of a restore's work; of several ranks all succeed or none does."""
-        return await self.mode.restoring(work)
+    # -- looking ------------------------------------------------------------------------------------------
 
     async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
         return await self.mode.looking(work, packs=packs)
-
-    async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
-        """The step that a restore takes, the same on all ranks; None when the store is empty.
-
-        Raises:
-            Invalid: the ranks do not want the same.
-            NotFound: a step number that no tier holds.
-            TierUnavailable: nothing was found, and a tier that may hold something does not answer.
-            Corrupt: every step there is has a damaged commit.
-            RanksUnavailable: other ranks do not restore too.
-        """
-        return await self.mode.look_up(wanted)
-
-    def note_restored(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
-        """Note a step that was restored to train on; the next save decides what it continues."""
-        self.state.branch.note(step, record, named=named, resume=resume)
-        self.mode.restored()
 
 
 def _sharers(ram: RamTier | None, team: Team | None) -> int:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from tieredckpt.callbacks import SLOW, name_slow
+from tieredckpt._callbacks import SLOW, name_slow
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.latch import Latch
 from tieredckpt.errors import Closed, Invalid

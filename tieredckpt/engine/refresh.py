@@ -113,7 +113,7 @@ class Refresh:
         if state.identity.marker is not None:
             for tier in state.tiers:  # one after the other: a step comes to the next tier before it leaves this one
                 await self._look_at(tier, packs=packs)
-        if all(tier.marker is None for tier in state.tiers):
+        if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # whose store it is, only what is there can tell
         before = set(first.held)
         await drop_left_behind(state)

@@ -40,9 +40,9 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError
 
 from tieredckpt import registry
+from tieredckpt._registry import path_of, the_kind
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.views import Observed, StepView, StoreView, TierView
-from tieredckpt.registry import path_of, the_kind
 from tieredckpt.settings import Settings, did_you_mean, explain, problems, refusal
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -17,16 +17,20 @@ import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box
+from tieredckpt.format.structure import ArrayNode, Kind
 from tieredckpt.tree import shards
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype, storage_key
 from tieredckpt.tree.shards import Shard, Sharded
 
 __all__ = [
     "ArrayLeaf",
+    "MadeAs",
     "as_array_leaf",
     "as_template",
     "host_view",
     "load_frameworks",
+    "load_kinds",
+    "made",
     "restored",
     "restored_pieces",
     "row_major_bytes",
@@ -35,6 +39,9 @@ __all__ = [
 ]
 
 _Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax", "shards"]
+
+MadeAs = Literal["saved", "numpy", "torch", "jax"]
+"""The kind of the arrays that are made without an example: what each was, or one for all."""
 
 
 def load_frameworks() -> None:
@@ -174,6 +181,48 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> object:
             return array[()]
         case _:
             return array
+
+
+def load_kinds(nodes: Iterable[ArrayNode], kind: MadeAs) -> None:
+    """Import what makes the arrays of ``nodes``. Raises `Invalid`, naming one, where its framework is not installed."""
+    for wanted, key in {_made_as(node, kind): node.key for node in nodes}.items():
+        try:
+            if wanted == "torch":
+                from tieredckpt.tree import torch_leaves  # noqa: F401
+            elif wanted in ("jax", "jax-key"):
+                from tieredckpt.tree import jax_leaves  # noqa: F401
+        except ImportError as error:
+            raise Invalid(
+                f"leaf {key!r}: as_={kind!r} makes it an array of {wanted.removesuffix('-key')}, which cannot be "
+                f"imported ({error}); install that, or restore with as_='numpy'"
+            ) from error
+
+
+def made(node: ArrayNode, array: npt.NDArray[Any], kind: MadeAs) -> object:
+    """``array``, which a step has for ``node``, as an array of that kind, on the framework's default device.
+
+    NumPy scalars stay such, and of a typed PRNG key NumPy and torch have the data. Memory is shared as by `restored`.
+    Raises `Invalid`, naming the key, for a dtype that the framework has not.
+    """
+    match _made_as(node, kind):
+        case "torch":
+            from tieredckpt.tree import torch_leaves
+
+            return torch_leaves.made(node.key, array)
+        case "jax" | "jax-key":
+            from tieredckpt.tree import jax_leaves
+
+            return jax_leaves.made(node.key, array, node.prng)
+        case "numpy-scalar":
+            return array[()]
+        case _:
+            return array
+
+
+def _made_as(node: ArrayNode, kind: MadeAs) -> Kind:
+    if kind == "saved" or node.kind == "numpy-scalar" or (kind == "jax" and node.kind == "jax-key"):
+        return node.kind
+    return kind
 
 
 def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> object:

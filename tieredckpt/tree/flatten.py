@@ -25,7 +25,7 @@ from tieredckpt.format.structure import (
     scalar_value,
 )
 from tieredckpt.format.zarr import dtype_from_name
-from tieredckpt.tree.arrays import as_array_leaf
+from tieredckpt.tree.arrays import MadeAs, as_array_leaf, made
 from tieredckpt.tree.containers import NAMESPACE, Opened, open_container
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 
@@ -137,22 +137,20 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces 
     return Skeleton(structure, tuple(arrays), tuple(containers))
 
 
-def unflatten(structure: Node, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
+def unflatten(structure: Node, arrays: Mapping[str, npt.NDArray[Any]], kind: MadeAs = "numpy") -> object:
     """The tree of ``structure`` in plain containers, with ``arrays`` by key as leaves.
 
     Lists stay lists and tuples tuples; dicts, namedtuples, dataclasses and custom containers become dicts of
-    what they hold by name. NumPy scalars come back as such, every other array as a NumPy array: that of a
-    typed PRNG key holds its data. Raises `NotFound` for a missing array, `Corrupt` for one of another
-    dtype or shape.
+    what they hold by name. Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array,
+    `Corrupt` for one of another dtype or shape, and `Invalid` for one that cannot be made so.
     """
     if isinstance(structure, ArrayNode):
-        array = stored_array(structure, arrays)
-        return array[()] if structure.kind == "numpy-scalar" else array
+        return made(structure, stored_array(structure, arrays), kind)
     if not isinstance(structure, CONTAINERS):
         return scalar_value(structure)
     children = []
     for child in structure.children:
-        children.append(unflatten(child, arrays))  # noqa: PERF401  # a comprehension costs a frame per level
+        children.append(unflatten(child, arrays, kind))  # noqa: PERF401  # a comprehension costs a frame per level
     if isinstance(structure, ListNode):
         return children
     if isinstance(structure, TupleNode):

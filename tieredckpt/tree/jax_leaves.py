@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
+from tieredckpt.format.structure import Kind
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["Level", "as_array_leaf", "as_template", "host_view", "one_level", "restored", "restored_pieces"]
+__all__ = ["Level", "as_array_leaf", "as_template", "host_view", "made", "one_level", "restored", "restored_pieces"]
 
 
 class Level(NamedTuple):
@@ -97,6 +98,23 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
     if result.dtype != template.dtype:
         raise Invalid(f"leaf {template.array!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
     return result
+
+
+def made(key: str, array: npt.NDArray[Any], prng: str | None) -> jax.Array:
+    """``array`` as a jax array on the default device, or as a typed key of the PRNG ``prng``.
+
+    Raises `Invalid`, naming ``key``, for a dtype or PRNG that jax has not.
+    """
+    data = array.astype(array.dtype.newbyteorder("="), copy=False)
+    like = jax.ShapeDtypeStruct(data.shape, np.uint8)  # which says only that no sharding is wanted
+    kind: Kind = "jax" if prng is None else "jax-key"
+    try:
+        return restored(ArrayLeaf(key, like, kind, data.shape, data.dtype, True, prng), data)
+    except Invalid:
+        raise
+    except (TypeError, ValueError) as error:
+        what = array.dtype if prng is None else f"a key of the PRNG {prng!r}"
+        raise Invalid(f"leaf {key!r}: jax cannot hold {what}: {error}; restore it with as_='numpy'") from error
 
 
 def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> jax.Array:

@@ -14,7 +14,7 @@ import torch
 from tieredckpt.errors import Invalid
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["as_array_leaf", "as_template", "host_view", "restored", "restored_pieces", "writable_view"]
+__all__ = ["as_array_leaf", "as_template", "host_view", "made", "restored", "restored_pieces", "writable_view"]
 
 _NATIVE: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype(np.bool_),
@@ -133,6 +133,16 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> torch.Tensor:
     if type(like) is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     return tensor.requires_grad_(like.requires_grad)
+
+
+def made(key: str, array: npt.NDArray[Any]) -> torch.Tensor:
+    """``array`` as a tensor on the CPU; `Invalid`, naming ``key``, for a dtype that torch has not."""
+    native = array.dtype.newbyteorder("=")
+    dtype = next((dtype for dtype, known in _DTYPES.items() if known == native), None)
+    if dtype is None:
+        raise Invalid(f"leaf {key!r}: torch has no dtype for {array.dtype}; restore it with as_='numpy'")
+    data = array.astype(native, copy=False)
+    return restored(_template(key, torch.empty(data.shape, dtype=dtype, device="meta")), data)
 
 
 def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:

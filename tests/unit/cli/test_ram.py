@@ -47,8 +47,8 @@ def killed(disk: Path, *steps: int, **ram: Any) -> str:
     for step in steps:
         store.save(step, {"w": np.full(100, step)})
     store.promote(steps[0], "disk")
-    marker = store.store.engine.state.identity.marker
-    store.store.close_blocking(clean=False)
+    marker = store._life.engine.state.identity.marker
+    store._life.close_blocking(clean=False)
     assert marker is not None
     return marker.store
 
@@ -98,7 +98,7 @@ def test_a_folder_that_was_never_reached_is_not_gone(told: Told, tmp_path: Path,
     store = CheckpointStore.open(settings(tmp_path / "file" / "disk")).sync()
     store.__enter__()
     store.save(1, {"w": np.ones(3)})
-    store.store.close_blocking(clean=False)
+    store._life.close_blocking(clean=False)
     assert told("forget", "--gone") == []
     (found,) = told("ls", "--ram")
     assert found["places"] == {str(tmp_path / "file" / "disk"): "never seen"}

@@ -1,4 +1,4 @@
-"""`promote`, `evict` and `collect`: what they are told to do, and nothing besides."""
+"""`promote`, `evict`, `delete` and `collect`: what they are told to do, and nothing besides."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def test_the_last_good_copy_is_not_evicted(run: Run, told: Told, trained: Path) 
     assert where(told, trained)[3] == ["ram", "disk"]
 
 
+def test_a_step_is_deleted_from_every_tier_and_the_newest_by_force(run: Run, told: Told, trained: Path) -> None:
+    told("delete", trained, 2)
+    assert 2 not in where(told, trained)
+    result = run("delete", trained, 3)
+    assert (result.exit_code, result.stderr[:23]) == (1, "Conflict: cannot delete")
+    told("delete", trained, 3, "--force")
+    assert 3 not in where(told, trained)
+
+
 def test_what_is_not_there_can_be_neither_promoted_nor_evicted(run: Run, trained: Path) -> None:
     for arguments in (("promote", trained, 9, "disk"), ("evict", trained, 1, "archive"), ("evict", trained, 1, "no")):
         result = run(*arguments)
@@ -96,6 +105,6 @@ def test_what_a_crash_left_in_ram_outlives_upkeep(told: Told, config: Path) -> N
     store = CheckpointStore.open(config).sync()
     store.__enter__()
     store.save(1, {"w": np.ones(100)})
-    store.store.close_blocking(clean=False)
+    store._life.close_blocking(clean=False)
     told("promote", config, 1, "archive")
     assert set(where(told, config)[1]) >= {"ram", "archive"}

@@ -16,11 +16,11 @@ from support.scenes import config, folder, ram, tree
 from tieredckpt_policies import promotion, retention, schedule
 
 from tieredckpt import CheckpointStore
+from tieredckpt._redact import redacted
 from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, load, to_toml
 from tieredckpt.config.checks import doubtful
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.policy.base import Promotion, Retention, StoreView, TierView, register
-from tieredckpt.redact import redacted
 
 for _policy in tieredckpt_policies.POLICIES:
     register(_policy)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tieredckpt import Shard, Sharded
-from tieredckpt.capturing import check_immutable
+from tieredckpt.engine.saving.capture import check_immutable
 from tieredckpt.errors import Invalid
 from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import array_nodes

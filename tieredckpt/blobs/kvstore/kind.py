@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tieredckpt._redact import without_secrets
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.tiers import KvstoreTier
-from tieredckpt.redact import without_secrets
 
 __all__ = ["KVSTORE"]
 

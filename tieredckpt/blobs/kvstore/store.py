@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
+from tieredckpt._redact import redacted, redacted_text, secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
 from tieredckpt.concurrency import settle
 from tieredckpt.errors import (
@@ -32,7 +33,6 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailable,
 )
-from tieredckpt.redact import redacted, redacted_text, secrets_of
 
 __all__ = ["KvStoreBlobs"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tieredckpt.engine.admin import ByHand
 from tieredckpt.engine.agent import messages as said
 from tieredckpt.engine.agent.client import Link
 from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -40,6 +41,13 @@ class ByAgent(ByHand):
             await super().evict(number, name)
         else:
             await self._link.ask(said.Evict(number, name), again=False)
+
+    async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
+        """See `ByHand.delete_copies`; the agent is first, for it would promote again what RAM still has."""
+        for tier in filter(self._state.manages, self._state.tiers):
+            check_unread(steps, tier)
+        await self._link.ask(said.Delete(tuple(steps), force))
+        await super().delete_copies(steps, force=force)
 
     async def collect(self) -> list[Collected]:
         """See `ByHand.collect`."""

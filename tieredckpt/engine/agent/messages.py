@@ -67,6 +67,13 @@ class Evict(_Frame, frozen=True):
     tier: str
 
 
+class Delete(_Frame, frozen=True):
+    """Delete every copy of steps; with ``force``, a tier that does not answer keeps its copies."""
+
+    steps: tuple[StepId, ...]
+    force: bool
+
+
 class Collect(_Frame, frozen=True):
     """Reclaim the space that no step needs; a list of `Collected`."""
 
@@ -176,6 +183,7 @@ class GiveBack(_Frame, frozen=True):
 Order = (
     Promote
     | Evict
+    | Delete
     | Collect
     | Verify
     | Scrub

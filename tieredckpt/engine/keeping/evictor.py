@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, whole
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
@@ -32,8 +32,8 @@ class Evictor:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    async def evict(self, step: StepId, tier: Tier) -> None:
-        """Retract one step from one tier.
+    async def evict(self, step: StepId, tier: Tier, *, deleted: bool = False) -> None:
+        """Retract one step from one tier; ``deleted``: a person deletes the step, which promise 6 does not keep then.
 
         Raises:
             NotFound: the tier does not hold it.
@@ -43,7 +43,9 @@ class Evictor:
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if not self._state.manages(tier):
             raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
-        if step in tier.held and (reason := why_not(self._state, step, tier)):
+        if deleted:
+            check_unread((step,), tier)
+        elif step in tier.held and (reason := why_not(self._state, step, tier)):
             raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
         tier.leaving.add(step)
         try:

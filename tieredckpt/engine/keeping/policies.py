@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import takewhile
 
-from tieredckpt.callbacks import Callback, is_failure
+from tieredckpt._callbacks import Callback, is_failure
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId

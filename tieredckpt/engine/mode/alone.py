@@ -14,17 +14,21 @@ from tieredckpt.engine.ranks.restore.read_only_ram import look_on
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import Mend
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Alone", "Changed", "Reader"]
+__all__ = ["Alone", "Changed", "Reader", "Unreadable"]
 
 T = TypeVar("T")
 
+Unreadable = Sequence[tuple[Tier, TieredCkptError]]
+"""Tiers whose index of a step could not be read."""
 Work = Callable[[], Coroutine[Any, Any, T]]
 Changed = Callable[[Tier], Awaitable[None]]
 """Waits until something changed that may bring a step to a tier; raises when nothing will."""
@@ -121,6 +125,13 @@ class Alone:
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """See `Engine.look_up`."""
         return await look_up(self.state, wanted.step)
+
+    async def begin_reading(self) -> bool:
+        """Begin to read when all ranks can; whether other ranks read as well."""
+        return False
+
+    def damaged(self, step: StepId, damage: Sequence[Damage], unreadable: Unreadable) -> None:
+        """A restore has found damage."""
 
     def restored(self) -> None:
         """A step was restored to train on."""

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.mode.alone import Alone, Changed
+from tieredckpt.engine.mode.alone import Alone, Changed, Unreadable
 from tieredckpt.engine.ranks.group import Team
 from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
+from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership
@@ -92,6 +93,13 @@ class AmongRanks(Alone):
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         return await self.ranked.restores.look_up(wanted)
+
+    async def begin_reading(self) -> bool:
+        await self.ranked.restores.begin()
+        return True
+
+    def damaged(self, step: StepId, damage: Sequence[Damage], unreadable: Unreadable) -> None:
+        self.ranked.reports.damaged(step, damage, unreadable)
 
     def restored(self) -> None:
         self.ranked.plan.reset()

@@ -305,8 +305,7 @@ class Ranked:
             case Evicted():
                 await self._evicted(message)
             case Stuck():
-                step = StepId(message.serial, message.step)
-                state.tier(message.tier).stuck[step] = message.failure.error()
+                state.tier(message.tier).stuck[StepId(message.serial, message.step)] = message.failure.error()
             case SaveAt():
                 self._save_at(message)
             case TierNews():
@@ -360,6 +359,7 @@ class Ranked:
         else:
             tier.drop(step)
             tier.dismissed.add(step)
+        self._state.adopt_if_gone(step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         if not tier.shared:
             self._gone.remove((step.serial, step.step))  # the leader knows

@@ -12,7 +12,7 @@ __all__ = ["Place", "Scan"]
 T = TypeVar("T")
 
 Place = tuple[str, int, bytes]
-"""Where a chunk is looked for: file, offset, digest."""
+"""Where a chunk lies: pack, offset and digest."""
 
 _BATCH = 64 << 20
 _BATCH_SECONDS = 0.25

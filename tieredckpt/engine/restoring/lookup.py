@@ -28,7 +28,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] | None:
-    """The step of that number, or the newest; None when the store is empty. Raises as `Engine.look_up`."""
+    """The step of that number, or the newest; None when the store is empty. Raises as `Together.look_up`."""
     records = state.records()
     if step is None and not records:
         silent = [tier for tier in state.tiers if tier.marker is None and tier.error is not None]

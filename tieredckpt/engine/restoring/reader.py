@@ -32,6 +32,7 @@ __all__ = ["Read", "fill", "read_pieces"]
 
 Bytes = npt.NDArray[np.uint8]
 
+
 _DIGESTED_SIZE = 192 << 20
 """Bytes asked for at a time of a store that digests them, or one run: each read ends within the deadline of a tier that
 is as slow as it may be, though all share its bandwidth."""

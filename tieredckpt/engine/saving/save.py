@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tieredckpt.arguments import as_number
+from tieredckpt._arguments import as_number
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older

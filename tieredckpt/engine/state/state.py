@@ -142,6 +142,13 @@ class State:
         left_behind = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.left_behind]
         self.observation.history = history_of(records[newest] if newest else None, [*left_behind, *dead])
 
+    def adopt_if_gone(self, step: StepId) -> None:
+        """Continue from the newest save that is left, as after a restart, where the newest of the branch is no more."""
+        records = self.records()
+        if step == self.branch.newest and step not in records:
+            newest = max(records, default=None)
+            self.branch.adopt(records[newest].line if newest else (), newest)
+
     def meet(self, tier: Tier) -> None:
         """Take up what a tier holds that could not be read at start."""
         if not self.branch.line:  # nothing was found then, and nothing was saved since

@@ -290,13 +290,13 @@ async def test_a_tier_that_reconnects_waits_for_the_collection_that_is_under_way
         for step, tree in {1: state(), 2: changed(2)}.items():
             await (await store.save(step, tree)).reached("disk")
     async with opened(place, disk) as store:
-        tier, engine = tier_of(store, "disk"), store._engine
+        tier, engine = tier_of(store, "disk"), store._life.engine
         known = set(tier.held)
         reading = faults["disk"].hold("get", key="steps/*")
         surveying = faults["disk"].hold("list", key="steps*")
-        collecting = asyncio.create_task(store.engine_loop.call(engine.collector.collect(tier, orphans=False)))
+        collecting = asyncio.create_task(store._life.loop.call(engine.collector.collect(tier, orphans=False)))
         await reading.reached()
-        connecting = asyncio.create_task(store.engine_loop.call(connect(engine.state, tier)))
+        connecting = asyncio.create_task(store._life.loop.call(connect(engine.state, tier)))
         begun = asyncio.create_task(surveying.reached())
         await asyncio.wait([begun], timeout=0.3)
         assert not begun.done()
@@ -317,20 +317,20 @@ async def test_a_collection_deletes_nothing_where_a_reconnect_failed_half_way(
         await (await store.save(1, state())).reached("disk")
         place.let_the_grace_pass()
         before = set(files_under(place.disk))
-        tier, engine = tier_of(store, "disk"), store._engine
+        tier, engine = tier_of(store, "disk"), store._life.engine
         tier.marker = None  # as of a tier that comes back
         surveying = faults["disk"].hold("list", key="steps*")
         faults["disk"].fail("get", TierUnavailable("gone again"), key="steps/*")
-        connecting = asyncio.create_task(store.engine_loop.call(connect(engine.state, tier)))
+        connecting = asyncio.create_task(store._life.loop.call(connect(engine.state, tier)))
         await surveying.reached()
-        collecting = asyncio.create_task(store.engine_loop.call(engine.collector.collect(tier)))
+        collecting = asyncio.create_task(store._life.loop.call(engine.collector.collect(tier)))
         await store.steps()  # the engine has taken the call up
         surveying.release()
         with pytest.raises(TierUnavailable, match="gone again"):
             await connecting
         assert (await collecting).packs == 0
         assert set(files_under(place.disk)) == before
-        await store.engine_loop.call(connect(engine.state, tier))
+        await store._life.loop.call(connect(engine.state, tier))
 
 
 async def test_a_tier_that_cannot_be_collected_keeps_no_other_from_it(place: Place, faults: FaultyTiers) -> None:

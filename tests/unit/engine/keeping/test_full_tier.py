@@ -152,9 +152,9 @@ async def test_a_device_without_room_for_a_lease_gives_up_an_older_step(
             assert tier.lease is not None
             with pytest.raises(NoSpace) as failed:
                 await tier.lease.renew()
-            store._engine.state.report(tier, failed.value)
+            store._life.engine.state.report(tier, failed.value)
 
-        await store.engine_loop.call(renew())
+        await store._life.loop.call(renew())
         checkpoint = await store.save(4, state(4))
         await heard.first(TierRecovered)
         await checkpoint.reached("disk")

@@ -127,7 +127,7 @@ def _do(store: SyncStore, action: str, step: int, chosen: int) -> int:
 def _life(opened: StoreConfig, actions: Iterator[tuple[str, int]], step: int) -> int:
     """Open a store and do things until it is to be opened anew; the newest step is what it is when it comes back."""
     with CheckpointStore.open(opened).sync() as store:
-        keeper = Keeper(store.store, TIERS)
+        keeper = Keeper(store._store, TIERS)
         for info in store.steps():
             for tier in info.tiers:
                 keeper.held.setdefault(tier, set()).add(info.serial)

@@ -37,7 +37,7 @@ def settings(shared_memory: Path, tmp_path: Path) -> StoreConfig:
 
 
 def signals(store: CheckpointStore) -> frozenset[str]:
-    return store._engine.state.view().signals
+    return store._life.engine.state.view().signals
 
 
 async def test_a_signal_is_seen_from_when_it_is_raised_until_it_is_withdrawn(settings: StoreConfig) -> None:
@@ -58,7 +58,7 @@ def test_a_signal_may_be_raised_by_a_signal_handler(settings: StoreConfig) -> No
         before = signal.signal(signal.SIGUSR1, lambda *_: store.signal("preempt"))
         try:
             signal.raise_signal(signal.SIGUSR1)
-            assert signals(store.store) == {"preempt"}
+            assert signals(store._store) == {"preempt"}
         finally:
             signal.signal(signal.SIGUSR1, before)
 
@@ -70,7 +70,7 @@ async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
     write_packs = copy_step.write_packs
 
     async def look(*arguments: Any) -> None:
-        state = store._engine.state
+        state = store._life.engine.state
         seen.append([tier.promoting for tier in state.view().tiers])
         seen.append([tier.promoting for tier in state.view(at_rest=True).tiers])
         await write_packs(*arguments)
@@ -80,7 +80,7 @@ async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
         await store.save(1, tree())
         await store.flush()
         assert seen == [[False, True], [False, False]]
-        assert [tier.promoting for tier in store._engine.state.view().tiers] == [False, False]
+        assert [tier.promoting for tier in store._life.engine.state.view().tiers] == [False, False]
 
 
 async def test_flush_and_reached_wait_for_a_step_that_waits_for_another_promotion(
@@ -175,7 +175,7 @@ async def test_the_time_to_the_slowest_tier_that_works_is_observed(
         assert store.observed().promotion_seconds is None
         await store.save(1, tree())
         await store.flush()
-        disk, far = (store._engine.state.tier(name) for name in ("disk", "far"))
+        disk, far = (store._life.engine.state.tier(name) for name in ("disk", "far"))
         assert disk.promotion_seconds is not None
         assert far.promotion_seconds is not None
         disk.promotion_seconds, far.promotion_seconds = 3.0, 7.0

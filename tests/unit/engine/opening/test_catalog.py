@@ -214,7 +214,7 @@ async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -
     async with place.opened() as store:
         for step in (1, 2, 3):
             await (await store.save(step, state(step))).reached("disk")
-        await store.engine_loop.call(catalogue(tier_of(store, "disk")))
+        await store._life.loop.call(catalogue(tier_of(store, "disk")))
         await flip_chunk(store, "disk", 1, "new")
         assert [each.repaired for each in await store.verify(1, "disk", repair=True)] == [True]
     async with place.opened() as store:
@@ -228,7 +228,7 @@ async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -
 async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> None:
     await place.trained(1, 2)
     async with place.opened(read_only=True) as store:
-        (key,) = await store.engine_loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
+        (key,) = await store._life.loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
     again = place.disk / layout.pack_key("ab" * 16)
     again.parent.mkdir()
     shutil.copy(place.disk / key, again)
@@ -252,7 +252,7 @@ async def test_a_commit_that_changed_since_is_read_and_not_believed(place: Place
 async def test_a_pack_of_another_size_is_read_and_not_believed(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     await place.trained(1, 2, 3)
     async with place.opened() as store:
-        (key,) = await store.engine_loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
+        (key,) = await store._life.loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
         chunks = len(tier_of(store, "disk").chunks)
     os.truncate(place.disk / key, 4096)
     async with place.opened() as store:
@@ -459,7 +459,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @staticmethod
     def _known(place: Place) -> dict[str, Any]:
         with place.opened(read_only=True).sync() as store:
-            return known(tier_of(store.store, "disk"))
+            return known(tier_of(store._store, "disk"))
 
 
 def test_whatever_catalogs_there_are_a_store_knows_what_it_would_know_without_them() -> None:

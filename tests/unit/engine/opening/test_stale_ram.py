@@ -105,7 +105,7 @@ async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memor
     async with cohort(2, shared_memory, disk, nodes=["a", "b"], crashing=True) as ranks:
         faults.kill("disk")
         await ranks.save(2, seed=20)
-        await ranks.all(lambda store, rank: store.engine_loop.call(agreed(store, 2)))
+        await ranks.all(lambda store, rank: store._life.loop.call(agreed(store, 2)))
     faults.revive("disk")
     async with cohort(2, shared_memory, disk, nodes=["c", "d"]) as ranks:
         await ranks.restored()
@@ -117,5 +117,5 @@ async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memor
 
 
 async def agreed(store: CheckpointStore, step: int) -> None:
-    state = store.engine.state
+    state = store._life.engine.state
     await state.changed.until(lambda: any(held.step == step for held in state.tiers[0].held))

@@ -83,7 +83,7 @@ async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
         await store.save(1, tree)
         if elsewhere:
             await store.promote(1, "disk")
-        (tier, *_) = store._engine.state.tiers
+        (tier, *_) = store._life.engine.state.tiers
         assert tier.ram is not None
         (step,) = tier.held
         for key in ("w2", "w5"):

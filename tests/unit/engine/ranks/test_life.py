@@ -59,7 +59,7 @@ async def outcomes(stores: list[CheckpointStore]) -> list[object]:
 async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Place) -> None:
     tiers = {"ram": ram(place.shared_memory, path=place.shared_memory / "held"), "disk": folder(place.disk)}
     async with CheckpointStore.open(config(tiers)) as store:
-        of_rank_1 = Path(store.engine.state.tiers[0].store.location) / "rank-1"
+        of_rank_1 = Path(store._life.engine.state.tiers[0].store.location) / "rank-1"
     lock = take(of_rank_1)  # another process has the RAM of rank 1
     try:
         world = World(3, nodes=["a"] * 3)
@@ -289,8 +289,8 @@ async def test_a_rank_whose_ram_fails_streams_and_the_step_is_committed_all_the_
     place: Place, shared_memory: Path, faults: FaultyTiers
 ) -> None:
     async with place.open(2) as ranks:
-        first = ranks[1].engine.state.tiers[0]
-        await ranks[1].engine_loop.call(_fail(ranks[1], TierUnavailable("by script")))
+        first = ranks[1]._life.engine.state.tiers[0]
+        await ranks[1]._life.loop.call(_fail(ranks[1], TierUnavailable("by script")))
         saves = await ranks.save(1)
         assert [save.saved.tier for save in saves if save.saved is not None] == ["ram", "disk"]
         await ranks.reached(saves, "disk")
@@ -300,8 +300,8 @@ async def test_a_rank_whose_ram_fails_streams_and_the_step_is_committed_all_the_
 
 
 async def _fail(store: CheckpointStore, error: Exception) -> None:
-    tier = store.engine.state.tiers[0]
-    store.engine.state.report(tier, error)
+    tier = store._life.engine.state.tiers[0]
+    store._life.engine.state.report(tier, error)
     tier.retry_at = time.monotonic() + SOON
 
 

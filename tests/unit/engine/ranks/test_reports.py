@@ -65,15 +65,15 @@ async def test_a_rank_that_sees_damage_where_there_is_none_has_nothing_written(
     await saved_and_lost_in_ram(shared_memory, tmp_path)
     async with cohort(3, shared_memory, tmp_path, tiers=tiers(shared_memory, tmp_path)) as ranks:
         before = sorted((tmp_path / "disk").rglob("*"))
-        reports = ranks[0].engine.mode.ranked.reports
-        state = ranks[0].engine.state
+        reports = ranks[0]._life.engine.mode.ranked.reports
+        state = ranks[0]._life.engine.state
         step = state.newest()
         assert step is not None
-        index = await ranks[0].engine_loop.call(state.tier("disk").load_index(step))
+        index = await ranks[0]._life.loop.call(state.tier("disk").load_index(step))
         digests = tuple(chunk.digest for array in index.arrays.values() for chunk in array.chunks)
         for digests_said in (digests, ()):
             said = Damaged(step.step, step.serial, "disk", digests_said)
-            await ranks[0].engine_loop.call(reports._mend(2, said))
+            await ranks[0]._life.loop.call(reports._mend(2, said))
         assert not ranks.heard[0].of(ChunkRepaired)
         assert sorted((tmp_path / "disk").rglob("*")) == before
 
@@ -88,9 +88,9 @@ async def test_a_signal_that_another_rank_raises_is_seen_by_the_policies_of_rank
         ranks[2].signal("preempt")
         await asyncio.gather(*(heard.first(StepPromoted) for heard in ranks.heard))
         ranks[2].signal("preempt", on=False)
-        state = ranks[0].engine.state
+        state = ranks[0]._life.engine.state
         async with asyncio.timeout(SOON):
-            await ranks[0].engine_loop.call(state.changed.until(lambda: not state.observation.signals))
+            await ranks[0]._life.loop.call(state.changed.until(lambda: not state.observation.signals))
 
 
 async def test_a_rank_that_alone_is_warned_ends_with_the_newest_step_durable(

@@ -49,7 +49,9 @@ async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_a
     behind, last = (3, 0, 7), 250
     saved: list[list[int]] = [[] for _ in behind]
     async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule) as ranks:
-        state = ranks[0].engine.state  # what it orders before it knows how fast steps come is for the very next one
+        state = ranks[
+            0
+        ]._life.engine.state  # what it orders before it knows how fast steps come is for the very next one
         state.observation.observed = dataclasses.replace(state.observation.observed, started_at=time.time())
         for turn in range(last + max(behind)):
             await asyncio.sleep(0.01)
@@ -75,7 +77,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         assert not any(store.due(0) for store in ranks.stores)  # rank 0 orders step 1, and all hear of it
         await ranks.reached(await ranks.save(1), "ram")
         assert all(store.due(1) for store in ranks.stores)
-        ahead = ranks[0].engine.mode.ranked.plan._ahead
+        ahead = ranks[0]._life.engine.mode.ranked.plan._ahead
         held = ranks.world.hold(1, "take", topic="log/*")
         await ranks.reached(await ranks.save(2), "ram")
         await held.reached()
@@ -89,7 +91,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         held.release()
         for event in await ranks.failed(step=step):
             assert "too late" in event.reason
-        assert ranks[0].engine.mode.ranked.plan._ahead > ahead
+        assert ranks[0]._life.engine.mode.ranked.plan._ahead > ahead
         await ranks.reached(await ranks.save(step + 100), "ram")
 
 
@@ -98,7 +100,7 @@ async def test_a_rank_that_failed_to_save_keeps_step_with_the_schedule_of_the_ot
 ) -> None:
     schedule = {"kind": "every_n_steps", "n": 10}
     async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule) as ranks:
-        hurt = ranks[1].engine.state.tiers[0].slab_index
+        hurt = ranks[1]._life.engine.state.tiers[0].slab_index
         assert hurt is not None
         allocate = hurt.allocate
 

@@ -100,14 +100,14 @@ async def test_a_pack_that_another_step_came_to_need_and_left_stays_with_the_par
         held = ranks.faulty(0).hold("put", key="packs/*", after=True)
         first = asyncio.create_task(leader.save(1, part(1, 0, SIZE) | {"new": new}))
         await held.reached()
-        disk = leader.engine.state.tier("disk")
+        disk = leader._life.engine.state.tier("disk")
 
         async def as_if_known_to_be_used() -> None:
             await asyncio.sleep(0)
             disk.packs.update({path.relative_to(place.disk).as_posix(): path.stat().st_size for path in place.packs()})
             disk.orphans.clear()
 
-        await leader.engine_loop.call(as_if_known_to_be_used())
+        await leader._life.loop.call(as_if_known_to_be_used())
         assert place.packs()
         await leader.collect()
         held.release()

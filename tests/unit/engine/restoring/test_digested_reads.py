@@ -30,7 +30,7 @@ class Watching:
         self.read: list[tuple[str, int, int]] = []
         self.under_way = self.most = 0
         self.most_scratch = 0
-        self._scratch: Scratch = store.engine.state.scratch
+        self._scratch: Scratch = store._life.engine.state.scratch
         blobs = tier_of(store, "disk").store
         assert isinstance(blobs, GetDigested)
         self._get_digested = blobs.get_digested

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, cohort
-from support.insight import flip_chunk
+from support.insight import flip_chunk, tier_of
 from support.scenes import SOON, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -179,6 +179,17 @@ async def test_beside_a_training_process_a_reader_never_fails(place: Place) -> N
             assert lines == list(range(1, 41))
             assert seen == sorted(seen)
             assert (await reader.describe()).info.step == 40
+
+
+async def test_a_reader_that_looked_while_the_store_was_made_finds_its_steps(place: Place) -> None:
+    async with place.reader() as reader:
+        assert await reader.steps() == ()
+        async with place.trainer() as trainer:
+            await trainer.save(1, {"w": np.zeros(4)})
+            await trainer.flush()
+            # As where the first look at a tier found no marker, and the second, a moment later, did.
+            tier_of(reader, "disk").marker = tier_of(trainer, "disk").marker
+            assert await reader.latest_step() == 1
 
 
 async def test_a_reader_that_was_there_before_the_trainer_finds_its_steps(place: Place) -> None:

@@ -118,7 +118,7 @@ async def test_what_a_tier_forgets_while_a_save_streams_to_it_is_known_to_the_sa
         async def forget() -> None:
             tier_of(store, "disk").chunks.clear()
 
-        await store.engine_loop.call(forget())
+        await store._life.loop.call(forget())
         held.release()
         await saving
         await assert_restores(store, {step: state(step, frozen=1) for step in (1, 2)})
@@ -348,7 +348,7 @@ async def test_a_save_waits_for_scratch_memory_that_others_have_borrowed(
 ) -> None:
     limit(monkeypatch, scratch_size=0)
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
-        scratch = store._engine.state.scratch
+        scratch = store._life.engine.state.scratch
 
         async def borrow_all() -> int:
             return await scratch.borrow(scratch.capacity)
@@ -356,11 +356,11 @@ async def test_a_save_waits_for_scratch_memory_that_others_have_borrowed(
         async def give_back(offset: int) -> None:
             scratch.give_back(offset, scratch.capacity)
 
-        borrowed = await store.engine_loop.call(borrow_all())
+        borrowed = await store._life.loop.call(borrow_all())
         saving = asyncio.create_task(store.save(1, state(1)))
         done, _ = await asyncio.wait([saving], timeout=0.3)
         assert not done
-        await store.engine_loop.call(give_back(borrowed))
+        await store._life.loop.call(give_back(borrowed))
         async with asyncio.timeout(SOON):
             assert not (await saving).skipped
         await assert_restores(store, {1: state(1)})

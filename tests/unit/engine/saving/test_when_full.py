@@ -324,11 +324,11 @@ async def test_parts_of_what_may_become_a_step_leave_for_room_that_is_needed_alo
         await s.store.flush()
         tier = tier_of(s.store, "ram")
 
-        collector = s.store.engine.collector
+        collector = s.store._life.engine.collector
         tier.set_apart()
-        await s.store.engine_loop.call(collector.evict_unretained(tier))
+        await s.store._life.loop.call(collector.evict_unretained(tier))
         assert len(tier.parts) == 1
-        await s.store.engine_loop.call(collector.make_room(tier, lambda: False))
+        await s.store._life.loop.call(collector.make_room(tier, lambda: False))
         assert len(tier.parts) == 0
         await s.check(1)
 

@@ -37,7 +37,7 @@ async def test_a_chunk_is_read_as_it_was_saved_or_refused(tiers: dict[str, Any],
 
         async def read(where: Extent | bytes, digest: bytes = digest, nbytes: int = CHUNK) -> bytes:
             into = np.zeros(nbytes, np.uint8)
-            await store.engine_loop.call(read_chunk(tier, where, digest, into, pool))
+            await store._life.loop.call(read_chunk(tier, where, digest, into, pool))
             return into.tobytes()
 
         chunk = saved()["w"][CHUNK : 2 * CHUNK].tobytes()

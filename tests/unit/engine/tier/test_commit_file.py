@@ -34,7 +34,7 @@ class Scene:
     def __init__(self, store: CheckpointStore, disk: Path) -> None:
         self.store, self.heard, self.disk = store, Heard(store), disk
         self.tier = tier_of(store, "disk")
-        self.step = store.engine.state.find(1)
+        self.step = store._life.engine.state.find(1)
 
     @property
     def manifests(self) -> list[Path]:
@@ -42,9 +42,9 @@ class Scene:
 
     async def copied(self, *, again: bool) -> int:
         """Promote the step: once more with ``again``, else only where it is missing or damaged."""
-        engine = self.store.engine
+        engine = self.store._life.engine
         copying = copy_step(engine.state, engine.by_hand._collector, self.step, self.tier, again=again)
-        return await self.store.engine_loop.call(copying)
+        return await self.store._life.loop.call(copying)
 
     async def held_up(
         self, disk: Faulty, *, damaged: bool = False, after: bool = False
@@ -75,7 +75,7 @@ class Scene:
         async def misread() -> None:
             self.tier.condemn(self.step, Corrupt("misread"))
 
-        await self.store.engine_loop.call(misread())
+        await self.store._life.loop.call(misread())
 
     async def evicting(self) -> asyncio.Task[None]:
         """The eviction of the step by hand, which has begun."""
@@ -249,7 +249,7 @@ async def test_a_commit_that_cannot_be_encoded_fails_its_promotion_and_no_other(
         with pytest.raises(Invalid, match="no such commit"):
             await scene.store.promote(3, "disk")
     assert await scene.store.where(3) == ("ram",)
-    assert scene.store.engine.state.scratch.slab.used == 0
+    assert scene.store._life.engine.state.scratch.slab.used == 0
     await scene.store.promote(3, "disk")
     assert all(found.intact for found in await scene.store.verify(3))
 
@@ -272,15 +272,15 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
         manifest, nodes, key = await tier.read_index(scene.step)
         return index, decode_step(manifest, nodes, key)
 
-    meant, found = await scene.store.engine_loop.call(commit_otherwise())
+    meant, found = await scene.store._life.loop.call(commit_otherwise())
     assert found.arrays == meant.arrays
     assert await scene.is_held()
 
 
 async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_mended(scene: Scene) -> None:
     await scene.store.evict(1, "disk")
-    engine = scene.store.engine
+    engine = scene.store._life.engine
     mending = heal_index(engine.state, engine.by_hand._collector, scene.step, scene.tier, Corrupt("misread"))
-    await scene.store.engine_loop.call(mending)
+    await scene.store._life.loop.call(mending)
     assert await scene.is_gone()
     assert scene.step not in scene.tier.damaged

@@ -35,7 +35,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.events import ReplicationFailed, StepReplicated
+from tieredckpt.events import Event, ReplicationFailed, StepEvicted, StepReplicated
 from tieredckpt.format.manifest import StepId
 from tieredckpt.units import format_size
 
@@ -95,6 +95,7 @@ class Replicas:
         self._tried: set[StepId] = set()
         """At the leader: steps whose copies failed; the next step is tried again."""
         self._ordered = 0
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     @property
     def copies(self) -> int:
@@ -125,6 +126,7 @@ class Replicas:
                 *(possible, self._config.replicas, team.size, len(standing), len(set(standing))),
             )
         self._placed = place_ranks(team.nodes, possible, racks)
+        self._unsubscribe = self._state.events.subscribe(self._hear)
         if await consult(team, "replicas/open", self._open_all(), self._learn) == _LACKING:
             self._placed = ()
             _log.warning("parts are not replicated until the store is opened again: a rank has no memory for them")
@@ -206,6 +208,7 @@ class Replicas:
 
     async def close(self, *, remove: bool) -> None:
         """Let the kept parts go: for the next process, or for good."""
+        self._unsubscribe()
         for tier in self.kept.values():
             if remove and tier.ram is not None:
                 await asyncio.to_thread(tier.ram.remove)
@@ -349,6 +352,17 @@ class Replicas:
                 return
             if step not in whole_ones:
                 await self._collector.evictor.let_part_go(step, tier)
+
+    def _hear(self, event: Event) -> None:
+        """A step that was deleted on every tier has no copies either, or they would bring it back at an opening."""
+        if isinstance(event, StepEvicted):
+            step = StepId(event.serial, event.step)
+            if step not in self._state.records() and any(step in tier.parts for tier in self.kept.values()):
+                self._team.start(self._let_go(step), f"giving back of copies of {step}")
+
+    async def _let_go(self, step: StepId) -> None:
+        for tier in self.kept.values():
+            await self._collector.evictor.let_part_go(step, tier)
 
     async def apply_news(self, news: Replicated) -> None:
         """The copies of a step are complete, and older ones may go; or they are not."""

@@ -235,14 +235,14 @@ async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_
         checkpoints = await ranks.save(1)
         await ranks.reached(checkpoints, "disk")
         await ranks.reached(checkpoints, "far")
-        state, disk = ranks[0].engine.state, tier_of(ranks[0], "disk")
+        state, disk = ranks[0]._life.engine.state, tier_of(ranks[0], "disk")
         held = ranks.faulty(0).hold("put", key="steps/*/parts/*")
 
         async def misread() -> None:
             disk.condemn(state.find(1), Corrupt("misread"))
             state.changed.beat()
 
-        await ranks[0].engine_loop.call(misread())
+        await ranks[0]._life.loop.call(misread())
         await held.reached()
         evicting = asyncio.create_task(ranks[0].evict(1, "disk"))
         await ranks.heard[0].first(StepEvicted)

@@ -110,7 +110,7 @@ async def test_a_rank_that_skips_a_save_does_not_fall_out_of_step(place: Place) 
         await ranks.failed(step=1)
         ranks.let_wait(SOON)
         await works(ranks, 2)
-        assert len({store.engine.state.branch.last_serial for store in ranks.stores}) == 1
+        assert len({store._life.engine.state.branch.last_serial for store in ranks.stores}) == 1
 
 
 async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place: Place) -> None:
@@ -148,7 +148,7 @@ async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
 ) -> None:
     limit(monkeypatch, send_again=0.02)
     async with place.open() as ranks:
-        coordinator = ranks[0].engine.mode.ranked.team.coordinator
+        coordinator = ranks[0]._life.engine.mode.ranked.team.coordinator
         post, failures = coordinator.post, iter([1, 2])
 
         async def fails_at_first(to: Collection[int], topic: str, data: bytes) -> None:
@@ -218,7 +218,7 @@ async def test_different_steps_at_one_time_are_not_taken_for_one(place: Place) -
 async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: Place) -> None:
     async with place.open() as ranks:
         trees = [part(2, rank, SIZE) for rank in range(SIZE)]
-        hurt = ranks[1].engine.state.tiers[0]
+        hurt = ranks[1]._life.engine.state.tiers[0]
         assert hurt.slab_index is not None
         allocate = hurt.slab_index.allocate
 
@@ -244,7 +244,7 @@ async def test_what_is_given_up_leaves_its_memory(place: Place) -> None:
         await ranks.failed(step=1)
         for store in (ranks[0], ranks[1]):
             await store.flush()
-            ram = store.engine.state.tiers[0].ram
+            ram = store._life.engine.state.tiers[0].ram
             assert ram is not None
             async with asyncio.timeout(20):
                 while ram.slab.used:  # the part goes just after the failure was told

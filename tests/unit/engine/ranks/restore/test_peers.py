@@ -71,7 +71,7 @@ async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(cluster: 
         await save(stores, 1)
         await replicated(stores, heard, 1)
         for store in stores[:2]:  # both of one node
-            tier = store.engine.state.tiers[0]
+            tier = store._life.engine.state.tiers[0]
             assert tier.ram is not None
             (step,) = tier.held
             for extent in [*unique_extents((await tier.load_index(step)).arrays).values()][::2]:
@@ -144,7 +144,7 @@ async def test_policies_see_on_how_many_nodes_a_step_lies(cluster: Cluster) -> N
         await save(stores, 1)
         await replicated(stores, heard, 1)
         for store in stores:
-            (step,) = store.engine.state.view().steps
+            (step,) = store._life.engine.state.view().steps
             assert step.replicas == 2
 
 
@@ -234,7 +234,7 @@ async def test_a_rank_that_dies_while_copying_stops_no_other(
             assert 3 in failed.ranks
         for store in stores[:3]:
             assert "ram" in await store.where(1)
-            assert store.engine.state.view().steps[0].replicas == 1
+            assert store._life.engine.state.view().steps[0].replicas == 1
 
 
 async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(
@@ -243,11 +243,11 @@ async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(
     cluster = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2, "capacity": "auto"})
     async with cluster.open(crashing=True) as stores:
         for store in stores:
-            ranked = store.engine.mode.ranked
+            ranked = store._life.engine.mode.ranked
             assert ranked is not None
             assert ranked.replicas is not None
             (kept,) = ranked.replicas.kept.values()
-            assert kept.capacity == store.engine.state.tiers[0].capacity
+            assert kept.capacity == store._life.engine.state.tiers[0].capacity
 
 
 @pytest.mark.parametrize("name", ["rank-3", "rank-1.replica"])
@@ -273,7 +273,7 @@ async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
     cluster: Cluster, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster.open(crashing=True) as stores:
-        engine = stores[0].engine
+        engine = stores[0]._life.engine
         own = engine.state.tiers[0]
 
         def refuse(*_: object, **__: object) -> RamStore:
@@ -285,7 +285,7 @@ async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
 
         with monkeypatch.context() as patch:
             patch.setattr(RamStore, "open", refuse)
-            await stores[0].engine_loop.call(lose())
+            await stores[0]._life.loop.call(lose())
             assert mapped_below(shared_memory)
             await asyncio.gather(*map(crash, stores))
     assert not mapped_below(shared_memory)

@@ -96,7 +96,7 @@ async def test_a_rank_that_cannot_take_up_what_was_chosen_fails_the_restore_at_o
 ) -> None:
     async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=3 * SOON) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        ranked = ranks[rank].engine.mode.ranked
+        ranked = ranks[rank]._life.engine.mode.ranked
         assert ranked is not None
         pass_index = ranked.restores._pass_index
 

@@ -145,7 +145,7 @@ async def test_parts_that_can_never_be_whole_are_let_go_at_once(place: Place) ->
     async with place.open(3, nodes=["a", "a", "b"]) as ranks:
         assert await ranks.restored() == [None] * 3
         for store in ranks.stores:
-            ram = store.engine.state.tiers[0].ram
+            ram = store._life.engine.state.tiers[0].ram
             assert ram is not None
             assert ram.slab.used == 0
         await ranks.reached(await ranks.save(1), "disk")  # the number is free
@@ -218,10 +218,10 @@ async def test_a_rollback_abandons_what_was_saved_after_on_every_rank(place: Pla
 async def test_damage_in_ram_is_read_around_and_mended(place: Place) -> None:
     async with place.open(2) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        ram = ranks[1].engine.state.tiers[0].ram
+        ram = ranks[1]._life.engine.state.tiers[0].ram
         assert ram is not None
-        index = await ranks[1].engine_loop.call(
-            ranks[1].engine.state.tiers[0].load_index(ranks[1].engine.state.newest())
+        index = await ranks[1]._life.loop.call(
+            ranks[1]._life.engine.state.tiers[0].load_index(ranks[1]._life.engine.state.newest())
         )
         extent = next(chunk.where for array in index.arrays.values() for chunk in array.chunks)
         ram.slab.array[extent.offset : extent.offset + 100] ^= 1
@@ -278,8 +278,8 @@ async def test_what_one_rank_lets_go_for_room_is_in_the_ram_of_none(place: Place
             assert [info.step for info in await store.steps() if "ram" in info.tiers][-1] == 4
             assert "ram" not in await store.where(1)
         for rank in (0, 2):
-            tier = ranks[rank].engine.state.tiers[0]
-            assert not any(tier.has_own(step) for step in ranks[rank].engine.state.records() if step.step == 1)
+            tier = ranks[rank]._life.engine.state.tiers[0]
+            assert not any(tier.has_own(step) for step in ranks[rank]._life.engine.state.records() if step.step == 1)
 
 
 async def test_a_process_that_looks_on_sees_and_reads_what_only_the_ranks_ram_has(place: Place) -> None:

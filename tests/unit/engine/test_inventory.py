@@ -108,16 +108,16 @@ async def test_a_save_behind_the_training_counts_from_its_start(
     jnp = pytest.importorskip("jax.numpy")
     async with CheckpointStore.open(two_tiers) as store:
         may_save = asyncio.Event()
-        save = store._engine.save
+        save = store._life.engine.save
 
         async def late(*arguments: Any, **options: Any) -> Any:
             await may_save.wait()
             return await save(*arguments, **options)
 
-        monkeypatch.setattr(store._engine, "save", late)
+        monkeypatch.setattr(store._life.engine.captures, "_save", late)
         ckpt = await store.save(10, {"w": jnp.zeros(4)}, capture="reference")
         assert [store.due(step) for step in (11, 20)] == [False, True]
-        store.engine_loop.soon(may_save.set)
+        store._life.loop.soon(may_save.set)
         await ckpt.reached("ram")
         assert [store.due(step) for step in (11, 20)] == [False, True]
 
@@ -129,7 +129,7 @@ async def test_a_save_behind_that_fails_is_due_again(two_tiers: StoreConfig, mon
         async def fail(*arguments: Any, **options: Any) -> Any:
             raise NotFound("no luck")
 
-        monkeypatch.setattr(store._engine, "save", fail)
+        monkeypatch.setattr(store._life.engine.captures, "_save", fail)
         ckpt = await store.save(10, {"w": jnp.zeros(4)}, capture="reference")
         with pytest.raises(NotFound, match="no luck"):
             await ckpt.reached("ram")

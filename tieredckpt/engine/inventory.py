@@ -7,7 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tieredckpt._redact import redacted
 from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.restoring.tensorstore_spec import array_spec
 from tieredckpt.engine.state.state import State, numbers
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
@@ -15,20 +17,16 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
-from tieredckpt.redact import redacted
 from tieredckpt.tree.select import select
 
 __all__ = [
     "ArrayInfo",
     "DamagedStep",
+    "Inventory",
     "Scalar",
     "StepDetails",
     "StepInfo",
     "TierInfo",
-    "describe",
-    "list_steps",
-    "list_tiers",
-    "where",
 ]
 
 Scalar = int | float | complex | bool | str | bytes | None
@@ -123,50 +121,61 @@ class TierInfo:
     damaged: tuple[DamagedStep, ...]
 
 
-async def list_steps(state: State) -> tuple[StepInfo, ...]:
-    """Every step that some tier holds, oldest save first."""
-    return tuple(_info(state, step, record) for step, record in state.records().items())
+class Inventory:
+    """Tells what a store holds. Lives on the engine's loop."""
 
+    def __init__(self, state: State) -> None:
+        self._state = state
 
-async def describe(
-    state: State, step: int | None, serial: int | None = None, keys: Sequence[str] | None = None
-) -> StepDetails:
-    """One step in full, or of its tree the leaves that ``keys`` choose, as `select` has it.
+    async def steps(self) -> tuple[StepInfo, ...]:
+        """Every step that some tier holds, oldest save first."""
+        return tuple(_info(self._state, step, record) for step, record in self._state.records().items())
 
-    Raises `NotFound`, `Corrupt` and `TierUnavailable` as `State.find`, `StepSource.open` and `select` do.
-    """
-    found = state.find(step, serial)
-    async with StepSource.open(state, found) as source:
-        index = source.index
-    record = index.record
-    structure = record.structure if keys is None else select(record.structure, keys)
-    leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
-    arrays = [
-        (node, [index.arrays[name] for _, name in index.blocks(key)])
-        for key, node in leaves
-        if isinstance(node, ArrayNode)
-    ]
-    return StepDetails(
-        info=_info(state, found, record),
-        store=record.store,
-        line=record.line,
-        provenance=record.provenance,
-        policy=redacted(record.policy),
-        arrays=tuple(_array(node, blocks) for node, blocks in arrays),
-        scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
-        distinct_nbytes=_distinct_nbytes(block for _, blocks in arrays for block in blocks),
-    )
+    async def numbers(self) -> tuple[int, ...]:
+        """The numbers of the branch's steps, each once, in the order of their last saves."""
+        found = [step.step for step in self._state.records() if self._state.on_line(step.serial)]
+        return tuple(reversed(dict.fromkeys(reversed(found))))
 
+    async def describe(self, step: int | None, serial: int | None, keys: Sequence[str] | None) -> StepDetails:
+        """One step in full, or of its tree the leaves that ``keys`` choose, as `select` has it.
 
-async def where(state: State, step: int | None) -> tuple[str, ...]:
-    """The tiers that hold a step, nearest first. Raises `NotFound`."""
-    found = state.find(step)
-    return tuple(tier.name for tier in state.tiers if found in tier.held)
+        Raises `NotFound`, `Corrupt` and `TierUnavailable` as `State.find`, `StepSource.open` and `select` do.
+        """
+        state = self._state
+        found = state.find(step, serial)
+        async with StepSource.open(state, found) as source:
+            index = source.index
+        record = index.record
+        structure = record.structure if keys is None else select(record.structure, keys)
+        leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
+        arrays = [
+            (node, [index.arrays[name] for _, name in index.blocks(key)])
+            for key, node in leaves
+            if isinstance(node, ArrayNode)
+        ]
+        return StepDetails(
+            info=_info(state, found, record),
+            store=record.store,
+            line=record.line,
+            provenance=record.provenance,
+            policy=redacted(record.policy),
+            arrays=tuple(_array(node, blocks) for node, blocks in arrays),
+            scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
+            distinct_nbytes=_distinct_nbytes(block for _, blocks in arrays for block in blocks),
+        )
 
+    async def where(self, step: int | None) -> tuple[str, ...]:
+        """The tiers that hold a step, nearest first. Raises `NotFound`."""
+        found = self._state.find(step)
+        return tuple(tier.name for tier in self._state.tiers if found in tier.held)
 
-async def list_tiers(state: State) -> tuple[TierInfo, ...]:
-    """Every tier, nearest first."""
-    return tuple([await _tier(state, tier) for tier in state.tiers])
+    async def tiers(self) -> tuple[TierInfo, ...]:
+        """Every tier, nearest first."""
+        return tuple([await _tier(self._state, tier) for tier in self._state.tiers])
+
+    async def spec(self, step: int, key: str, tier: str | None) -> dict[str, Any]:
+        """See `array_spec`."""
+        return await array_spec(self._state, step, key, tier)
 
 
 def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tieredckpt.concurrency import outlast
-from tieredckpt.engine.engine import Engine
+from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
+from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Invalid
-from tieredckpt.events import Events, SaveFailed
+from tieredckpt.events import SaveFailed
 from tieredckpt.tree.flatten import Flat, flatten
 
 __all__ = ["Captures", "check_immutable"]
@@ -36,21 +36,26 @@ def check_immutable(flat: Flat) -> None:
 class Captures:
     """The saves under way behind the trainer. Lives on the engine's loop, but for `begin`."""
 
-    def __init__(self, engine: Engine, events: Events) -> None:
-        self._engine = engine
-        self._events = events
+    def __init__(self, state: State, save: Callable[..., Awaitable[Saved]]) -> None:
+        """``save`` is `Engine.save`."""
+        self._state = state
+        self._save = save
         self.pending: set[asyncio.Task[Saved]] = set()
         """Saves that go on behind the trainer."""
         self._awaited: set[asyncio.Task[Any]] = set()
-        """Saves that the trainer waits for."""
+        """Saves that the trainer waits for, and so does who closes the store beside it."""
 
-    async def awaited(self, save: Callable[[], Awaitable[Saved]]) -> Saved:
-        """The result of a save that the trainer waits for, and so does who closes the store beside it."""
+    async def copy(
+        self, step: int, tree: Any, metrics: Mapping[str, float], *, overwrite: bool, replicated: Sequence[str]
+    ) -> Saved:
+        """Save, and return when it is done. Raises `Invalid` as flattening does, and as `Engine.save`."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         self._awaited.add(task)
         try:
-            return await save()
+            origin = self._state.branch.origin  # a restore that is called from here on comes after this save
+            flat = await in_thread(flatten, tree)
+            return await self._save(step, flat, metrics, overwrite=overwrite, origin=origin, replicated=replicated)
         finally:
             self._awaited.discard(task)
 
@@ -68,11 +73,11 @@ class Captures:
         called_at = time.monotonic()
         flat = flatten(tree)
         check_immutable(flat)
-        origin = self._engine.state.branch.origin
+        origin = self._state.branch.origin
 
         async def begun() -> asyncio.Task[Saved]:
             stall = time.monotonic() - called_at  # the trainer goes on from here
-            save = partial(self._engine.save, overwrite=overwrite, origin=origin, replicated=replicated, stall=stall)
+            save = partial(self._save, overwrite=overwrite, origin=origin, replicated=replicated, stall=stall)
             return self._start(step, partial(save, step, flat, metrics), origin)
 
         return await loop.call(begun())
@@ -85,12 +90,12 @@ class Captures:
                 return await work()
             except Exception as error:
                 _log.error("step %d, captured by reference, was not saved: %s", step, error)
-                self._events.emit(SaveFailed(step, error))
+                self._state.events.emit(SaveFailed(step, error))
                 raise
             finally:
                 saving.pop(step, None)
 
-        saving = self._engine.state.observation.saving
+        saving = self._state.observation.saving
         saving[step] = time.time(), origin
         task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
         self.pending.add(task)

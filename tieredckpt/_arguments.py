@@ -6,8 +6,6 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from tieredckpt.errors import Invalid
 
 __all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step"]
@@ -68,6 +66,8 @@ def checked_patterns(what: str, patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def _number_or_tensor(name: str, value: Any) -> Any:
+    import numpy as np
+
     is_foreign = hasattr(value, "shape") and not isinstance(value, np.ndarray | np.generic)
     return value if is_foreign and tuple(value.shape) == () else as_number(name, value)
 

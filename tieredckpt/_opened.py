@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tieredckpt.capturing import Captures
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
@@ -52,16 +51,14 @@ _LET_GO_SECONDS = 5.0
 class Opened:
     """One store, from its opening to its close. Refers to nothing that its user holds, so that those may go."""
 
-    def __init__(
-        self, loop: EngineLoop, engine: Engine, captures: Captures, config: StoreConfig, place: Place, where: str
-    ) -> None:
+    def __init__(self, loop: EngineLoop, engine: Engine, config: StoreConfig, place: Place, where: str) -> None:
         self.thread: EngineThread = loop.thread
         self.place = place
         self.where = where
         """File and line that opened it."""
         self.abandoned = False
         """Whether it is closed because nobody refers to it."""
-        self._engine, self._captures, self._config = engine, captures, config
+        self._engine, self._config = engine, config
         self._started = False
         self._closing: asyncio.Task[None] | None = None
         self._waiting = 0
@@ -153,7 +150,7 @@ class Opened:
         ram = self._config.ram
         keep_ram = self.abandoned or ram is None or ram.keeps(clean=clean)
         try:
-            await self._captures.end()
+            await self._engine.captures.end()
         except asyncio.CancelledError:
             await self._engine.close(flush=False, keep_ram=True, end_calls=self.thread.end_calls)
             raise

@@ -1,0 +1,243 @@
+"""`CheckpointStore.delete` takes a step from every tier for good, and refuses what a restart needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reliability.tiers import FaultyTiers
+from support.agents import end_agent
+from support.clusters import Cluster, replicated
+from support.clusters import save as save_on_all
+from support.cohort import cohort
+from support.insight import tier_of
+from support.scenes import Heard, assert_same, config, folder, pack_bytes, ram, tree
+
+from tieredckpt import CheckpointStore, Conflict, Invalid, NotFound, TierUnavailable
+from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
+
+
+class Place:
+    """A store over RAM and two folders, of which the second gets what it is asked to take."""
+
+    def __init__(self, shared_memory: Path, disk: Path, mode: str) -> None:
+        self.ram = shared_memory / "of-test" / "ram"
+        self.disk = disk / "disk"
+        tiers = {
+            "ram": ram(shared_memory, on_close="keep"),
+            "disk": folder(self.disk, retain="all"),
+            "archive": folder(disk / "archive", promote="never", retain="all"),
+        }
+        self.config = config(tiers, promote_in=mode)
+
+    @asynccontextmanager
+    async def opened(self, *steps: int) -> AsyncIterator[CheckpointStore]:
+        """The store, with those steps on RAM and disk."""
+        async with CheckpointStore.open(self.config) as store:
+            for step in steps:
+                await (await store.save(step, tree(step))).reached("disk")
+            yield store
+
+
+@pytest.fixture(params=["trainer", "agent"])
+def place(request: pytest.FixtureRequest, shared_memory: Path, tmp_path: Path) -> Iterator[Place]:
+    place = Place(shared_memory, tmp_path, request.param)
+    yield place
+    end_agent(place.ram)
+
+
+async def test_a_deleted_step_is_on_no_tier_and_does_not_come_back(place: Place) -> None:
+    async with place.opened(1, 2, 3) as store:
+        heard = Heard(store)
+        await store.promote(2, "archive")
+        before = pack_bytes(place.disk)
+        await store.delete(2)
+        assert [info.step for info in await store.steps()] == [1, 3]
+        assert {event.tier for event in heard.of(StepEvicted)} == {"ram", "disk", "archive"}
+        assert pack_bytes(place.disk) < before  # its space is back
+        with pytest.raises(NotFound):
+            await store.delete(2)
+        await store.save(4, tree(4))
+        await store.flush()
+        assert await store.all_steps() == (1, 3, 4)
+    async with place.opened() as store:
+        assert await store.all_steps() == (1, 3, 4)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(4))
+
+
+async def test_the_newest_and_the_last_step_are_deleted_by_force_alone(place: Place) -> None:
+    async with place.opened(1, 2) as store:
+        with pytest.raises(Conflict, match=r"step 2.* the newest step of the branch.*force=True"):
+            await store.delete(2)
+        assert await store.where(2) == ("ram", "disk")
+        await store.delete(2, force=True)
+        assert await store.latest_step() == 1
+        with pytest.raises(Conflict):
+            await store.delete(1)
+        await store.delete(1, force=True)
+        assert await store.all_steps() == ()
+        assert await store.latest_step() is None
+        assert await store.restore() is None
+        await (await store.save(1, tree(7))).reached("disk")  # the number is free again
+        assert await store.latest_step() == 1
+
+
+async def test_a_step_stays_while_nothing_newer_is_as_safe(shared_memory: Path, tmp_path: Path) -> None:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote="never", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, tree(1))
+        await store.promote(1, "disk")
+        await store.save(2, tree(2))
+        with pytest.raises(Conflict, match=r"no newer step of the branch is on a tier that survives as much as 'disk'"):
+            await store.delete(1)
+        assert await store.where(1) == ("ram", "disk")
+        await store.promote(2, "disk")
+        await store.delete(1)
+        assert await store.all_steps() == (2,)
+
+
+async def test_a_number_is_deleted_with_every_save_of_it_on_the_branch(place: Place) -> None:
+    async with place.opened(1, 2, 3) as store:
+        await store.restore(1, resume=True)
+        await (await store.save(2, tree(20))).reached("disk")  # on another branch than the first 2
+        await (await store.save(4, tree(40))).reached("disk")
+        assert await store.all_steps() == (1, 2, 4)
+        await store.delete(2)
+        assert [(info.step, info.abandoned) for info in await store.steps()] == [
+            (1, False),
+            (2, True),
+            (3, True),
+            (4, False),
+        ]
+        await store.delete(2)
+        await store.save(1, tree(10), overwrite=True)
+        await (await store.save(5, tree(50))).reached("disk")
+        assert await store.all_steps() == (4, 1, 5)
+        await store.delete(1)
+        assert [info.step for info in await store.steps()] == [3, 4, 5]
+
+
+async def test_a_step_that_is_being_read_is_not_deleted(place: Place) -> None:
+    async with place.opened(1, 2) as store:
+        pins = tier_of(store, "ram").pins
+        pins[store._life.engine.state.find(1)] = 1
+        with pytest.raises(Conflict, match="is being read from tier 'ram'"):
+            await store.delete(1, force=True)
+        assert await store.where(1) == ("ram", "disk")
+        pins.clear()
+        await store.delete(1)
+
+
+async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        heard = Heard(store)
+        faults.kill("disk")
+        await store.save(3, tree(3))  # which finds out that it is dead
+        await heard.first(TierFailed)
+        with pytest.raises(TierUnavailable, match="'disk' does not answer and may hold it"):
+            await store.delete(1)
+        assert await store.where(1) == ("ram", "disk")
+        await store.delete(1, force=True)
+        assert await store.where(1) == ("disk",)
+        faults.revive("disk")
+        await heard.first(TierRecovered)
+        await store.flush()
+        await store.delete(1)
+        assert await store.all_steps() == (2, 3)
+
+
+async def test_a_step_is_not_promoted_while_it_is_deleted(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    far = folder(tmp_path / "far", promote={"kind": "on_signal", "signal": "now"}, retain="all")
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all"), "far": far}
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        disk = faults["disk"].hold("delete", key="steps/*")
+        deleting = asyncio.create_task(store.delete(2, force=True))
+        await disk.reached()
+        store.signal("now")
+        await store.flush()
+        assert await store.where(2) == ("disk",)
+        disk.release()
+        await deleting
+        assert await store.all_steps() == (1,)
+
+
+async def test_a_store_that_is_only_looked_at_deletes_nothing(place: Place) -> None:
+    async with place.opened(1, 2):
+        pass
+    async with CheckpointStore.open(place.config, read_only=True) as reader:
+        with pytest.raises(Invalid, match="read_only"):
+            await reader.delete(1)
+        assert await reader.latest_step() == 2
+        assert await reader.all_steps() == (1, 2)
+
+
+async def test_of_several_ranks_rank_0_deletes_for_all(shared_memory: Path, tmp_path: Path) -> None:
+    async with cohort(3, shared_memory, tmp_path / "disk") as ranks:
+        for step in (1, 2, 3):
+            await ranks.reached(await ranks.save(step), "disk")
+        with pytest.raises(Invalid, match="rank 0 does that for all ranks"):
+            await ranks[1].delete(1)
+        await ranks[0].delete(1)
+        await ranks[0].delete(3, force=True)
+
+        async def gone(store: CheckpointStore, rank: int) -> None:
+            state = store._life.engine.state
+            await store._life.loop.call(state.changed.until(lambda: [step.step for step in state.records()] == [2]))
+
+        await ranks.all(gone)
+        newest = [store._life.engine.state.branch.newest for store in ranks.stores]
+        assert [step and step.step for step in newest] == [2, 2, 2]  # what the next save continues
+        assert await ranks.all(lambda store, rank: store.latest_step()) == [2, 2, 2]
+        await ranks.reached(await ranks.save(3, seed=30), "disk")  # the number is free on every rank
+        assert await ranks.all(lambda store, rank: store.all_steps()) == [(2, 3)] * 3
+
+
+async def test_copies_in_the_ram_of_other_nodes_do_not_bring_a_deleted_step_back(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(
+        ("a", "b"), shared_memory, tmp_path / "disk", ram={"replicas": 2}, disk={"promote": {"kind": "never"}}
+    )
+    async with cluster.open(crashing=True) as stores:
+        heard = [Heard(store) for store in stores]
+        await save_on_all(stores, 1)
+        await replicated(stores, heard, 1)
+        await stores[0].delete(1, force=True)
+
+        def kept(store: CheckpointStore) -> list[Any]:
+            ranked = store._life.engine.mode.ranked
+            assert ranked is not None
+            assert ranked.replicas is not None
+            return [step for tier in ranked.replicas.kept.values() for step in tier.parts]
+
+        for store in stores:
+            changed = store._life.engine.state.changed
+            await store._life.loop.call(changed.until(lambda store=store: not kept(store)))
+    async with cluster.open() as stores:
+        assert [await store.all_steps() for store in stores] == [(), ()]
+
+
+async def test_a_tree_of_one_array_is_enough_to_see_the_order_of_saves(place: Place) -> None:
+    async with CheckpointStore.open(place.config) as store:
+        for step in (3, 1, 2):
+            await store.save(step, {"w": np.full(10, step)})
+        assert await store.all_steps() == (3, 1, 2)
+        assert await store.latest_step() == 2
+        await store.save(3, {"w": np.zeros(10)}, overwrite=True)
+        assert await store.all_steps() == (1, 2, 3)
