@@ -56,7 +56,11 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
 
 def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
     """Whether a slower tier is still to get the step, and may get it."""
-    slower = [other for other in state.tiers[tier.index + 1 :] if other.healthy or not only_healthy]
+    slower = [
+        other
+        for other in state.tiers[tier.index + 1 :]
+        if (other.healthy and other.responsive) or not only_healthy
+    ]
     view = state.view(at_rest=True)
     return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)
 

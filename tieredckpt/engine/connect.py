@@ -112,7 +112,7 @@ async def open_slower(tier: TierConfig, *, read_only: bool = False) -> BlobStore
     if isinstance(tier, ChfsTier):
         from tieredckpt.blobs.chfs.choice import open_chfs
 
-        return await open_chfs(tier, survives=Survives.named(tier.survives))
+        return await open_chfs(tier, survives=Survives.named(tier.survives), writes=not read_only)
     from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which other tiers do without
 
     assert isinstance(tier, KvstoreTier)

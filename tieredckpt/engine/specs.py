@@ -79,7 +79,9 @@ def _moved(box: Box) -> dict[str, Any]:
 
 def _folder(tier: Tier, folder: str) -> dict[str, Any]:
     if isinstance(tier.config, ChfsTier):
-        return {**driver_spec(tier.config), "path": f"{tier.config.path}/{folder}"}
+        at = tier.blobs.location if tier.blobs is not None else ""
+        root = at.removeprefix("chfs:") if at.startswith("chfs:") else tier.config.path
+        return {**driver_spec(tier.config), "path": f"{root}/{folder}"}
     if not isinstance(tier.config, KvstoreTier):
         return {"driver": "file", "path": f"{tier.store.location}/{folder}"}
     import tensorstore as ts  # only a kvstore tier needs it

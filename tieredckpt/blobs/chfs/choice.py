@@ -12,6 +12,9 @@ from tieredckpt.tierconfig import LOOKALIKE, ChfsTier
 
 __all__ = ["choose_path", "driver_spec", "open_chfs"]
 
+SETTLE = 15.0
+"""Seconds in which servers of a new store may go on joining, where the tier does not say how many there are to be."""
+
 _CLIENT = "tieredckpt._chfs"
 _LIBRARY = "libchfs_lookalike.so"  # beside it
 
@@ -38,8 +41,11 @@ _NO_DRIVER = (
 )
 
 
-async def open_chfs(tier: ChfsTier, *, survives: Survives) -> BlobStore:
-    """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`."""
+async def open_chfs(tier: ChfsTier, *, survives: Survives, writes: bool = True) -> BlobStore:
+    """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`.
+
+    With ``writes``, it may go on with servers that joined since it was written.
+    """
     way, _ = choose_path(tier)
     if way == "tensorstore":
         from tieredckpt.blobs.kvstore import KvStoreBlobs  # loads tensorstore, which the worker does without
@@ -55,6 +61,8 @@ async def open_chfs(tier: ChfsTier, *, survives: Survives) -> BlobStore:
         threads=tier.threads,
         servers=tier.servers,
         rpc_timeout=tier.rpc_timeout,
+        settle=0.0 if _is_lookalike(tier) else SETTLE,
+        writes=writes,
         survives=survives,
     )
     try:
@@ -69,12 +77,16 @@ def _library(tier: ChfsTier) -> str:
     """The look-alike for a tier that asks for it, and for no other; else what the tier names, if anything."""
     if tier.library is not None:
         return str(tier.library)
-    if tier.server is None or not tier.server.startswith(LOOKALIKE):
+    if not _is_lookalike(tier):
         return ""
     client = importlib.util.find_spec(_CLIENT)
     if client is not None and client.origin is not None:
         return str(Path(client.origin).with_name(_LIBRARY))
     raise Invalid(f"tier {tier.name!r}: {tier.server} needs the look-alike of CHFS, and {_NO_CLIENT}")
+
+
+def _is_lookalike(tier: ChfsTier) -> bool:
+    return tier.server is not None and tier.server.startswith(LOOKALIKE)
 
 
 def driver_spec(tier: ChfsTier) -> dict[str, Any]:
