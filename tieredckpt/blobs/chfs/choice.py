@@ -61,7 +61,7 @@ async def open_chfs(tier: ChfsTier, *, survives: Survives, writes: bool = True) 
         threads=tier.threads,
         servers=tier.servers,
         rpc_timeout=tier.rpc_timeout,
-        settle=0.0 if _is_lookalike(tier) else SETTLE,
+        settle=_settle(tier),
         writes=writes,
         survives=survives,
     )
@@ -83,6 +83,10 @@ def _library(tier: ChfsTier) -> str:
     if client is not None and client.origin is not None:
         return str(Path(client.origin).with_name(_LIBRARY))
     raise Invalid(f"tier {tier.name!r}: {tier.server} needs the look-alike of CHFS, and {_NO_CLIENT}")
+
+
+def _settle(tier: ChfsTier) -> float:
+    return 0.0 if _is_lookalike(tier) else SETTLE  # nothing joins a folder
 
 
 def _is_lookalike(tier: ChfsTier) -> bool:

@@ -47,6 +47,8 @@ class Ring:
     """Whether the record is all there; else it has to be written before the first object is."""
     new: bool = False
     """Whether nothing was ever written with so many servers, so that more may be about to join."""
+    without: str = ""
+    """What was written to other numbers of servers, for people."""
 
 
 async def check(link: Link, root: str, where: str, expected: int | None, *, writes: bool = True) -> Ring:
@@ -82,22 +84,24 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
             f"of its own, without {await _left_behind(link, root, servers, found)}"
         )
     apart = servers not in told or any(entry[:2] == (servers, "~") for entry in found)
-    if servers not in told:
-        _log.warning(
-            "%s: CHFS has %s, and the store was written to %s: it goes on in a folder of its own, without %s; what RAM "
-            "still has is promoted again, and CHFS with as many servers as before has the rest",
-            *(where, _count(servers), " or ".join(map(str, sorted(told)))),
-            await _left_behind(link, root, servers, found),
-        )
     mark = "~" if apart else "-"
     recorded = found == {(servers, mark, n) for n in range(_NAMES)}
     if told == {servers} and not recorded and not expected:
         _log.warning("%s: a server has come back without its data; what it held has to be promoted again", where)
-    return Ring(f"{root}/~{servers}" if apart else root, recorded, new=servers not in told)
+    if servers in told:
+        return Ring(f"{root}/~{servers}" if apart else root, recorded)
+    without = f"{await _left_behind(link, root, servers, found)} of {' or '.join(map(str, sorted(told)))}"
+    return Ring(f"{root}/~{servers}", recorded, new=True, without=without)
 
 
 async def write(link: Link, root: str, ring: Ring) -> None:
     """Record the ring as it is now, in place of any other record."""
+    if ring.without:
+        _log.warning(
+            "chfs:%s: with %s the store goes on in a folder of its own, without %s; what RAM still has is promoted again, "
+            "and CHFS with as many servers as before has the rest",
+            *(root, _count(link.servers), ring.without),
+        )
     mark = "-" if ring.folder == root else "~"
     for servers, other, n in await _record(link, root):
         if (servers, other) != (link.servers, mark):

@@ -254,8 +254,8 @@ async def test_a_store_goes_on_with_the_servers_that_joined_and_mixes_nothing(
         await stores(writes=False).get("tieredckpt.json", limit=1)
     grown = stores()
     assert await listed(grown) == {}
-    assert "without step 7" in caplog.text
     await grown.put("packs/ab/other", [pattern(5 * MIB, 1)])
+    assert "without step 7" in caplog.text
     with pytest.raises(TierUnavailable, match="joined it"):
         await before.get("packs/ab/large", limit=5 * MIB)
     with pytest.raises(Outgrown, match="opened anew"):
