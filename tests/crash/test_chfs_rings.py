@@ -105,7 +105,7 @@ async def test_steps_acknowledged_while_servers_join_are_read_by_a_fresh_process
         monkeypatch.setattr(tier, "_LAST_RETRY", 0.5)
     ring, ended, acknowledged = make(waiting=True), asyncio.Event(), set[int]()
     pmem = ring.defaults if servers is None else ring.defaults | {"servers": servers}
-    settings = tiers(pmem, shared_memory, tmp_path)
+    settings = tiers(pmem, shared_memory, tmp_path, retain=KEEP)
     begin = time.monotonic()
     async with CheckpointStore.open(settings) as store:
         saving = asyncio.ensure_future(save_until(store, ended, acknowledged, 1.0 if real else 0.05))
