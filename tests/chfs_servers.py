@@ -25,7 +25,7 @@ _REJOINED_WITHIN = 20.0
 
 
 class Servers(Protocol):
-    """Three servers, numbered from 0; clients know the first. Those that were made ``waiting`` are started by `join`."""
+    """Three servers, numbered from 0; clients know the first. Of those made ``waiting``, `join` starts each."""
 
     @property
     def tier(self) -> dict[str, Any]:

@@ -185,16 +185,16 @@ NB_MODULE(_chfs, module) {
           nb::arg("path"))
       .def(
           "list",
-          [](Connection& self, const std::string& path, bool all) {
+          [](Connection& self, const std::string& path, bool replicas) {
             std::vector<Entry> entries;
             Call([&] {
-              return self.client->List(path, [&](const Entry& entry) { entries.push_back(entry); }, all);
+              return self.client->List(path, [&](const Entry& entry) { entries.push_back(entry); }, replicas);
             });
             nb::list found;
             for (const Entry& entry : entries) found.append(nb::make_tuple(TextOf(entry.name), NameOf(entry.kind)));
             return found;
           },
-          nb::arg("path"), nb::arg("all") = false)
+          nb::arg("path"), nb::arg("replicas") = false)
       .def(
           "make_folder",
           [](Connection& self, const std::string& path) { Call([&] { return self.client->MakeFolder(path); }); },

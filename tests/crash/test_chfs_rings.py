@@ -58,6 +58,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         servers.stop()
 
 
+def tell(*figures: object) -> None:
+    """Say what a run measured, for whoever runs it with -s."""
+    sys.stdout.write(" ".join(map(str, figures)) + "\n")
+
+
 def tiers(pmem: dict[str, Any], shared_memory: Path, tmp_path: Path, **settings: Any) -> StoreConfig:
     chfs = pmem | {"retain": KEEP, "chunk_size": "16 KiB"}
     disk = folder(tmp_path / "disk", survives="site", retain=KEEP, promote={"kind": "never"})
@@ -111,7 +116,7 @@ async def test_steps_acknowledged_while_servers_join_are_read_by_a_fresh_process
         saving = asyncio.ensure_future(save_until(store, ended, acknowledged, 1.0 if real else 0.05))
         for number in range(3):
             await asyncio.to_thread(ring.join, number)
-            print(f"{time.monotonic() - begin:.1f} s: server {number + 1} runs; acknowledged: {sorted(acknowledged)}")
+            tell(f"{time.monotonic() - begin:.1f} s: server {number + 1} runs; acknowledged: {sorted(acknowledged)}")
             await asyncio.sleep(6.0 if real else 0.4)
         async with asyncio.timeout(4 * SOON):
             while not acknowledged:
@@ -119,10 +124,10 @@ async def test_steps_acknowledged_while_servers_join_are_read_by_a_fresh_process
         ended.set()
         last = await saving
         await store.flush()
-        print(f"{time.monotonic() - begin:.1f} s: step {last} was saved; acknowledged: {sorted(acknowledged)}")
+        tell(f"{time.monotonic() - begin:.1f} s: step {last} was saved; acknowledged: {sorted(acknowledged)}")
     assert acknowledged
     only_pmem = config({"pmem": settings.tiers[1]})
-    print("a fresh process read", read := read_by_a_fresh_process(only_pmem, tmp_path, sorted(acknowledged)))
+    tell("a fresh process read", read := read_by_a_fresh_process(only_pmem, tmp_path, sorted(acknowledged)))
     assert set(read) == acknowledged
 
 
@@ -189,7 +194,7 @@ async def test_no_save_waits_for_a_server_that_was_killed_while_ram_is_full(
             saved = await store.save(step, tree(step))
             waited.append(time.monotonic() - begin)
             skipped += saved.skipped != ""
-        print("saves took", ", ".join(f"{seconds:.1f}" for seconds in waited), f"s; {skipped} were skipped")
+        tell("saves took", ", ".join(f"{seconds:.1f}" for seconds in waited), f"s; {skipped} were skipped")
         assert max(waited) < 5.0
         assert skipped, "RAM was never full"
 
@@ -210,10 +215,10 @@ async def test_a_restore_turns_to_the_next_tier_when_a_server_is_killed(
         if known:
             await store.save(3, tree(3))
             failed = await heard.first(TierFailed)
-            print(failed.error)
+            tell(failed.error)
         begin = time.monotonic()
         restored = await store.restore(1)
-        print(f"restored from {set(restored.sources) if restored else None} after {time.monotonic() - begin:.1f} s")
+        tell(f"restored from {set(restored.sources) if restored else None} after {time.monotonic() - begin:.1f} s")
         assert time.monotonic() - begin < 10.0
         assert restored is not None
         assert_same(restored.tree, tree(1))
@@ -223,7 +228,7 @@ async def test_a_restore_turns_to_the_next_tier_when_a_server_is_killed(
     begin = time.monotonic()
     async with CheckpointStore.open(settings) as store:
         restored = await store.restore(1)
-        print(f"a new opening restored it after {time.monotonic() - begin:.1f} s")
+        tell(f"a new opening restored it after {time.monotonic() - begin:.1f} s")
         assert time.monotonic() - begin < 10.0
         assert restored is not None
         assert_same(restored.tree, tree(1))

@@ -71,7 +71,7 @@ class Unanswered(TierUnavailable):
 
 
 class Outgrown(Unanswered):
-    """The store's servers are others than when it was opened, and it has to be opened anew to find out what it holds."""
+    """The store's servers are others than when it was opened: it has to be opened anew, its content is elsewhere."""
 
 
 class Survives(enum.IntEnum):

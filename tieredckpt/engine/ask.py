@@ -70,8 +70,8 @@ def why_not_due(state: State, step: StepId, tier: Tier) -> str:
     with suppress(Exception):  # a policy that fails is told of where it is asked
         if mine is not None and tier.config.promote.promotes(mine, view.tiers[tier.index], view):
             return (
-                f"newer steps came to that tier first, which is slower than steps are saved, and beside them its policy "
-                f"{tier.config.retain!r} does not keep it"
+                f"newer steps came to that tier first, which is slower than steps are saved, and beside them its "
+                f"policy {tier.config.retain!r} does not keep it"
             )
     return f"by its policy {tier.config.promote!r}"
 
@@ -79,9 +79,7 @@ def why_not_due(state: State, step: StepId, tier: Tier) -> str:
 def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
     """Whether a slower tier is still to get the step, and may get it."""
     slower = [
-        other
-        for other in state.tiers[tier.index + 1 :]
-        if (other.healthy and other.responsive) or not only_healthy
+        other for other in state.tiers[tier.index + 1 :] if (other.healthy and other.responsive) or not only_healthy
     ]
     view = state.view(at_rest=True)
     return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)

@@ -1,4 +1,4 @@
-"""The connection of a store: the worker of now, which is replaced when it dies, and where the store lies in the ring."""
+"""The connection of a store: its worker, which is replaced when it dies, and where the store lies in the ring."""
 
 from __future__ import annotations
 

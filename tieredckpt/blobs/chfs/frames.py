@@ -119,11 +119,11 @@ class Stat(_Frame, frozen=True):
 class ListFolder(_Frame, frozen=True):
     """The entries of one folder, in several replies. Value: (name, kind) of each.
 
-    With ``all`` also those that a server has and does not own, as it would be of a ring of another size.
+    With ``replicas`` also those that a server has and does not own, as it would be of a ring of another size.
     """
 
     path: str
-    all: bool = False
+    replicas: bool = False
 
 
 class Remove(_Frame, frozen=True):

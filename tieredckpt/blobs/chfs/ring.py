@@ -67,21 +67,22 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
     servers = link.servers
     if expected not in (None, servers):
         raise Unanswered(
-            f"{where}: CHFS has {_count(servers)}, and {expected} are expected, as `servers` of the tier says; start the "
-            f"others beside {_names(link)}"
+            f"{where}: CHFS has {_count(servers)}, and {expected} are expected, as `servers` of the tier says; start "
+            f"the others beside {_names(link)}"
         )
     # What the servers own is of the last record; where that is nothing, they were others, and still have what they had.
-    found = await _record(link, root) or await _record(link, root, all=True)
+    found = await _record(link, root) or await _record(link, root, replicas=True)
     told = {entry[0] for entry in found}
     if not told:
         return Ring(root, recorded=False, new=True)
     grown = servers > max(told)
-    if told != {servers} and not expected and not (grown and writes):
+    outgrew = {(servers, "~", n) for n in range(_NAMES)} <= found  # and a crash kept the others in the record
+    if told != {servers} and not expected and not (grown and writes) and not outgrew:
         # Several, where a server was away while the store went on without it.
         raise Unanswered(
-            f"{where}: CHFS has {_count(servers)}, and {' or '.join(map(str, sorted(told)))} are expected, with which the "
-            f"store was written; beside {_names(link)} start the others, or set `servers = {servers}` to go on in a folder "
-            f"of its own, without {await _left_behind(link, root, servers, found)}"
+            f"{where}: CHFS has {_count(servers)}, and {_numbers(told)} are expected, with which the store was "
+            f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of its own, "
+            f"without {await _left_behind(link, root, servers, found)}"
         )
     apart = servers not in told or any(entry[:2] == (servers, "~") for entry in found)
     mark = "~" if apart else "-"
@@ -90,7 +91,7 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
         _log.warning("%s: a server has come back without its data; what it held has to be promoted again", where)
     if servers in told:
         return Ring(f"{root}/~{servers}" if apart else root, recorded)
-    without = f"{await _left_behind(link, root, servers, found)} of {' or '.join(map(str, sorted(told)))}"
+    without = f"{await _left_behind(link, root, servers, found)} of {_numbers(told)}"
     return Ring(f"{root}/~{servers}", recorded, new=True, without=without)
 
 
@@ -98,24 +99,24 @@ async def write(link: Link, root: str, ring: Ring) -> None:
     """Record the ring as it is now, in place of any other record."""
     if ring.without:
         _log.warning(
-            "chfs:%s: with %s the store goes on in a folder of its own, without %s; what RAM still has is promoted again, "
-            "and CHFS with as many servers as before has the rest",
+            "chfs:%s: with %s the store goes on in a folder of its own, without %s; what RAM still has is promoted "
+            "again, and CHFS with as many servers as before has the rest",
             *(root, _count(link.servers), ring.without),
         )
     mark = "-" if ring.folder == root else "~"
+    names = (f"{root}/{_FOLDER}/{link.servers}{mark}{n}" for n in range(_NAMES))
+    await together(link.ask(frames.MakeFolder(name)) for name in names)
+    await link.ask(frames.CheckRing())  # before it counts: a server that joins meanwhile places all of it otherwise
     for servers, other, n in await _record(link, root):
         if (servers, other) != (link.servers, mark):
             try:
                 await link.ask(frames.RemoveFolder(f"{root}/{_FOLDER}/{servers}{other}{n}"))
             except NotFound:
                 continue  # another writer removed it
-    names = (f"{root}/{_FOLDER}/{link.servers}{mark}{n}" for n in range(_NAMES))
-    await together(link.ask(frames.MakeFolder(name)) for name in names)
-    await link.ask(frames.CheckRing())  # a server that joined meanwhile would have found a record that is not its own
 
 
-async def _record(link: Link, root: str, *, all: bool = False) -> set[Entry]:  # noqa: A002 - as in the command
-    names = [name for name, _ in await link.ask(frames.ListFolder(f"{root}/{_FOLDER}", all))]
+async def _record(link: Link, root: str, *, replicas: bool = False) -> set[Entry]:
+    names = [name for name, _ in await link.ask(frames.ListFolder(f"{root}/{_FOLDER}", replicas))]
     return {(int(match[1]), match[2], int(match[3])) for match in map(_NAME.fullmatch, names) if match}
 
 
@@ -131,6 +132,10 @@ async def _left_behind(link: Link, root: str, servers: int, found: Collection[En
         return "what was written to them"
     named = ", ".join(map(str, sorted(steps)[-_STEPS_NAMED:]))
     return f"step{'s' if len(steps) > 1 else ''} {'..., ' if len(steps) > _STEPS_NAMED else ''}{named}"
+
+
+def _numbers(of: Collection[int]) -> str:
+    return " or ".join(map(str, sorted(of)))
 
 
 def _count(servers: int) -> str:

@@ -130,7 +130,7 @@ class _Worker:
                 found = client.stat(command.path)
                 return (*found, client.read_link(command.path) if found[0] == "link" else "")
             case frames.ListFolder():
-                entries = client.list(command.path, command.all)
+                entries = client.list(command.path, command.replicas)
                 for first in range(0, len(entries), _NAMES_PER_REPLY):
                     self._send(frames.Reply(number, frames.MORE, value=entries[first : first + _NAMES_PER_REPLY]))
                 return []
