@@ -27,7 +27,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -39,6 +39,7 @@ from tieredckpt.policy import AnySchedule, Schedule, offer, parse
 from tieredckpt.redact import redacted
 from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
 from tieredckpt.tierconfig import (
+    CHFS_FOLDER,
     WITH_SECRETS,
     AbsolutePath,
     ChfsTier,
@@ -118,14 +119,28 @@ class StoreConfig(Settings):
     @property
     def identity(self) -> str:
         """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
+        return self._identity([tier for tier in self.tiers if tier.kind != "ram"])
+
+    def _identity(self, tiers: Sequence[TierConfig]) -> str:
         if self.name is not None:
             return self.name
-        where = [
-            tier.spec_text if isinstance(tier, KvstoreTier) else tier.location
-            for tier in self.tiers
-            if tier.kind != "ram"
-        ]
+        where = [tier.spec_text if isinstance(tier, KvstoreTier) else tier.location for tier in tiers]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
+
+    @property
+    def located(self) -> tuple[TierConfig, ...]:
+        """The tiers, each with its place: a `chfs` tier without `path` has ``/tieredckpt-IDENTITY``.
+
+        The identity is ``name``, or derived from where the tiers are that outlive CHFS; without either of them the
+        folder is ``/tieredckpt``, that of every such store.
+        """
+        lasting = [tier for tier in self.tiers if tier.kind not in ("ram", "chfs")]
+        told = self.name is not None or bool(lasting)
+        folder = f"{CHFS_FOLDER}-{self._identity(lasting)}" if told else CHFS_FOLDER
+        return tuple(
+            tier.model_copy(update={"path": folder}) if isinstance(tier, ChfsTier) and tier.path is None else tier
+            for tier in self.tiers
+        )
 
     @property
     def recorded_policies(self) -> dict[str, Any]:

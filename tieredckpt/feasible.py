@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tieredckpt.policy import StepView, StoreView, TierView
 from tieredckpt.settings import Place, Problem
-from tieredckpt.tierconfig import TierConfig
+from tieredckpt.tierconfig import ChfsTier, TierConfig
 from tieredckpt.units import format_size
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ def doubtful(store: StoreConfig) -> list[Problem]:
                 f"may leave {nearer.name} for being here; put it before {nearer.name}, or correct its `survives`"
             )
             found.append((("tiers", slower.name), text))
+    for tier, located in zip(store.tiers, store.located, strict=True):
+        if isinstance(tier, ChfsTier) and tier.path is None and located.location == tier.location:
+            text = (
+                f"is {tier.folder}, that of every store in this CHFS which nothing else tells from others; give the "
+                f"tier a `path`, or the store a `name`"
+            )
+            found.append((("tiers", tier.name, "path"), text))
     slower_ones = [tier for tier in store.tiers if tier.kind != "ram"]
     if len(slower_ones) < len(store.tiers) and slower_ones and all(t.promote.kind == "never" for t in slower_ones):
         text = "is `never` like that of every slower tier: no step leaves RAM by itself; let one tier promote"

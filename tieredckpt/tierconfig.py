@@ -27,6 +27,7 @@ from tieredckpt.settings import Problem, Settings, did_you_mean, problems, refus
 from tieredckpt.units import Duration, Rate, Size, parse_size
 
 __all__ = [
+    "CHFS_FOLDER",
     "LOOKALIKE",
     "WITH_SECRETS",
     "AbsolutePath",
@@ -149,6 +150,9 @@ WITH_SECRETS = {"secrets": True}
 LOOKALIKE = "directory:"
 """What the address of a look-alike of CHFS begins with; its directory follows."""
 
+CHFS_FOLDER = "/tieredckpt"
+"""The folder in CHFS of stores that nothing tells from others."""
+
 AbsolutePath = Annotated[
     Path,
     BeforeValidator(_path),
@@ -238,8 +242,8 @@ class ChfsTier(_Tier):
     """CHFS: a parallel file system on the persistent memory or NVMe of the compute nodes, for the time of a job."""
 
     kind: Literal["chfs"] = "chfs"
-    path: Annotated[str, BeforeValidator(_chfs_path)] = "/tieredckpt"
-    """The store's folder in CHFS."""
+    path: Annotated[str, BeforeValidator(_chfs_path)] | None = None
+    """The store's folder in CHFS; None for one that is named after the store, see `StoreConfig.located`."""
     server: (
         Annotated[
             str,
@@ -260,7 +264,8 @@ class ChfsTier(_Tier):
     threads: Threads = 8
     """How many of its calls are under way at a time."""
     servers: Annotated[int, Field(strict=True, ge=1, le=100_000)] | None = None
-    """How many servers there must be, from now on; None for as many as the store was written with."""
+    """How many servers there must be, from now on; None for as many as the store was written with. Say it for a new
+    store: else nothing is written there before no server has joined for a while."""
     rpc_timeout: Interval = 30.0
     """Seconds; at least three times that of the servers (``chfsd -t``)."""
     survives: Literal["process", "node"] = "process"
@@ -273,7 +278,12 @@ class ChfsTier(_Tier):
     @property
     def location(self) -> str:
         """What no other tier may use."""
-        return f"chfs:{self.server or ''}:{self.path}"
+        return f"chfs:{self.server or ''}:{self.folder}"
+
+    @property
+    def folder(self) -> str:
+        """``path``, or where versions before put every store that named none."""
+        return self.path or CHFS_FOLDER
 
 
 class KvstoreTier(_Tier):

@@ -32,6 +32,7 @@ from tieredckpt.feasible import doubtful
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StoreMarker, decode_marker
 from tieredckpt.settings import explain
+from tieredckpt.tierconfig import CHFS_FOLDER
 from tieredckpt.units import format_size
 
 __all__ = ["connect", "connect_ram", "identify", "make_tiers", "open_slower", "reopen"]
@@ -51,7 +52,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
     """
     return tuple(
         Tier(tier.name, index, tier, partial(_too_early if tier.kind == "ram" else _connect_slower, tier, read_only))
-        for index, tier in enumerate(config.tiers)
+        for index, tier in enumerate(config.located)
     )
 
 
@@ -133,6 +134,8 @@ async def connect(state: State, tier: Tier) -> None:
     """
     await refuse_other_file_system(state, tier)
     marker, damaged = await marker_of(tier)
+    if marker is None and state.marker is not None and await _in_earlier_folder(state, tier, state.marker.store):
+        marker, damaged = await marker_of(tier)
     if state.marker is not None and marker is not None and marker.store != state.marker.store:
         writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
         if writes_ram or state.marker.owns(await store_of_steps(tier)):
@@ -195,6 +198,33 @@ async def _reopen(state: State, tier: Tier) -> bool:
     return True
 
 
+async def _in_earlier_folder(state: State, tier: Tier, store: str | None) -> StoreMarker | None:
+    """Go on in the folder that versions before had in CHFS for all stores, if ``store`` is there; its marker.
+
+    ``store`` is None where nothing tells whose the tier is.
+    """
+    configured = state.config.tiers[tier.index]
+    if not isinstance(configured, ChfsTier) or configured.path is not None:
+        return None
+    earlier = configured.model_copy(update={"path": CHFS_FOLDER})
+    if tier.config == earlier:
+        return None
+    connect = partial(_connect_slower, earlier, state.read_only)
+    blobs = await connect()
+    try:
+        marker = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
+    except (NotFound, Corrupt, TierUnavailable):
+        marker = None
+    if marker is None or store not in (None, marker.store):
+        await blobs.close()
+        return None
+    if tier.blobs is not None:
+        await tier.blobs.close()
+    tier.config, tier.connect, tier.blobs = earlier, connect, blobs
+    _log.info("tier %r: the store lies in %s, where versions before put it", tier.name, earlier.folder)
+    return marker
+
+
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.marker, state.made_up = marker, False
@@ -239,6 +269,11 @@ async def identify(
 
     markers = await agreed(slower, await asyncio.gather(*(look(tier) for tier in slower)))
     failed = [tier for tier, _ in failures]
+    known = {marker.store for marker in markers if marker is not None}
+    for i, tier in enumerate(slower):
+        # Where all others answer and are empty, it is a new store.
+        if markers[i] is None and tier not in failed and (known or len(slower) == 1 or failed):
+            markers[i] = await _in_earlier_folder(state, tier, next(iter(known), None))
     choice = _chosen(
         state,
         [

@@ -80,7 +80,7 @@ def _moved(box: Box) -> dict[str, Any]:
 def _folder(tier: Tier, folder: str) -> dict[str, Any]:
     if isinstance(tier.config, ChfsTier):
         at = tier.blobs.location if tier.blobs is not None else ""
-        root = at.removeprefix("chfs:") if at.startswith("chfs:") else tier.config.path
+        root = at.removeprefix("chfs:") if at.startswith("chfs:") else tier.config.folder
         return {**driver_spec(tier.config), "path": f"{root}/{folder}"}
     if not isinstance(tier.config, KvstoreTier):
         return {"driver": "file", "path": f"{tier.store.location}/{folder}"}

@@ -54,7 +54,7 @@ async def open_chfs(tier: ChfsTier, *, survives: Survives, writes: bool = True) 
     from tieredckpt.blobs.chfs.store import ChfsStore
 
     store = ChfsStore(
-        tier.path,
+        tier.folder,
         server=tier.server or "",
         library=_library(tier),
         chunk_size=tier.chunk_size,
@@ -97,7 +97,7 @@ def driver_spec(tier: ChfsTier) -> dict[str, Any]:
     """The TensorStore kvstore spec of a tier, for the ``chfs`` driver of ``native/tensorstore``."""
     spec: dict[str, Any] = {
         "driver": "chfs",
-        "path": f"{tier.path}/",
+        "path": f"{tier.folder}/",
         "chunk_size": tier.chunk_size,
         "chfs_concurrency": {"limit": tier.threads},
     }

@@ -74,6 +74,15 @@ class Connection:
         """Whether no call waits for so long that a server may be gone."""
         return self._watched is None or self._watched.waits < LOST
 
+    def advice(self) -> dict[str, str]:
+        """What the tier should say, for people: how many servers there must be, where nothing else tells."""
+        if self._servers is not None or self._ring is None or self.link is None or self._settle == 0:
+            return {}
+        told = (
+            f"if these servers are all, let the tier say `servers = {self.link.servers}`, or it waits for more to join"
+        )
+        return {"advice": told}
+
     async def linked(self) -> Link:
         """A link to a worker that has connected. Raises `TierUnavailable`, `Invalid`, `Closed`."""
         if self.link is not None and not self.link.broken:

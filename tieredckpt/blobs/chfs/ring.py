@@ -81,8 +81,8 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
         # Several, where a server was away while the store went on without it.
         raise Unanswered(
             f"{where}: CHFS has {_count(servers)}, and {_numbers(told)} are expected, with which the store was "
-            f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of its own, "
-            f"without {await _left_behind(link, root, servers, found)}"
+            f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of "
+            f"its own, without {await _left_behind(link, root, servers, found)}"
         )
     apart = servers not in told or any(entry[:2] == (servers, "~") for entry in found)
     mark = "~" if apart else "-"

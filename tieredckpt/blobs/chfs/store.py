@@ -133,8 +133,9 @@ class ChfsStore:
         return {
             "worker": f"process {link.process.number}",
             "libchfs": f"{link.version}, {link.library}",
-            "servers": ", ".join([str(link.servers), *link.addresses[:_NAMED]]),
-        }
+            "servers": str(link.servers),
+            "addresses": ", ".join(link.addresses[:_NAMED]) or "libchfs does not tell",
+        } | self._connection.advice()
 
     async def connect(self) -> None:
         """Start the worker, which every verb does too. Raises `TierUnavailable`, `Invalid`."""
