@@ -6,7 +6,7 @@ were. The name lies outside the alphabet of keys.
 
 What was written to one number of servers is never looked for on another. A store that goes on with another number
 does so in a folder of its own, ``~<servers>``, and its record is ``~ring/<servers>~<n>``. See
-docs/decisions/0031-rings-that-grow.md.
+docs/decisions/0031-where-a-store-lies-in-chfs.md.
 """
 
 from __future__ import annotations
