@@ -12,9 +12,8 @@ import stamina
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredckpt.blobs.base import Stretch
+from tieredckpt.blobs.base import Stretch, Unanswered
 from tieredckpt.blobs.kvstore import KvStoreBlobs
-from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import listed
