@@ -21,8 +21,8 @@ std::string RecordIn(const std::string& folder) { return (folder == "/" ? "/" : 
 // The number of servers that an entry tells; 0 for any other name.
 int ServersOf(const std::string& name) {
   const auto digits = name.find_first_not_of("0123456789");
-  const bool known = digits != std::string::npos && digits > 0 && digits <= 6 && (name[digits] == '-' || name[digits] == '~');
-  return known ? std::atoi(name.c_str()) : 0;
+  if (digits == std::string::npos || digits == 0 || digits > 6) return 0;
+  return name[digits] == '-' || name[digits] == '~' ? std::atoi(name.c_str()) : 0;
 }
 
 }  // namespace

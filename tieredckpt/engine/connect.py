@@ -273,7 +273,11 @@ async def identify(
     for i, tier in enumerate(slower):
         # Where all others answer and are empty, it is a new store.
         if markers[i] is None and tier not in failed and (known or len(slower) == 1 or failed):
-            markers[i] = await _in_earlier_folder(state, tier, next(iter(known), None))
+            try:
+                markers[i] = await _in_earlier_folder(state, tier, next(iter(known), None))
+            except TieredCkptError as error:
+                failures.append((tier, error))
+    failed = [tier for tier, _ in failures]
     choice = _chosen(
         state,
         [
