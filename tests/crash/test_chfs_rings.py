@@ -134,13 +134,11 @@ async def test_steps_acknowledged_while_servers_join_are_read_by_a_fresh_process
 
 
 async def test_a_ring_that_grows_later_is_noticed_and_the_tier_catches_up(
-    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if why := missing():
-        pytest.skip(why)
     monkeypatch.setattr(tier, "_FIRST_RETRY", 0.02)
     monkeypatch.setattr(tier, "_LAST_RETRY", 0.2)
-    ring = LookalikeServers(tmp_path / "chfs", waiting=True)
+    ring = make(waiting=True)
     ring.join(0)
     settings = tiers(ring.tier, shared_memory, tmp_path)
     async with CheckpointStore.open(settings) as store:
@@ -159,6 +157,7 @@ async def test_a_ring_that_grows_later_is_noticed_and_the_tier_catches_up(
         in_ram = [step for step in (1, 2, 3) if "ram" in await store.where(step)]
         on_pmem = [step for step in (1, 2, 3) if "pmem" in await store.where(step)]
         assert on_pmem == in_ram, "what RAM has was promoted again, and nothing else is taken for there"
+        tell(failed.error, [record.message for record in caplog.records if "without steps" in record.message])
     only_pmem = config({"pmem": settings.tiers[1]})
     assert set(read_by_a_fresh_process(only_pmem, tmp_path, on_pmem)) == set(on_pmem)
 
