@@ -119,12 +119,12 @@ class StoreConfig(Settings):
     @property
     def identity(self) -> str:
         """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
-        return self._identity([tier for tier in self.tiers if tier.kind != "ram"])
+        slower = [tier for tier in self.tiers if tier.kind != "ram"]
+        return self._identity([tier.spec_text if isinstance(tier, KvstoreTier) else tier.location for tier in slower])
 
-    def _identity(self, tiers: Sequence[TierConfig]) -> str:
+    def _identity(self, where: Sequence[str | None]) -> str:
         if self.name is not None:
             return self.name
-        where = [tier.spec_text if isinstance(tier, KvstoreTier) else tier.location for tier in tiers]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
 
     @property
@@ -134,7 +134,7 @@ class StoreConfig(Settings):
         The identity is ``name``, or derived from where the tiers are that outlive CHFS; without either of them the
         folder is ``/tieredckpt``, that of every such store.
         """
-        lasting = [tier for tier in self.tiers if tier.kind not in ("ram", "chfs")]
+        lasting = [tier.location for tier in self.tiers if tier.kind not in ("ram", "chfs")]
         told = self.name is not None or bool(lasting)
         folder = f"{CHFS_FOLDER}-{self._identity(lasting)}" if told else CHFS_FOLDER
         return tuple(

@@ -213,8 +213,11 @@ async def _in_earlier_folder(state: State, tier: Tier, store: str | None) -> Sto
     blobs = await connect()
     try:
         marker = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
-    except (NotFound, Corrupt, TierUnavailable):
+    except (NotFound, Corrupt):
         marker = None
+    except BaseException:
+        await blobs.close()
+        raise
     if marker is None or store not in (None, marker.store):
         await blobs.close()
         return None
