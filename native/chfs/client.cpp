@@ -89,9 +89,12 @@ Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) 
   state->options = asked;
   state->servers = library.size();
   state->process = getpid();
+  state->addresses = state->AddressesNow();
   if (result != 0 || state->servers <= 0) {
     return {Code::kUnavailable, "CHFS: libchfs could not connect to " + server + "; see that the server runs"};
   }
+  // A server that is gone would cost the first call to it a whole RPC timeout. The next try is another process's.
+  if (Status status = state->Reachable(); !status.ok()) return status;
   connection.reset(new Client(std::move(state)));
   *client = connection;
   return {};
@@ -103,6 +106,7 @@ Client::~Client() = default;
 const std::string& Client::version() const { return state_->library.version; }
 const std::string& Client::library() const { return state_->library.path; }
 int Client::servers() const { return state_->servers; }
+const std::vector<std::string>& Client::addresses() const { return state_->addresses; }
 Status Client::CheckRing() { return state_->CheckRing(); }
 
 }  // namespace tieredckpt::chfs

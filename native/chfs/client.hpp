@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace tieredckpt::chfs {
 
@@ -97,9 +98,19 @@ class Client : public std::enable_shared_from_this<Client> {
   const std::string& version() const;  // of libchfs
   const std::string& library() const;  // the path that it was loaded from
   int servers() const;                 // size of the ring when connected
+  const std::vector<std::string>& addresses() const;  // of its servers; empty where libchfs does not tell
 
-  // Asks every server whether it answers; kUnavailable if one does not, or the ring is not what it was.
+  // Asks every server whether it answers; kUnavailable if one does not, or the ring is not what it was when
+  // connected, be it smaller, larger, or of other servers.
   Status CheckRing();
+
+  // kUnavailable if a record in a folder or one above it says that objects there were written to another number
+  // of servers, which placed them otherwise: they would be missing or short.
+  Status CheckRecord(const std::string& folder);
+
+  // Records at the root how many servers there are, if nothing does; once in a process. kUnavailable if it is
+  // recorded that there were more, or fewer.
+  Status Record();
 
   // A new, empty object, ancestors included. What was there under the path is emptied first; a folder there
   // is kInvalid. At most 64 objects may be open in all; further calls wait.
@@ -118,8 +129,9 @@ class Client : public std::enable_shared_from_this<Client> {
   Status Remove(const std::string& path);
   Status RemoveFolder(const std::string& path);  // an empty one, else kExists
 
-  // The entries of a folder, sorted, each once, from every server; a missing folder has none.
-  Status List(const std::string& path, std::function<void(const Entry&)> each);
+  // The entries of a folder, sorted, each once, from every server; a missing folder has none. With `all` those as
+  // well that lie on a server which does not own them, as what was written to a ring of another size does.
+  Status List(const std::string& path, std::function<void(const Entry&)> each, bool all = false);
 
   Status MakeFolder(const std::string& path);  // ancestors included; one that is there is fine
 

@@ -80,6 +80,9 @@ std::string ResolveAll(void* handle, Library* library) {
   Resolve(handle, "chfs_readdir_index", &library->readdir_index, &missing);
   Resolve(handle, "chfs_symlink", &library->symlink, &missing);
   Resolve(handle, "chfs_readlink", &library->readlink, &missing);
+  std::string optional;
+  Resolve(handle, "ring_list_lookup_index", &library->address_of, &optional);
+  Resolve(handle, "ring_list_rpc_node_list", &library->learn_ring, &optional);
   return missing;
 }
 

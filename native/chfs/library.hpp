@@ -35,6 +35,10 @@ struct Library {
   int (*readdir_index)(const char* path, int index, void* context, Filler filler) = nullptr;
   int (*symlink)(const char* target, const char* path) = nullptr;
   int (*readlink)(const char* path, char* target, std::size_t size) = nullptr;
+
+  // Of libchfs's own programs, which are linked with it; null where a version has them no more.
+  char* (*address_of)(int index) = nullptr;       // of a server of the ring, to be freed; null past its end
+  int (*learn_ring)(const char* server) = nullptr;  // asks a server for the ring; 0, or why it did not answer
 };
 
 // Loads `name`, a path or a name for the loader's search; empty: "libchfs.so".

@@ -102,7 +102,8 @@ Status Client::Remove(const std::string& path) {
   if (status.ok()) {
     const Kind kind = KindOf(info.st_mode);
     if (kind == Kind::kFolder) return {Code::kInvalid, "CHFS: cannot remove " + path + ": it is a folder"};
-    if (kind == Kind::kObject) status = state_->Empty(path, info);
+    // An object of one chunk goes in one request: one that is cut off half way leaves no empty object behind.
+    if (kind == Kind::kObject && SizeOf(info) >= ChunkSizeOf(info)) status = state_->Empty(path, info);
     if (status.ok()) status = state_->Run("remove", path, [&] { return state_->library.unlink(path.c_str()); });
   } else if ((status.code == Code::kInvalid || status.code == Code::kFailed) && state_->UnderObject(path)) {
     status.code = Code::kMissing;

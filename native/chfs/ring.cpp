@@ -1,12 +1,18 @@
 // The ring of servers: what CHFS says of an object is believed only while every server answers.
+#include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <memory>
 #include <utility>
 
+#include "chfs/address.hpp"
 #include "chfs/state.hpp"
 
 namespace tieredckpt::chfs {
 namespace {
+
+constexpr int kLongestLookMs = 5000;
 
 int CountEntry(void* count, const char*, const struct stat*, off_t) {
   ++*static_cast<std::size_t*>(count);
@@ -29,10 +35,62 @@ Status Client::State::Whole() {
     // For ever: a server that comes back does not come back into the ring of this process.
     ring_changed_.store(true, std::memory_order_relaxed);
   }
+  return Changed();
+}
+
+Status Client::State::Changed() const {
+  const std::vector<std::string> now = AddressesNow();
+  const auto others = [](const std::vector<std::string>& of, const std::vector<std::string>& than) {
+    std::string names;
+    for (const std::string& name : of) {
+      if (std::find(than.begin(), than.end(), name) == than.end()) names += (names.empty() ? "" : ", ") + name;
+    }
+    return names;
+  };
+  const std::string left = others(addresses, now);
+  const std::string joined = others(now, addresses);
   return {Code::kUnavailable, "CHFS: the ring of " + std::to_string(servers) + " servers is now one of " +
-                                  std::to_string(library.size()) +
-                                  ", which looks for objects in other places; see that all servers run, and connect "
-                                  "in a new process"};
+                                  std::to_string(library.size()) + (left.empty() ? "" : "; " + left + " left it") +
+                                  (joined.empty() ? "" : "; " + joined + " joined it") +
+                                  ", and objects are looked for in other places; see that all servers run, and "
+                                  "connect in a new process"};
+}
+
+std::vector<std::string> Client::State::AddressesNow() const {
+  std::vector<std::string> found;
+  if (library.address_of == nullptr) return found;
+  for (int index = 0;; ++index) {
+    const std::unique_ptr<char, decltype(&free)> address(library.address_of(index), &free);
+    if (address == nullptr) return found;
+    found.emplace_back(address.get());
+  }
+}
+
+std::string Client::State::NameOf(int server) const {
+  const auto index = static_cast<std::size_t>(server);
+  return "server " + std::to_string(server + 1) + " of " + std::to_string(servers) +
+         (index < addresses.size() ? " at " + addresses[index] : "");
+}
+
+Status Client::State::Reachable() const {
+  for (std::size_t server = 0; server < addresses.size(); ++server) {
+    std::string reached;
+    if (!FirstAnswering({addresses[server]}, std::min(options.rpc_timeout_ms, kLongestLookMs), &reached).ok()) {
+      return {Code::kUnavailable, "CHFS: " + NameOf(static_cast<int>(server)) +
+                                      " does not answer; see that all servers run"};
+    }
+  }
+  return {};
+}
+
+Status Client::State::LookAnew() {
+  if (library.learn_ring == nullptr || addresses.empty()) return {};
+  if (library.learn_ring(addresses.front().c_str()) != 0) {
+    return {Code::kUnavailable, "CHFS: " + NameOf(0) + " does not answer; see that all servers run"};
+  }
+  // A server that came back at another address counts too: it may have lost its data.
+  if (AddressesNow() != addresses) ring_changed_.store(true, std::memory_order_relaxed);
+  return Whole();
 }
 
 Status Client::State::Probe(int server) {
@@ -40,13 +98,13 @@ Status Client::State::Probe(int server) {
   std::size_t entries = 0;
   Status status = Run("list", "/", [&] { return library.readdir_index("/", server, &entries, CountEntry); });
   if (status.ok() && entries == 0) {
-    return {Code::kUnavailable, "CHFS: server " + std::to_string(server + 1) + " of " + std::to_string(servers) +
-                                    " does not answer; see that all servers run"};
+    return {Code::kUnavailable, "CHFS: " + NameOf(server) + " does not answer; see that all servers run"};
   }
   return status;
 }
 
 Status Client::State::ProbeAll() {
+  if (Status status = LookAnew(); !status.ok()) return status;
   for (int server = 0; server < servers; ++server) {
     if (Status status = Probe(server); !status.ok()) return status;
   }

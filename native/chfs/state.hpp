@@ -9,8 +9,11 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "chfs/client.hpp"
 #include "chfs/library.hpp"
@@ -30,6 +33,7 @@ struct Client::State {
   Library library;
   Options options;
   int servers = 0;
+  std::vector<std::string> addresses;  // of the ring when connected; empty where libchfs does not tell
   pid_t process = 0;
 
   // ring.cpp
@@ -41,10 +45,25 @@ struct Client::State {
   // `missing`, if the ring is whole: a server that is gone shows as objects that are missing.
   Status Confirm(Status missing);
   Status Probe(int server);
+  // "server 2 of 3 at ADDRESS", for people.
+  std::string NameOf(int server) const;
+  // The servers of the ring as it is now.
+  std::vector<std::string> AddressesNow() const;
+  // Whether every server whose transport is TCP lets somebody connect: a dead one would cost a whole RPC timeout.
+  Status Reachable() const;
+  // Asks a server for the ring: one that others have joined stays as it was in this process otherwise.
+  Status LookAnew();
 
   // One call of libchfs that returns a negative number and errno when it fails.
   template <typename Call>
   Status Run(const char* action, const std::string& path, Call call);
+
+  // listing.cpp
+  // Calls `each` with every entry; with `all` also with those that a server has and does not own.
+  Status List(const std::string& path, bool all, const std::function<void(const Entry&)>& each);
+
+  // record.cpp
+  Status CheckRecord(const std::string& folder, bool* found);
 
   // names.cpp
   // Without confirmation of kMissing.
@@ -63,6 +82,7 @@ struct Client::State {
 
  private:
   Status ProbeAll();
+  Status Changed() const;
 
   std::atomic<bool> ring_changed_{false};
 
@@ -76,6 +96,11 @@ struct Client::State {
   std::mutex slots_mutex_;
   std::condition_variable slot_free_;
   int slots_used_ = 0;
+
+  friend class Client;
+  std::mutex record_mutex_;
+  bool recorded_ = false;
+  std::set<std::string> agreeing_;  // folders whose record, if any, is of this ring, which stays the same
 };
 
 template <typename Call>

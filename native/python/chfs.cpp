@@ -136,6 +136,12 @@ NB_MODULE(_chfs, module) {
       .def_prop_ro("version", [](const Connection& self) { return self.client->version(); })
       .def_prop_ro("library", [](const Connection& self) { return self.client->library(); })
       .def_prop_ro("servers", [](const Connection& self) { return self.client->servers(); })
+      .def_prop_ro("addresses",
+                   [](const Connection& self) {
+                     nb::list found;
+                     for (const std::string& address : self.client->addresses()) found.append(TextOf(address));
+                     return found;
+                   })
       .def("check_ring", [](Connection& self) { Call([&] { return self.client->CheckRing(); }); })
       .def(
           "create",
@@ -179,16 +185,16 @@ NB_MODULE(_chfs, module) {
           nb::arg("path"))
       .def(
           "list",
-          [](Connection& self, const std::string& path) {
+          [](Connection& self, const std::string& path, bool replicas) {
             std::vector<Entry> entries;
             Call([&] {
-              return self.client->List(path, [&](const Entry& entry) { entries.push_back(entry); });
+              return self.client->List(path, [&](const Entry& entry) { entries.push_back(entry); }, replicas);
             });
             nb::list found;
             for (const Entry& entry : entries) found.append(nb::make_tuple(TextOf(entry.name), NameOf(entry.kind)));
             return found;
           },
-          nb::arg("path"))
+          nb::arg("path"), nb::arg("replicas") = false)
       .def(
           "make_folder",
           [](Connection& self, const std::string& path) { Call([&] { return self.client->MakeFolder(path); }); },

@@ -130,8 +130,15 @@ Result<Objects*> Objects::Connect(const std::string& server, const std::string& 
   options.library = library;
   std::shared_ptr<chfs::Client> client;
   TENSORSTORE_RETURN_IF_ERROR(ToStatus(chfs::Client::Connect(options, &client)));
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client->CheckRecord("/")));
   static Objects* const objects = new Objects(std::move(client));
   return objects;
+}
+
+Result<std::optional<Objects::Found>> Objects::Missing(const std::string& path) {
+  const std::string folder = path.substr(0, std::max<size_t>(path.rfind('/'), 1));
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->CheckRecord(folder)));
+  return std::nullopt;
 }
 
 Result<std::optional<Objects::Found>> Objects::Find(std::string path, chfs::File* file) {
@@ -140,9 +147,13 @@ Result<std::optional<Objects::Found>> Objects::Find(std::string path, chfs::File
     chfs::Status status{chfs::Code::kInvalid, {}};
     if (file != nullptr) status = client_->Open(path, file, &info);
     if (status.code == chfs::Code::kInvalid) status = client_->Stat(path, &info);  // a link and a folder do not open
-    if (status.code == chfs::Code::kMissing) return std::nullopt;
+    if (status.code == chfs::Code::kMissing) return Missing(path);
     TENSORSTORE_RETURN_IF_ERROR(ToStatus(status));
     if (info.kind == chfs::Kind::kObject) {
+      // One that ends with a full chunk may go on, on a server that joined since: only the ring tells.
+      if (info.chunk_size > 0 && info.size > 0 && info.size % info.chunk_size == 0) {
+        TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->CheckRing()));
+      }
       return Found{std::move(path), static_cast<int64_t>(info.size), GenerationOf(info)};
     }
     if (info.kind == chfs::Kind::kFolder || followed) return std::nullopt;
@@ -192,6 +203,7 @@ Result<chfs::Info> Objects::Fill(const std::string& path, chfs::File file, std::
 }
 
 Result<chfs::Info> Objects::Put(const std::string& path, std::string_view bytes, uint32_t chunk_size) {
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->Record()));
   chfs::File file;
   absl::Status created = ToStatus(client_->Create(path, ChunkSizeFor(bytes.size(), chunk_size), &file));
   const bool begun = created.ok();
@@ -243,6 +255,7 @@ absl::Status Objects::DeleteFolder(const std::string& path) {
 absl::Status Objects::Walk(const KeyRange& range, const Visitor& visitor) {
   if (range.empty()) return absl::OkStatus();
   const std::string folder = FolderOfRange(range);
+  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->CheckRecord(folder)));
   TENSORSTORE_ASSIGN_OR_RETURN(const bool whole, WalkFolder(folder, range, visitor));
   if (whole && visitor.folder && folder != "/") {
     const std::optional<std::string> prefix = PrefixOfFolder(folder);
@@ -263,6 +276,7 @@ Result<bool> Objects::WalkFolder(const std::string& folder, const KeyRange& rang
       if (key && Contains(range, *key) && !visitor.object(*std::move(key))) return false;
       continue;
     }
+    if (entry.name == "~ring") continue;  // the client's record, which no key lies in
     const std::optional<std::string> prefix = PrefixOfFolder(path);
     if (prefix && !IntersectsPrefix(range, *prefix)) continue;
     TENSORSTORE_ASSIGN_OR_RETURN(const bool whole, WalkFolder(path, range, visitor));

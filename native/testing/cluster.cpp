@@ -121,9 +121,7 @@ std::unique_ptr<Cluster> Cluster::Connect(const std::string& directory, int time
     return nullptr;
   }
   // The servers have told each other which of them died; one that hangs is still on their list.
-  for (int number = 0; number < count; ++number) {
-    if (switches->dead.count(number) == 0) cluster->ring_.push_back(number);
-  }
+  cluster->Learn(*switches);
   const auto answers = [&](int number) { return switches->hung.count(number) == 0; };
   if (!std::any_of(cluster->ring_.begin(), cluster->ring_.end(), answers)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(timeout_ms));
@@ -154,7 +152,60 @@ int Cluster::Lookup(const std::string& path, int index) const {
   return ring_[(Hash(path) + static_cast<std::uint64_t>(index)) % ring_.size()];
 }
 
-bool Cluster::Owns(int server, const std::string& path) const { return Lookup(path, 0) == server; }
+std::string Cluster::Address(int server) const { return directory_ + "/servers/" + std::to_string(server); }
+
+std::string Cluster::AddressAt(int index) const {
+  const int number = At(index);
+  return number < 0 ? std::string() : Address(number);
+}
+
+void Cluster::Learn(const Switches& switches) {
+  const std::unique_lock lock(guards_ring_);
+  ring_.clear();
+  for (int number = 0; number < static_cast<int>(servers_.size()); ++number) {
+    if (switches.dead.count(number) == 0 && switches.late.count(number) == 0) ring_.push_back(number);
+  }
+  late_ = switches.late;
+}
+
+int Cluster::LookAnew(const std::string& address) {
+  for (int number = 0; number < static_cast<int>(servers_.size()); ++number) {
+    if (Address(number) != address) continue;
+    const int error = Reach(number);
+    if (error == 0) Learn(*file_.Read());
+    return error;
+  }
+  return ENOTCONN;
+}
+
+const Server& Cluster::server(int number) {
+  if (file_.Read()->empty.count(number) == 0) return servers_[static_cast<std::size_t>(number)];
+  const std::lock_guard lock(guards_emptied_);
+  const auto found = emptied_.find(number);
+  if (found != emptied_.end()) return found->second;
+  const std::string folder = Address(number) + "-emptied";
+  MakeFolder(folder);
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  return emptied_.emplace(number, Server(descriptor)).first->second;
+}
+
+bool Cluster::Owns(int server, const std::string& path) {
+  return PassedOn(Lookup(path, 0), path, 0) == server;
+}
+
+// A server that others have joined passes on what is theirs by the ring as it is now, whatever a client knows.
+int Cluster::PassedOn(int server, const std::string& path, int index) {
+  const auto switches = file_.Read();
+  {
+    const std::shared_lock lock(guards_ring_);
+    if (server < 0 || switches->late == late_) return server;
+  }
+  std::vector<int> ring;
+  for (int number = 0; number < static_cast<int>(servers_.size()); ++number) {
+    if (switches->late.count(number) == 0 && switches->dead.count(number) == 0) ring.push_back(number);
+  }
+  return ring[(Hash(path) + static_cast<std::uint64_t>(index)) % ring.size()];
+}
 
 void Cluster::Evict(int server) {
   const std::unique_lock lock(guards_ring_);
@@ -178,7 +229,11 @@ int Cluster::Metadata(const std::string& path, int index, const std::function<in
   for (;;) {
     const int number = Lookup(path, index);
     if (number < 0) return ENOTCONN;
-    if (Reach(number) == 0) return call(server(number));
+    if (Reach(number) == 0) {
+      const int owner = PassedOn(number, path, index);
+      if (owner == number) return call(server(number));
+      return Reach(owner) == 0 ? call(server(owner)) : EPERM;
+    }
     Evict(number);
   }
 }
@@ -187,7 +242,9 @@ int Cluster::Data(const std::string& path, int index, const std::function<int(co
   const int number = Lookup(path, index);
   if (number < 0) return ENOTCONN;
   if (const int error = Reach(number)) return error;
-  return call(server(number));
+  const int owner = PassedOn(number, path, index);
+  if (owner != number && Reach(owner) != 0) return EPERM;
+  return call(server(owner));
 }
 
 }  // namespace tieredckpt::lookalike

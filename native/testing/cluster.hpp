@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <string_view>
@@ -34,10 +37,17 @@ class Cluster {
   // The server at an index of the ring; -1 past its end.
   int At(int index) const;
 
-  // Whether chunk 0 of a path belongs to a server, as the ring is now.
-  bool Owns(int server, const std::string& path) const;
+  // The address of the server at an index of the ring; empty past its end.
+  std::string AddressAt(int index) const;
 
-  const Server& server(int number) const { return servers_[static_cast<std::size_t>(number)]; }
+  // Takes over the ring as a server knows it: 0, or ENOTCONN after the whole timeout.
+  int LookAnew(const std::string& address);
+
+  // Whether chunk 0 of a path belongs to a server, as the ring is now.
+  bool Owns(int server, const std::string& path);
+
+  // With its data, or without where the switches say that it lost it.
+  const Server& server(int number);
 
   // 0, or ENOTCONN after the whole timeout.
   int Reach(int server);
@@ -51,14 +61,24 @@ class Cluster {
 
  private:
   Cluster(const std::string& directory, int timeout_ms)
-      : file_(directory + "/switches"), hanging_(directory + "/hanging"), timeout_ms_(timeout_ms) {}
+      : file_(directory + "/switches"),
+        directory_(directory),
+        hanging_(directory + "/hanging"),
+        timeout_ms_(timeout_ms) {}
+  std::string Address(int server) const;
   int Lookup(const std::string& path, int index) const;
+  int PassedOn(int server, const std::string& path, int index);
   void Evict(int server);
+  void Learn(const Switches& switches);
 
   SwitchFile file_;
+  const std::string directory_;
   const std::string hanging_;
   const int timeout_ms_;
   std::vector<Server> servers_;
+  std::set<int> late_;  // when the ring was last learnt
+  std::mutex guards_emptied_;
+  std::map<int, Server> emptied_;  // the folders of servers that lost their data
   mutable std::shared_mutex guards_ring_;
   std::vector<int> ring_;
 };

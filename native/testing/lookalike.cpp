@@ -148,6 +148,13 @@ LOOKALIKE_API int chfs_size() {
   return session.cluster().size();
 }
 
+// What chlist, a program of CHFS's own, uses of libchfs beside its interface.
+LOOKALIKE_API char* ring_list_lookup_index(int index) {
+  const std::string address = session.cluster().AddressAt(index);
+  return address.empty() ? nullptr : ::strdup(address.c_str());
+}
+LOOKALIKE_API int ring_list_rpc_node_list(const char* server) { return session.cluster().LookAnew(server); }
+
 LOOKALIKE_API int chfs_create_chunk_size(const char* given, int32_t, mode_t mode, int chunk_size) {
   std::string path;
   if (!session.Enter("create") || !ToPath(given, &path)) return -1;

@@ -102,6 +102,8 @@ bool Apply(const std::string& key, const std::string& value, Switches* switches)
   long number = 0;
   if (key == "dead") return ToServers(value, &switches->dead);
   if (key == "hang") return ToServers(value, &switches->hung);
+  if (key == "late") return ToServers(value, &switches->late);
+  if (key == "empty") return ToServers(value, &switches->empty);
   if (key == "capacity") return ToBytes(value, &switches->capacity);
   if (key == "servers" || key == "version" || key == "tail.ms") {
     if (!ToNumber(value, &number)) return false;

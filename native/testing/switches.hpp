@@ -31,6 +31,8 @@ struct Rule {
 struct Switches {
   std::set<int> dead;
   std::set<int> hung;
+  std::set<int> late;          // not in the ring yet
+  std::set<int> empty;         // came back without their data
   std::uint64_t capacity = 0;  // bytes of payload per server; 0: what the disk holds
   int servers = 1;             // only looked at when the directory is made
   int version = 3;             // the major version of libchfs that is played

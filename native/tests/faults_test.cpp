@@ -53,6 +53,78 @@ TEST(objects_on_a_dead_server_are_unavailable_and_never_missing_or_short) {
   CHECK_CODE(client->CheckRing(), Code::kUnavailable);
 }
 
+TEST(objects_of_a_ring_that_grew_are_unavailable_and_never_missing_or_short) {
+  Scene scene("servers = 3\nlate = 1 2");
+  const auto client = scene.Connect();
+  CHECK(client->servers() == 1);
+  for (int i = 0; i < 12; ++i) Put(*client, scene.root + "/" + std::to_string(i), RandomBytes(3000, 1), 512);
+  CHECK_OK(client->CheckRing());
+  scene.Switch(kServers);
+  ExpectUnavailable(*client, scene.root);
+  const Status status = client->CheckRing();
+  CHECK(status.message.find("is now one of 3") != std::string::npos);
+  CHECK(status.message.find("/servers/1, ") != std::string::npos && status.message.find("joined") != std::string::npos);
+}
+
+TEST(a_list_of_a_ring_that_grew_is_unavailable) {
+  Scene scene("servers = 3\nlate = 1 2");
+  const auto client = scene.Connect();
+  for (int i = 0; i < 12; ++i) Put(*client, scene.root + "/" + std::to_string(i), "1", 1);
+  scene.Switch(kServers);
+  CHECK_CODE(client->List(scene.root, [](const Entry&) {}), Code::kUnavailable);
+}
+
+TEST(a_process_that_finds_more_or_fewer_servers_than_wrote_is_told_so) {
+  for (const char* others : {"late = 0", "late = 1", "late = 2", "late = 1 2"}) {
+    Scene scene(std::string(kServers) + others);
+    const pid_t writer = Fork([&] {
+      const auto client = scene.Connect();
+      CHECK_OK(client->Record());
+      Put(*client, scene.root + "/o", RandomBytes(3000, 1), 512);
+      CHECK_OK(client->Record());
+    });
+    CHECK(Wait(writer) == 0);
+    const pid_t reader = Fork([&] { CHECK_OK(scene.Connect()->CheckRecord(scene.root)); });
+    CHECK(Wait(reader) == 0);
+    scene.Switch(kServers);
+    const pid_t other = Fork([&] {
+      const auto client = scene.Connect();
+      const Status status = client->CheckRecord(scene.root);
+      CHECK_CODE(status, Code::kUnavailable);
+      CHECK(status.message.find("there are 3 servers") != std::string::npos);
+      CHECK_CODE(client->Record(), Code::kUnavailable);
+    });
+    CHECK(Wait(other) == 0);
+  }
+}
+
+TEST(the_number_of_servers_is_not_recorded_while_others_join) {
+  Scene scene("servers = 3\nlate = 1 2");
+  const auto client = scene.Connect();
+  scene.Switch(kServers);
+  CHECK_CODE(client->Record(), Code::kUnavailable);
+}
+
+TEST(a_server_that_does_not_answer_is_told_by_its_address) {
+  Scene scene(kServers);
+  const auto client = scene.Connect();
+  CHECK(client->addresses().size() == 3);
+  scene.Switch(std::string(kServers) + "hang = 1");
+  const Status status = client->CheckRing();
+  CHECK_CODE(status, Code::kUnavailable);
+  CHECK(status.message.find("server 2 of 3 at " + client->addresses()[1]) != std::string::npos);
+}
+
+TEST(an_object_of_one_chunk_is_removed_in_one_request) {
+  Scene scene(kServers);
+  const auto client = scene.Connect();
+  Put(*client, scene.root + "/o", "1", 512);
+  scene.Switch(std::string(kServers) + "fail.truncate = *:EIO");
+  CHECK_OK(client->Remove(scene.root + "/o"));
+  Info info;
+  CHECK_CODE(client->Stat(scene.root + "/o", &info), Code::kMissing);
+}
+
 TEST(an_open_object_on_a_hung_server_is_unavailable) {
   Scene scene(kServers);
   const auto client = scene.Connect();

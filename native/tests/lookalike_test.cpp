@@ -52,6 +52,8 @@ const auto list = Of<int(const char*, void*, Filler)>("chfs_readdir");
 const auto list_server = Of<int(const char*, int, void*, Filler)>("chfs_readdir_index");
 const auto make_link = Of<int(const char*, const char*)>("chfs_symlink");
 const auto read_link = Of<int(const char*, char*, std::size_t)>("chfs_readlink");
+const auto address_of = Of<char*(int)>("ring_list_lookup_index");
+const auto learn_ring = Of<int(const char*)>("ring_list_rpc_node_list");
 
 constexpr int kTimeoutMs = 40;
 constexpr mode_t kNotOwned = mode_t{1} << 30;
@@ -289,6 +291,41 @@ TEST(lookalike_a_dead_server_leaves_the_ring_of_metadata_calls_and_fails_payload
     const char* other = "lookalike_paths_fold_and_colons_are_accepted_but_not_listed";
     execl("/proc/self/exe", "native_tests", "--one", other, nullptr);
   }));
+}
+
+TEST(lookalike_a_server_that_joins_takes_objects_over_that_stay_where_they_are) {
+  Scene scene("servers = 3\nlate = 1 2");
+  Connect(scene);
+  CHECK(ring_size() == 1);
+  for (int i = 0; i < 12; ++i) Write(("/o" + std::to_string(i)).c_str(), "aaaabbbb", 4);
+  scene.Switch("");
+  CHECK(ring_size() == 1);  // until it looks anew
+  int whole = 0;
+  for (int i = 0; i < 12; ++i) whole += Read(("/o" + std::to_string(i)).c_str()) == "aaaabbbb";
+  CHECK(whole == 0);  // the second chunk of each is looked for on another server
+  Listing all;
+  CHECK(list_server("/", 0, &all, Collect) == 0);
+  CHECK(all.size() == 12);
+  Write("/new", "aaaabbbb", 4);
+  CHECK(Read("/new") == "aaaabbbb");
+  char* first = address_of(0);
+  CHECK(first != nullptr && learn_ring(first) == 0 && address_of(1) != nullptr && address_of(3) == nullptr);
+  free(first);
+  CHECK(ring_size() == 3);
+  CHECK(Read("/new") == "aaaabbbb");  // it went where the servers have it
+}
+
+TEST(lookalike_a_server_comes_back_without_its_data) {
+  Scene scene;
+  Connect(scene);
+  for (int i = 0; i < 12; ++i) Write(("/o" + std::to_string(i)).c_str(), "a", 4);
+  scene.Switch("empty = 1");
+  int missing = 0;
+  for (int i = 0; i < 12; ++i) missing += Read(("/o" + std::to_string(i)).c_str()) == "(missing)";
+  CHECK(missing > 0 && missing < 12);
+  CHECK(ring_size() == 3);
+  scene.Switch("");
+  for (int i = 0; i < 12; ++i) CHECK(Read(("/o" + std::to_string(i)).c_str()) == "a");
 }
 
 TEST(lookalike_a_hung_server_answers_when_it_goes_on_in_time) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ import pytest
 from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
 from support.limits import limit
 from support.lookalike import missing
-from support.scenes import Heard, assert_same, config, crash, folder, ram, tree
+from support.scenes import SOON, Heard, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
+from tieredckpt.errors import Conflict, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
+from tieredckpt.policy import Retention, parse
 
 
 @pytest.fixture(autouse=True)
@@ -235,3 +237,62 @@ async def test_a_step_only_on_chfs_is_no_safe_copy_against_the_loss_of_a_node(
         assert told == {"ram": "process", "pmem": "process", "disk": "site"}
         with pytest.raises(Conflict):
             await store.evict(1, "disk")
+
+
+@pytest.mark.parametrize(
+    ("keep", "why"),
+    [(9, "it left 'ram' before that tier, which is slower"), (1, "newer steps came to that tier first")],
+    ids=["left RAM", "newer ones came first"],
+)
+async def test_a_step_that_a_slow_tier_passed_over_is_told_so_and_not_that_its_policy_said_no(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path, keep: int, why: str
+) -> None:
+    settings = tiers(
+        lookalike, shared_memory, tmp_path, retain={"kind": "last_n", "n": keep}, rpc_timeout=30.0, deadline="600 s"
+    )
+    ram_keeps = settings.tiers[0].model_copy(update={"retain": parse(Retention, {"kind": "last_n", "n": 9})})
+    settings = settings.model_copy(update={"tiers": (ram_keeps, *settings.tiers[1:])})
+    async with CheckpointStore.open(settings) as store:
+        await store.flush()
+        lookalike.switch(hang_pwrite="1+")  # so slow is the tier
+        await store.save(1, tree(1))
+        await hangs(lookalike, "pwrite")
+        passed = await store.save(2, tree(2))
+        for step in (3, 4):
+            await (await store.save(step, tree(step))).reached("disk")
+        if keep == 9:
+            await store.evict(2, "ram")
+        lookalike.switch()
+        await store.flush()
+        assert "pmem" in await store.where(4)
+        assert "pmem" not in await store.where(2)
+        with pytest.raises(NotFound, match=why):
+            await passed.reached("pmem")
+
+
+async def test_an_eviction_that_a_kill_cuts_off_leaves_the_step_or_none(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path
+) -> None:
+    settings = tiers(lookalike, shared_memory, tmp_path, deadline="1 s")
+    store = CheckpointStore.open(settings)
+    await store.__aenter__()
+    for step in (1, 2):
+        await (await store.save(step, tree(step))).reached("disk")
+    await store.flush()
+    lookalike.switch(hang_unlink="1+")
+    evicting = asyncio.ensure_future(store.evict(1, "pmem"))
+    await hangs(lookalike, "unlink")
+    evicting.cancel()
+    await asyncio.wait([evicting])
+    await crash(store)
+    lookalike.switch()
+    async with CheckpointStore.open(config({"pmem": settings.tiers[1]}), read_only=True) as store:
+        assert [info.damaged for info in await store.steps()] == [(), ()]
+        await assert_restores(store, 1, "pmem")
+
+
+async def hangs(lookalike: LookalikeServers, verb: str) -> None:
+    told = lookalike.directory / "hanging"
+    async with asyncio.timeout(SOON):
+        while not told.exists() or verb not in told.read_text().splitlines():
+            await asyncio.sleep(0.005)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,17 +15,28 @@ from support.lookalike import library
 
 __all__ = ["LookalikeServers", "RealServers", "Servers", "why_no_real_servers"]
 
-_PATIENCE = 20.0
-_TIMEOUT_MS = 1000
-"""Of the real servers among themselves; their clients need three times as much."""
+_PATIENCE = 120.0
+"""Seconds that bound a hang: a loaded machine may let a server stand still for many."""
+_TIMEOUT_MS = 3000
+"""Of the real servers among themselves; their clients need three times as much. Servers that stand still for longer are
+lost from the ring, which no test is about that did not ask for it."""
+_REJOINED_WITHIN = 20.0
+"""Seconds after which a server that was killed is started again through another one."""
 
 
 class Servers(Protocol):
-    """Three servers, numbered from 0; clients know the first."""
+    """Three servers, numbered from 0; clients know the first. Of those made ``waiting``, `join` starts each."""
 
     @property
     def tier(self) -> dict[str, Any]:
         """The settings of a `chfs` tier over them."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The same, with the timeouts that a tier has if nobody gives any."""
+
+    def join(self, number: int) -> None:
+        """Start a server that waits for that, in the order of their numbers."""
 
     def kill(self, number: int) -> None:
         """End a server without warning."""
@@ -41,10 +53,11 @@ class Servers(Protocol):
 class LookalikeServers:
     """Those of the look-alike, over ``directory``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, waiting: bool = False) -> None:
         self.directory = directory
         directory.mkdir()
         self._dead: set[int] = set()
+        self._late: set[int] = {0, 1, 2} if waiting else set()
         self.switch()
 
     @property
@@ -58,11 +71,20 @@ class LookalikeServers:
             "retries": 0,
         }
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: value for name, value in self.tier.items() if name not in ("rpc_timeout", "retries")}
+
+    def join(self, number: int) -> None:
+        self._late.discard(number)
+        self.switch()
+
     def switch(self, **switches: object) -> None:
         """Put these switches, and no others, in force; ``_`` in a name stands for the dot."""
         lines = ["servers = 3", *(f"{name.replace('_', '.')} = {value}" for name, value in switches.items())]
-        if self._dead:
-            lines.append(f"dead = {' '.join(map(str, sorted(self._dead)))}")
+        for name, numbers in (("dead", self._dead), ("late", self._late)):
+            if numbers:
+                lines.append(f"{name} = {' '.join(map(str, sorted(numbers)))}")
         new = self.directory.parent / "switches"
         new.write_text("\n".join(lines) + "\n")
         new.rename(self.directory / "switches")
@@ -92,14 +114,16 @@ def why_no_real_servers() -> str:
 class RealServers:
     """Three ``chfsd`` on the loopback interface, over folders below ``folder``, which needs user xattrs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, waiting: bool = False) -> None:
         self._folder = folder
         folder.mkdir()
+        self._port = _free_port() if waiting else None  # of the first, which its clients know before it is there
         self._environment = os.environ | {"FI_TCP_IFACE": "lo"}
         self._environment.pop("CHFS_SERVER")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            self._start_all()
+            if not waiting:
+                self._start_all()
         except BaseException:
             self.stop()
             raise
@@ -108,6 +132,13 @@ class RealServers:
     def tier(self) -> dict[str, Any]:
         timeout = 3 * _TIMEOUT_MS / 1000
         return {"kind": "chfs", "server": self._address(0), "path": "/of/test", "rpc_timeout": timeout, "retries": 0}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: value for name, value in self.tier.items() if name not in ("rpc_timeout", "retries")}
+
+    def join(self, number: int) -> None:
+        self._start(number, 0 if number else None)
 
     def kill(self, number: int) -> None:
         self._processes[number].kill()
@@ -118,7 +149,7 @@ class RealServers:
         for via in alive * 3:
             # Through some of the others the ring does not close: they still wait for the one that was killed.
             self._start(number, via)
-            if self._whole(len(alive) + 1, _PATIENCE / 4):
+            if self._whole(len(alive) + 1, _REJOINED_WITHIN):
                 return
             self.kill(number)
         raise AssertionError(f"server {number} does not join the others again; see {self._folder}")
@@ -148,8 +179,9 @@ class RealServers:
         data, address = self._folder / str(number), self._folder / f"{number}.address"
         data.mkdir(exist_ok=True)
         address.unlink(missing_ok=True)
-        arguments = ["-c", data, "-n", f"s{number}", "-t", _TIMEOUT_MS, "-H", 0, "-S", address, "-L", "error"]
-        command = ["chfsd", "-f", "-p", "ofi+tcp", "-h", "127.0.0.1", *map(str, arguments)]
+        arguments = ["-c", data, "-n", f"s{number}", "-t", _TIMEOUT_MS, "-H", 0, "-S", address]
+        host = "127.0.0.1" if number or self._port is None else f"127.0.0.1:{self._port}"
+        command = ["chfsd", "-f", "-p", "ofi+tcp", "-h", host, *map(str, arguments)]
         if via is not None:
             command.append(self._address(via))
         with (self._folder / f"{number}.log").open("ab") as log:
@@ -161,6 +193,8 @@ class RealServers:
             time.sleep(0.05)
 
     def _address(self, number: int) -> str:
+        if number == 0 and self._port is not None:
+            return f"ofi+tcp;ofi_rxm://127.0.0.1:{self._port}"
         return (self._folder / f"{number}.address").read_text().strip()
 
     def _whole(self, count: int, patience: float) -> bool:
@@ -175,5 +209,14 @@ class RealServers:
     def _sees(self, number: int) -> int:
         environment = self._environment | {"CHFS_RPC_TIMEOUT_MSEC": str(3 * _TIMEOUT_MS), "CHFS_LOG_PRIORITY": "emerg"}
         command = ["chlist", "-s", self._address(number)]
-        told = subprocess.run(command, capture_output=True, check=False, timeout=_PATIENCE, env=environment)
+        try:
+            told = subprocess.run(command, capture_output=True, check=False, timeout=_PATIENCE, env=environment)
+        except subprocess.TimeoutExpired:
+            return 0  # a client that was lost among servers that come and go
         return len(told.stdout.splitlines())
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

@@ -73,7 +73,7 @@ async def measure_chfs(
         Invalid: the tier does not go through a worker.
         TierUnavailable: CHFS cannot be reached, or fails.
     """
-    tier = tier.model_copy(update={"path": f"{tier.path}-bench-{secrets.token_hex(4)}", "capacity": None})
+    tier = tier.model_copy(update={"path": f"{tier.folder}-bench-{secrets.token_hex(4)}", "capacity": None})
     seconds: Seconds = {}
     async with AsyncExitStack() as stack:
         store = await kind_of(tier).open(tier)
@@ -83,8 +83,8 @@ async def measure_chfs(
         await store.connect()
         link = store.link
         assert link is not None
-        stack.push_async_callback(_tidy, store, tier.path)
-        await link.ask(frames.MakeFolder(tier.path))  # else what the bare loop has left there may not be listed
+        stack.push_async_callback(_tidy, store, tier.folder)
+        await link.ask(frames.MakeFolder(tier.folder))  # else what the bare loop has left there may not be listed
         objects = _Objects(nbytes)
         stack.push_async_callback(in_thread, objects.slab.close)
         stores: dict[str, BlobStore] = {"worker": store}
@@ -109,7 +109,7 @@ async def measure_chfs(
             first = turn % len(contenders)  # whoever comes after another meets what that left behind
             for name in contenders[first:] + contenders[:first]:
                 if name == "bare":
-                    await in_thread(_bare_round, bare, f"{tier.path}/bare", objects.count, seconds)
+                    await in_thread(_bare_round, bare, f"{tier.folder}/bare", objects.count, seconds)
                 else:
                     await objects.round(name, stores[name], seconds)
         await _checkpoints("tier", tier, objects.nbytes, rounds, seconds)

@@ -32,7 +32,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, TierUnavailable
 
 __all__ = [
     "ALIGNMENT",
@@ -43,12 +43,14 @@ __all__ = [
     "Get",
     "GetDigested",
     "List",
+    "Outgrown",
     "Put",
     "Stat",
     "Stretch",
     "Survives",
     "Sweep",
     "Traits",
+    "Unanswered",
     "check_key",
     "check_prefix",
     "is_key",
@@ -62,6 +64,14 @@ ALIGNMENT = 4096
 """Offsets, lengths and addresses that are multiples of this many bytes can use direct I/O everywhere."""
 
 _KEY = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+
+
+class Unanswered(TierUnavailable):
+    """A server that the store needs does not answer: nothing but time helps, and no attempt at once."""
+
+
+class Outgrown(Unanswered):
+    """The store's servers are others than when it was opened: it has to be opened anew, its content is elsewhere."""
 
 
 class Survives(enum.IntEnum):

@@ -49,7 +49,7 @@ def bench_chfs(
 
 
 def _chosen(source: str, name: str | None) -> ChfsTier:
-    tiers = [tier for tier in load(source).tiers_of(ChfsTier) if name in (None, tier.name)]
+    tiers = [tier for tier in load(source).located if isinstance(tier, ChfsTier) and name in (None, tier.name)]
     if len(tiers) != 1:
         which = "no chfs tier" if not tiers else "several chfs tiers; choose one with --tier"
         raise Invalid(f"{source} has {which}" + (f" of the name {name!r}" if name and not tiers else ""))

@@ -47,7 +47,7 @@ def doctor(
     if nbytes < 3:
         raise typer.BadParameter("should be 3 bytes or more", param_hint="--size")
     config = None if store is None else load(store)
-    chosen = [] if config is None else [each for each in config.tiers if tier in (None, each.name)]
+    chosen = [] if config is None else [each for each in config.located if tier in (None, each.name)]
     if config is not None and not chosen:
         names = ", ".join(each.name for each in config.tiers)
         raise typer.BadParameter(f"there is no tier {tier!r}; there are {names}", param_hint="--tier")

@@ -39,6 +39,13 @@ def doubtful(store: StoreConfig) -> list[Problem]:
                 f"may leave {nearer.name} for being here; put it before {nearer.name}, or correct its `survives`"
             )
             found.append((("tiers", slower.name), text))
+    for tier, located in zip(store.tiers, store.located, strict=True):
+        if tier.earlier() is not None and located.location == tier.location:
+            text = (
+                f"is {tier.location}, that of every store there which nothing else tells from others; give the "
+                f"tier a `path`, or the store a `name`"
+            )
+            found.append((("tiers", tier.name, "path"), text))
     if store.ram is not None and store.slower and all(tier.promote.kind == "never" for tier in store.slower):
         text = "is `never` like that of every slower tier: no step leaves RAM by itself; let one tier promote"
         found.append((("tiers", store.slower[0].name, "promote"), text))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, Ty
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, ValidationInfo
 
-from tieredckpt import registry
+from tieredckpt import _registry
 from tieredckpt._redact import redacted
 from tieredckpt._registry import the_kind
 from tieredckpt.concurrency import left_behind_after
@@ -106,7 +106,7 @@ def register(kind: TierKind[C]) -> TierKind[C]:
     _check(kind)
     before = _registered.get(kind.name)
     what = f"the kind {kind.name!r} of tier"
-    registry.refuse_taken(GROUP, kind.name, what, kind.config, None if before is None else before.config)
+    _registry.refuse_taken(GROUP, kind.name, what, kind.config, None if before is None else before.config)
     _registered[kind.name] = kind
     return kind
 
@@ -125,7 +125,7 @@ def replaced(*others: TierKind[Any]) -> Iterator[None]:
 
 def kinds() -> list[str]:
     """The names of all kinds there are."""
-    return sorted(_registered.keys() | registry.offered(GROUP).keys())
+    return sorted(_registered.keys() | _registry.offered(GROUP).keys())
 
 
 def kind_named(name: str) -> TierKind[Any]:
@@ -149,7 +149,7 @@ def _offered(name: str) -> TierKind[Any]:
         if _check(kind).name != name:
             raise Invalid(f"it is the kind `{_check(kind).name}`")
 
-    found: TierKind[Any] | None = registry.load(GROUP, name, f"the kind of tier `{name}`", check)
+    found: TierKind[Any] | None = _registry.load(GROUP, name, f"the kind of tier `{name}`", check)
     if found is not None:
         return found
     hint = did_you_mean(name, kinds())
@@ -171,7 +171,7 @@ def _check(kind: object) -> TierKind[Any]:
         raise Invalid(f"{model!r} is not a class derived from TierConfig")
     needed = ("location", "capacity", "survives")
     if lacking := [name for name in needed if name not in model.model_fields and not hasattr(model, name)]:
-        raise Invalid(f"{registry.path_of(model)} has no {' and no '.join(lacking)}, as a field or a property")
+        raise Invalid(f"{_registry.path_of(model)} has no {' and no '.join(lacking)}, as a field or a property")
     if model is not RamTier and (kind.in_memory or kind.scopes != ("all",)):
         raise Invalid("in this version only the kind `ram` is in memory, or seen by its node alone")
     return kind

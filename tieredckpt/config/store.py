@@ -27,7 +27,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -35,7 +35,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from tieredckpt._redact import redacted
 from tieredckpt.config.checks import impossible
-from tieredckpt.config.kinds import Tiers
+from tieredckpt.config.kinds import Tiers, kind_of
 from tieredckpt.config.tiers import (
     WITH_SECRETS,
     AbsolutePath,
@@ -134,10 +134,22 @@ class StoreConfig(Settings):
     @property
     def identity(self) -> str:
         """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
+        return self._identity([tier.location_with_secrets for tier in self.slower])
+
+    def _identity(self, where: Sequence[str | None]) -> str:
         if self.name is not None:
             return self.name
-        where = [tier.location_with_secrets for tier in self.slower]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
+
+    @property
+    def located(self) -> tuple[TierConfig, ...]:
+        """The tiers, each with its place: some are named after the store where they name none (`TierConfig.located`).
+
+        The store is told from others by ``name``, or by where the tiers are that outlive the nodes.
+        """
+        lasting = [tier.location for tier in self.slower if kind_of(tier).medium == "shared"]
+        identity = self._identity(lasting) if self.name is not None or lasting else None
+        return tuple(tier.located(identity) for tier in self.tiers)
 
     @property
     def recorded_policies(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, SerializationInfo, ValidationInfo
 
@@ -19,6 +19,7 @@ from tieredckpt.settings import Settings
 from tieredckpt.units import Duration, Rate, Size, parse_size
 
 __all__ = [
+    "CHFS_FOLDER",
     "LOOKALIKE",
     "WITH_SECRETS",
     "AbsolutePath",
@@ -142,6 +143,9 @@ WITH_SECRETS = {"secrets": True}
 LOOKALIKE = "directory:"
 """What the address of a look-alike of CHFS begins with; its directory follows."""
 
+CHFS_FOLDER = "/tieredckpt"
+"""The folder in CHFS of stores that nothing tells from others."""
+
 AbsolutePath = Annotated[
     Path,
     BeforeValidator(_path),
@@ -193,6 +197,14 @@ class TierConfig(Settings):
     def location_with_secrets(self) -> str | None:
         """To be digested, and neither shown nor stored."""
         return self.location
+
+    def located(self, identity: str | None) -> Self:
+        """This tier with its place; where that is named after the store, by its ``identity``, if that is known."""
+        return self
+
+    def earlier(self) -> Self | None:
+        """This tier where earlier versions put it, if it names no place and that one was another."""
+        return None
 
 
 class RamTier(TierConfig):
@@ -251,8 +263,8 @@ class ChfsTier(TierConfig):
     """CHFS: a parallel file system on the persistent memory or NVMe of the compute nodes, for the time of a job."""
 
     kind: Literal["chfs"] = "chfs"
-    path: Annotated[str, BeforeValidator(_chfs_path)] = "/tieredckpt"
-    """The store's folder in CHFS."""
+    path: Annotated[str, BeforeValidator(_chfs_path)] | None = None
+    """The store's folder in CHFS; None for one that is named after the store, see `located`."""
     server: (
         Annotated[
             str,
@@ -273,7 +285,8 @@ class ChfsTier(TierConfig):
     threads: Threads = 8
     """How many of its calls are under way at a time."""
     servers: Annotated[int, Field(strict=True, ge=1, le=100_000)] | None = None
-    """How many servers there must be, from now on; None for as many as the store was written with."""
+    """How many servers there must be, from now on; None for as many as the store was written with. Say it for a new
+    store: else nothing is written there before no server has joined for a while."""
     rpc_timeout: Interval = 30.0
     """Seconds; at least three times that of the servers (``chfsd -t``)."""
     survives: Literal["process", "node"] = "process"
@@ -285,7 +298,21 @@ class ChfsTier(TierConfig):
 
     @property
     def location(self) -> str:
-        return f"chfs:{self.server or ''}:{self.path}"
+        """What no other tier may use."""
+        return f"chfs:{self.server or ''}:{self.folder}"
+
+    @property
+    def folder(self) -> str:
+        """``path``, or where versions before put every store that named none."""
+        return self.path or CHFS_FOLDER
+
+    def located(self, identity: str | None) -> Self:
+        if self.path is not None:
+            return self
+        return self.model_copy(update={"path": CHFS_FOLDER if identity is None else f"{CHFS_FOLDER}-{identity}"})
+
+    def earlier(self) -> Self | None:
+        return None if self.path is not None else self.model_copy(update={"path": CHFS_FOLDER})
 
 
 class KvstoreTier(TierConfig):

@@ -26,6 +26,8 @@ class WorldTier(Tier):
         """What it holds and nobody knows of, since it did not answer when the store was opened."""
         self._scenario = scenario
 
+    responsive = True
+
     @property
     def healthy(self) -> bool:
         return not self.down and self.error is None

@@ -39,7 +39,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError
 
-from tieredckpt import registry
+from tieredckpt import _registry
 from tieredckpt._registry import path_of, the_kind
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.views import Observed, StepView, StoreView, TierView
@@ -161,7 +161,7 @@ def register(policy: type[P]) -> type[P]:
     _check(policy)
     kind = the_kind(policy)
     name = f"{policy.question}.{kind}"
-    registry.refuse_taken(GROUP, name, f"the kind {kind!r} of {policy.question}", policy, _offered.get(name))
+    _registry.refuse_taken(GROUP, name, f"the kind {kind!r} of {policy.question}", policy, _offered.get(name))
     _offered[name] = policy
     return policy
 
@@ -246,7 +246,7 @@ def _load(base: type[P], kind: str) -> type[P]:
         if not issubclass(found, base) or the_kind(found) != kind:
             raise Invalid(f"it is a {found.question} policy of the kind `{the_kind(found)}`")
 
-    policy = registry.load(GROUP, name, f"the {base.question} policy `{kind}`", check)
+    policy = _registry.load(GROUP, name, f"the {base.question} policy `{kind}`", check)
     if policy is None:
         raise Invalid(_unknown(base, kind))
     return cast(type[P], policy)
@@ -264,7 +264,7 @@ def _check(policy: object) -> type[Policy]:
 
 def _kinds(base: type[Policy]) -> list[str]:
     prefix = f"{base.question}."
-    names = _offered.keys() | registry.offered(GROUP).keys()
+    names = _offered.keys() | _registry.offered(GROUP).keys()
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 

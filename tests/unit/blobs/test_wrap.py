@@ -12,7 +12,7 @@ import stamina
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredckpt.blobs.base import Stretch
+from tieredckpt.blobs.base import Stretch, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
@@ -61,6 +61,27 @@ class TestRetrying:
         with pytest.raises(TierUnavailable):
             await Retrying(faulty, attempts=3).stat("key")
         assert [call.verb for call in faulty.calls] == ["stat"] * 3
+
+    async def test_what_nothing_but_time_helps_is_not_repeated(self, faulty: Faulty) -> None:
+        faulty.fail("stat", Unanswered("a server is silent"), times=None)
+        with pytest.raises(Unanswered):
+            await Retrying(faulty).stat("key")
+        assert len(faulty.calls) == 1
+
+    async def test_a_store_does_not_respond_from_an_attempt_that_fails_to_one_that_does_not(
+        self, faulty: Faulty
+    ) -> None:
+        store = Metered(Retrying(faulty))
+        assert store.responsive
+        await store.put("key", [b"x"])
+        faulty.fail("stat", DOWN)
+        second = faulty.hold("stat", nth=2)
+        asking = asyncio.ensure_future(store.stat("key"))
+        await second.reached()
+        assert not store.responsive
+        second.release()
+        await asking
+        assert store.responsive
 
     @pytest.mark.parametrize("error", [NotFound, Corrupt, NoSpace, Conflict, Invalid])
     async def test_an_answer_is_not_asked_for_again(self, faulty: Faulty, error: type[TieredCkptError]) -> None:

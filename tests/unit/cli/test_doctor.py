@@ -90,6 +90,20 @@ def test_it_says_which_way_a_tier_goes_to_chfs_and_why(told: Told, config: Path,
     assert details["worker"].startswith("process ")
     assert "look-alike" in details["libchfs"]
     assert details["servers"] == "1"
+    assert details["addresses"] == str(tmp_path / "chfs" / "servers" / "0")
+
+
+@pytest.mark.parametrize("servers", [None, 1])
+def test_it_advises_to_say_how_many_servers_there_are_to_be(
+    told: Told, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int | None
+) -> None:
+    if why := missing():
+        pytest.skip(why)
+    monkeypatch.setattr(choice, "_settle", lambda _: 0.1)
+    more = {} if servers is None else {"servers": servers}
+    checks = told("doctor", chfs_tier(config, tmp_path / "chfs", **more), "--size", "1 MiB")["tiers"]["pmem"]
+    advice = [check["detail"] for check in checks if check["name"] == "advice"]
+    assert [("servers = 1" in detail) for detail in advice] == ([True] if servers is None else [])
 
 
 @pytest.mark.parametrize(

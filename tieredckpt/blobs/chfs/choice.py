@@ -12,6 +12,9 @@ from tieredckpt.errors import Invalid
 
 __all__ = ["choose_path", "driver_spec", "open_chfs"]
 
+SETTLE = 15.0
+"""Seconds in which servers of a new store may go on joining, where the tier does not say how many there are to be."""
+
 _CLIENT = "tieredckpt._chfs"
 _LIBRARY = "libchfs_lookalike.so"  # beside it
 
@@ -39,7 +42,10 @@ _NO_DRIVER = (
 
 
 async def open_chfs(tier: ChfsTier, *, read_only: bool = False) -> BlobStore:
-    """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`."""
+    """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`.
+
+    Without ``read_only``, it may go on with servers that joined since it was written.
+    """
     survives = Survives.named(tier.survives)
     way, _ = choose_path(tier)
     if way == "tensorstore":
@@ -49,13 +55,15 @@ async def open_chfs(tier: ChfsTier, *, read_only: bool = False) -> BlobStore:
     from tieredckpt.blobs.chfs.store import ChfsStore
 
     store = ChfsStore(
-        tier.path,
+        tier.folder,
         server=tier.server or "",
         library=_library(tier),
         chunk_size=tier.chunk_size,
         threads=tier.threads,
         servers=tier.servers,
         rpc_timeout=tier.rpc_timeout,
+        settle=_settle(tier),
+        writes=not read_only,
         survives=survives,
     )
     try:
@@ -70,7 +78,7 @@ def _library(tier: ChfsTier) -> str:
     """The look-alike for a tier that asks for it, and for no other; else what the tier names, if anything."""
     if tier.library is not None:
         return str(tier.library)
-    if tier.server is None or not tier.server.startswith(LOOKALIKE):
+    if not _is_lookalike(tier):
         return ""
     client = importlib.util.find_spec(_CLIENT)
     if client is not None and client.origin is not None:
@@ -78,11 +86,19 @@ def _library(tier: ChfsTier) -> str:
     raise Invalid(f"tier {tier.name!r}: {tier.server} needs the look-alike of CHFS, and {_NO_CLIENT}")
 
 
+def _settle(tier: ChfsTier) -> float:
+    return 0.0 if _is_lookalike(tier) else SETTLE  # nothing joins a folder
+
+
+def _is_lookalike(tier: ChfsTier) -> bool:
+    return tier.server is not None and tier.server.startswith(LOOKALIKE)
+
+
 def driver_spec(tier: ChfsTier) -> dict[str, Any]:
     """The TensorStore kvstore spec of a tier, for the ``chfs`` driver of ``native/tensorstore``."""
     spec: dict[str, Any] = {
         "driver": "chfs",
-        "path": f"{tier.path}/",
+        "path": f"{tier.folder}/",
         "chunk_size": tier.chunk_size,
         "chfs_concurrency": {"limit": tier.threads},
     }

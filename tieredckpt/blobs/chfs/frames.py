@@ -49,7 +49,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Connect(_Frame, frozen=True):
-    """Load libchfs and connect. Value: (version, path of the library, servers in the ring)."""
+    """Load libchfs and connect. Value: (version, path of the library, servers in the ring, their addresses)."""
 
     library: str
     server: str
@@ -117,9 +117,13 @@ class Stat(_Frame, frozen=True):
 
 
 class ListFolder(_Frame, frozen=True):
-    """The entries of one folder, in several replies. Value: (name, kind) of each."""
+    """The entries of one folder, in several replies. Value: (name, kind) of each.
+
+    With ``replicas`` also those that a server has and does not own, as it would be of a ring of another size.
+    """
 
     path: str
+    replicas: bool = False
 
 
 class Remove(_Frame, frozen=True):

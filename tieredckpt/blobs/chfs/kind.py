@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.checkup import Check
@@ -26,12 +27,18 @@ async def _checkup(tier: ChfsTier, nbytes: int) -> AsyncIterator[Check]:
         yield check
 
 
+def _spec(tier: ChfsTier, location: str) -> dict[str, Any]:
+    """With the folder that the store is in now: it may be that of more servers than it was written with."""
+    spec = driver_spec(tier)
+    return {**spec, "path": location.removeprefix("chfs:")} if location.startswith("chfs:") else spec
+
+
 CHFS = TierKind(
     config=ChfsTier,
     open=open_chfs,
     survives=lambda tier: Survives.named(tier.survives),
     medium="nodes",
     shares_memory=True,
-    tensorstore_spec=lambda tier, location: driver_spec(tier),
+    tensorstore_spec=_spec,
     checkup=_checkup,
 )

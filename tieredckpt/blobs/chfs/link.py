@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.base import Buffer, Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.process import Process
 from tieredckpt.blobs.ram.regions import Region, locate
@@ -33,6 +34,7 @@ _ERRORS: dict[str, type[TieredCkptError]] = {
     "invalid": Invalid,
     "missing": NotFound,
     "short": ShortRead,
+    "unavailable": Unanswered,
 }
 
 
@@ -53,25 +55,41 @@ class Link:
         self._decoder = msgspec.msgpack.Decoder(frames.Reply)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._parts: dict[int, list[Any]] = {}
+        self._asked_at: dict[int, float] = {}
         self._last = 0
         self._outgoing: deque[tuple[bytes, Sequence[int]]] = deque()
         self._mapped: dict[int, tuple[Region, asyncio.Task[None]]] = {}
         self._dead = asyncio.Event()
         self._ending: asyncio.TimerHandle | None = None
+        self._silence = ""
         self.broken = False
         """Whether it must be replaced: the worker died, or servers are not what they were."""
         self.servers = 0
         self.version = self.library = ""
+        self.addresses: list[str] = []
         self._loop.add_reader(self._socket, self._receive)
         self.process = Process(theirs, threads, self._ended)
 
     @classmethod
-    async def start(cls, where: str, connect: frames.Connect, *, threads: int, grace: float, within: float) -> Link:
-        """A link whose worker has connected to CHFS in so many seconds. Raises `TierUnavailable`, `Invalid`."""
+    async def start(
+        cls,
+        where: str,
+        connect: frames.Connect,
+        *,
+        threads: int,
+        grace: float,
+        within: float,
+        begun: Callable[[Link], object] = lambda _: None,
+    ) -> Link:
+        """A link whose worker has connected to CHFS in so many seconds; ``begun`` is told of it before.
+
+        Raises `TierUnavailable`, `Invalid`.
+        """
         link = cls(where, threads, grace)
+        begun(link)
         try:
             async with asyncio.timeout(within):
-                link.version, link.library, link.servers = await link.ask(connect)
+                link.version, link.library, link.servers, link.addresses = await link.ask(connect)
         except TimeoutError:
             await link.end("connecting took too long")
             raise TierUnavailable(
@@ -96,6 +114,7 @@ class Link:
             answer.set_exception(self._death())
         else:
             self._answers[number] = answer
+            self._asked_at[number] = time.monotonic()
         self._send(msgspec.msgpack.encode(frames.Request(number, command)), fds)
         try:
             return await asyncio.shield(answer)
@@ -150,9 +169,22 @@ class Link:
         except TimeoutError:
             await self.end("it had not ended when its store was closed")
 
-    async def end(self, reason: str) -> None:
-        """Kill the worker; it is gone when this returns, also when it is cancelled meanwhile."""
+    @property
+    def dead(self) -> bool:
+        return self._dead.is_set()
+
+    @property
+    def waits(self) -> float:
+        """Seconds for which the oldest command has been waiting for a part of its answer."""
+        return time.monotonic() - min(self._asked_at.values(), default=time.monotonic())
+
+    async def end(self, reason: str, *, silence: str = "") -> None:
+        """Kill the worker; it is gone when this returns, also when it is cancelled meanwhile.
+
+        With ``silence``, which says who does not answer, what it was asked fails with that.
+        """
         self.broken = True
+        self._silence = self._silence or silence
         self.process.kill(reason)
         await outlast(asyncio.ensure_future(self._dead.wait()))
 
@@ -199,9 +231,11 @@ class Link:
             reply = self._decoder.decode(data)
             if reply.code == frames.MORE:
                 self._parts.setdefault(reply.number, []).extend(reply.value)
+                self._asked_at[reply.number] = time.monotonic()
                 return
             parts = self._parts.pop(reply.number, None)
             answer = self._answers.pop(reply.number)
+            del self._asked_at[reply.number]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError) as error:
             # libchfs may have written over the worker's memory, and whoever asked would wait for ever.
             self.broken = True
@@ -247,8 +281,11 @@ class Link:
             if not answer.done():
                 answer.set_exception(self._death())
         self._answers.clear()
+        self._asked_at.clear()
 
     def _death(self) -> TierUnavailable:
+        if self._silence:
+            return Unanswered(self._silence)
         return TierUnavailable(
             f"{self._where}: the CHFS worker {self.process.what_happened()}; the next operation starts a new one"
         )

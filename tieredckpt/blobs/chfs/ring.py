@@ -1,64 +1,147 @@
 """How many servers a store was written with, remembered in the store itself.
 
-CHFS places chunks by the number of its servers: with one more or one less, most objects look missing. The
-record is 32 empty folders ``~ring/<servers>-<n>``, which spread over all servers, so that whichever are left tell
-how many there were. The name lies outside the alphabet of keys.
+CHFS places chunks by the number of its servers: with one more or one less, most objects look missing. The record is
+32 empty folders ``~ring/<servers>-<n>``, which spread over all servers, so that whichever are left tell how many there
+were. The name lies outside the alphabet of keys.
+
+What was written to one number of servers is never looked for on another. A store that goes on with another number
+does so in a folder of its own, ``~<servers>``, and its record is ``~ring/<servers>~<n>``. See
+docs/decisions/0033-where-a-store-lies-in-chfs.md.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 
+from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.concurrency import together
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.errors import NotFound
+from tieredckpt.format import layout
 
-__all__ = ["check", "write"]
+__all__ = ["Ring", "check", "write"]
 
 _log = logging.getLogger("tieredckpt")
 
 _FOLDER = "~ring"
 _NAMES = 32
-_NAME = re.compile(r"([1-9][0-9]{0,5})-([0-9]{1,2})")
+_NAME = re.compile(r"([1-9][0-9]{0,5})([-~])([0-9]{1,2})")
+_STEPS_NAMED = 20
+_NAMED = 16
+"""Addresses that a message has."""
+
+Entry = tuple[int, str, int]
+"""Servers, ``~`` if the objects lie in a folder of their own or ``-``, and which of the folders it is."""
 
 
-async def check(link: Link, root: str, where: str, expected: int | None) -> bool:
-    """Compare the ring with the record; False when the record has to be written.
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Where a store lies on the servers of now."""
+
+    folder: str
+    recorded: bool
+    """Whether the record is all there; else it has to be written before the first object is."""
+    new: bool = False
+    """Whether nothing was ever written with so many servers, so that more may be about to join."""
+    without: str = ""
+    """What was written to other numbers of servers, for people."""
+
+
+async def check(link: Link, root: str, where: str, expected: int | None, *, writes: bool = True) -> Ring:
+    """Compare the ring with the record.
 
     Args:
+        link: to the worker.
+        root: of the store.
+        where: the same, for messages.
         expected: how many servers there must be, whatever the record says; None to believe the record.
+        writes: whether more servers than are recorded may be settled for.
 
     Raises:
-        TierUnavailable: there are fewer servers, or more, and objects would look missing.
+        Unanswered: there are fewer servers, or more, and objects would look missing.
     """
-    found = await _record(link, root)
-    wanted = {expected} if expected else {servers for servers, _ in found} or {link.servers}
-    if wanted != {link.servers}:
-        # Several, where a server was away while the store went on without it.
-        told = " or ".join(map(str, sorted(wanted)))
-        raise TierUnavailable(
-            f"{where}: CHFS has {link.servers} servers, and {told} are expected; start it with as many as the store "
-            f"was written with, or set `servers = {link.servers}` if what was on others may be lost"
+    servers = link.servers
+    if expected not in (None, servers):
+        raise Unanswered(
+            f"{where}: CHFS has {_count(servers)}, and {expected} are expected, as `servers` of the tier says; start "
+            f"the others beside {_names(link)}"
         )
-    complete = found == {(link.servers, n) for n in range(_NAMES)}
-    if found and not complete and not expected:
+    # What the servers own is of the last record; where that is nothing, they were others, and still have what they had.
+    found = await _record(link, root) or await _record(link, root, replicas=True)
+    told = {entry[0] for entry in found}
+    if not told:
+        return Ring(root, recorded=False, new=True)
+    grown = servers > max(told)
+    outgrew = {(servers, "~", n) for n in range(_NAMES)} <= found  # and a crash kept the others in the record
+    if told != {servers} and not expected and not (grown and writes) and not outgrew:
+        # Several, where a server was away while the store went on without it.
+        raise Unanswered(
+            f"{where}: CHFS has {_count(servers)}, and {_numbers(told)} are expected, with which the store was "
+            f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of "
+            f"its own, without {await _left_behind(link, root, servers, found)}"
+        )
+    apart = servers not in told or any(entry[:2] == (servers, "~") for entry in found)
+    mark = "~" if apart else "-"
+    recorded = found == {(servers, mark, n) for n in range(_NAMES)}
+    if told == {servers} and not recorded and not expected:
         _log.warning("%s: a server has come back without its data; what it held has to be promoted again", where)
-    return complete
+    if servers in told:
+        return Ring(f"{root}/~{servers}" if apart else root, recorded)
+    without = f"{await _left_behind(link, root, servers, found)} of {_numbers(told)}"
+    return Ring(f"{root}/~{servers}", recorded, new=True, without=without)
 
 
-async def write(link: Link, root: str) -> None:
+async def write(link: Link, root: str, ring: Ring) -> None:
     """Record the ring as it is now, in place of any other record."""
-    for servers, n in await _record(link, root):
-        if servers != link.servers:
+    if ring.without:
+        _log.warning(
+            "chfs:%s: with %s the store goes on in a folder of its own, without %s; what RAM still has is promoted "
+            "again, and CHFS with as many servers as before has the rest",
+            *(root, _count(link.servers), ring.without),
+        )
+    mark = "-" if ring.folder == root else "~"
+    names = (f"{root}/{_FOLDER}/{link.servers}{mark}{n}" for n in range(_NAMES))
+    await together(link.ask(frames.MakeFolder(name)) for name in names)
+    await link.ask(frames.CheckRing())  # before it counts: a server that joins meanwhile places all of it otherwise
+    for servers, other, n in await _record(link, root):
+        if (servers, other) != (link.servers, mark):
             try:
-                await link.ask(frames.RemoveFolder(f"{root}/{_FOLDER}/{servers}-{n}"))
+                await link.ask(frames.RemoveFolder(f"{root}/{_FOLDER}/{servers}{other}{n}"))
             except NotFound:
                 continue  # another writer removed it
-    await together(link.ask(frames.MakeFolder(f"{root}/{_FOLDER}/{link.servers}-{n}")) for n in range(_NAMES))
 
 
-async def _record(link: Link, root: str) -> set[tuple[int, int]]:
-    names = [name for name, _ in await link.ask(frames.ListFolder(f"{root}/{_FOLDER}"))]
-    return {(int(match[1]), int(match[2])) for match in map(_NAME.fullmatch, names) if match}
+async def _record(link: Link, root: str, *, replicas: bool = False) -> set[Entry]:
+    names = [name for name, _ in await link.ask(frames.ListFolder(f"{root}/{_FOLDER}", replicas))]
+    return {(int(match[1]), match[2], int(match[3])) for match in map(_NAME.fullmatch, names) if match}
+
+
+async def _left_behind(link: Link, root: str, servers: int, found: Collection[Entry]) -> str:
+    """Name the steps that were written to other numbers of servers, as far as the servers have their folders."""
+    folders = {f"{root}/~{number}" if mark == "~" else root for number, mark, _ in found if number != servers}
+    steps: set[int] = set()
+    for folder in folders:
+        names = [name for name, _ in await link.ask(frames.ListFolder(f"{folder}/steps", True))]
+        parsed = (layout.parse_step_folder(f"{layout.STEPS}{name}/") for name in names)
+        steps |= {step[0] for step in parsed if step is not None}
+    if not steps:
+        return "what was written to them"
+    named = ", ".join(map(str, sorted(steps)[-_STEPS_NAMED:]))
+    return f"step{'s' if len(steps) > 1 else ''} {'..., ' if len(steps) > _STEPS_NAMED else ''}{named}"
+
+
+def _numbers(of: Collection[int]) -> str:
+    return " or ".join(map(str, sorted(of)))
+
+
+def _count(servers: int) -> str:
+    return f"{servers} server{'s' if servers != 1 else ''}"
+
+
+def _names(link: Link) -> str:
+    shown = link.addresses[:_NAMED]
+    return ", ".join(shown) + (" and more" if len(link.addresses) > len(shown) else "") or "those that run"

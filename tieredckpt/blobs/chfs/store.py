@@ -11,12 +11,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
-from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.chfs import frames
+from tieredckpt.blobs.chfs.connection import Connection
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.names import data_for, data_of
 from tieredckpt.blobs.chfs.sweep import clean
 from tieredckpt.blobs.chfs.transfer import Transfer
-from tieredckpt.concurrency import note, outlast, together, whole
+from tieredckpt.concurrency import together, whole
 from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError
 
 __all__ = ["ChfsStore"]
@@ -24,6 +25,7 @@ __all__ = ["ChfsStore"]
 _ARENA = 32 << 20
 _STATS_AT_A_TIME = 16
 _SPARE_THREADS = 4  # so that a small call need not wait for a transfer
+_NAMED = 16  # addresses that are shown
 _CLOSING = 10.0  # seconds for what is under way
 
 
@@ -48,6 +50,9 @@ class ChfsStore:
         chunk_size: bytes of a CHFS chunk of large objects.
         threads: how many pieces are on their way at a time.
         servers: how many there must be, whatever the store remembers; it remembers these from then on.
+        settle: seconds for which no server may join or leave before their number is remembered, where ``servers``
+            is None.
+        writes: whether the store may go on with more servers than it remembers.
         rpc_timeout: seconds.
         survives: what the servers outlive.
         grace: seconds that a cancelled call may go on before its worker is killed.
@@ -64,15 +69,21 @@ class ChfsStore:
         threads: int = 8,
         servers: int | None = None,
         rpc_timeout: float = 30.0,
+        settle: float = 0.0,
+        writes: bool = True,
         survives: Survives = Survives.PROCESS,
         grace: float = 1.0,
         arena: int = _ARENA,
     ) -> None:
-        self._root = root.rstrip("/")
-        self._location = f"chfs:{self._root or '/'}"
-        self._connect = frames.Connect(library, server, round(rpc_timeout * 1000))
-        self._threads, self._servers = threads, servers
-        self._within, self._grace = rpc_timeout + 5.0, grace
+        self._connection = Connection(
+            root.rstrip("/"),
+            frames.Connect(library, server, round(rpc_timeout * 1000)),
+            threads=threads + _SPARE_THREADS,
+            servers=servers,
+            settle=settle,
+            writes=writes,
+            grace=grace,
+        )
         self._chunk_size = chunk_size
         self._transfer = Transfer(chunk_size, threads, arena, grace)
         self._traits = Traits(
@@ -84,12 +95,8 @@ class ChfsStore:
             direct_io=False,
             object_size=128 << 20,
         )
-        self._link: Link | None = None
-        self._starting: asyncio.Task[Link] | None = None
-        self._remembered = False
         self._objects: set[str] = set()
         """Paths at which there was an object when last looked at, and no link."""
-        self._guards_record = asyncio.Lock()
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,7 +108,7 @@ class ChfsStore:
 
     @property
     def location(self) -> str:
-        return self._location
+        return self._connection.location
 
     @property
     def copied(self) -> int:
@@ -111,18 +118,24 @@ class ChfsStore:
     @property
     def link(self) -> Link | None:
         """The link to the worker of now, for those who report on it."""
-        return self._link
+        return self._connection.link
+
+    @property
+    def responsive(self) -> bool:
+        """Whether no call has been waiting for so long that a server may be gone."""
+        return self._connection.responsive
 
     def facts(self) -> Mapping[str, str]:
         """What `tieredckpt.blobs.checkup.Facts` says."""
-        link = self._link
+        link = self.link
         if link is None:
             return {}
         return {
             "worker": f"process {link.process.number}",
             "libchfs": f"{link.version}, {link.library}",
             "servers": str(link.servers),
-        }
+            "addresses": ", ".join(link.addresses[:_NAMED]) or "libchfs does not tell",
+        } | self._connection.advice()
 
     async def connect(self) -> None:
         """Start the worker, which every verb does too. Raises `TierUnavailable`, `Invalid`."""
@@ -166,7 +179,7 @@ class ChfsStore:
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         async with self._verb(key) as link:
-            await self._remember(link)
+            await self._connection.remember(link)
             path = self._path(key)
             nbytes = sum(memoryview(part).nbytes for part in parts)
             if create_only:
@@ -243,28 +256,23 @@ class ChfsStore:
 
         Folders that came to be empty go as well.
         """
-        swept, folders = 0, [self._root]
+        swept, folders = 0, [""]
         while folders:
             async with self._verb() as link:
-                folder = folders.pop()
-                count, below = await clean(link, folder, age, root=folder == self._root)
+                folder = folders.pop() or self._connection.folder
+                count, below = await clean(link, folder, age, root=folder == self._connection.folder)
             swept += count
             folders += below
         return swept
 
     async def close(self) -> None:
         """Refuse further verbs, let those under way end, and end the worker. Idempotent."""
-        self._closed = True
+        self._closed = self._connection.closed = True
         await whole(self._close())
 
     async def _close(self) -> None:
         await self._until_idle()
-        if self._starting is not None:
-            self._starting.cancel()
-            await outlast(self._starting)
-        if self._link is not None:
-            link, self._link = self._link, None
-            await link.close()
+        if await self._connection.end():
             await self._until_idle()  # what went on has failed with the worker, and lets go of the arena
         await self._transfer.close()
 
@@ -279,72 +287,29 @@ class ChfsStore:
     async def _verb(self, key: str | None = None) -> AsyncIterator[Link]:
         """The link for a verb, which `close` waits for."""
         if self._closed:
-            raise Closed(f"the store at {self._location} was closed")
+            raise Closed(f"the store at {self.location} was closed")
         if key is not None:
             check_key(key)
         self._active += 1
         self._idle.clear()
         try:
-            yield await self._linked()
+            yield await self._connection.linked()
         finally:
             self._active -= 1
             if not self._active:
                 self._idle.set()
 
-    async def _linked(self) -> Link:
-        if self._link is not None and not self._link.broken:
-            return self._link
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
-            self._starting.add_done_callback(note)
-        starting = self._starting
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            if self._closed and starting.cancelled():
-                raise Closed(f"the store at {self._location} was closed") from None
-            raise
-
-    async def _start(self) -> Link:
-        try:
-            if self._link is not None:
-                old, self._link = self._link, None
-                await old.end("a new one takes its place")
-            link = await Link.start(
-                self._location,
-                self._connect,
-                threads=self._threads + _SPARE_THREADS,
-                grace=self._grace,
-                within=self._within,
-            )
-            try:
-                self._remembered = await ring.check(link, self._root, self._location, self._servers)
-            except BaseException:
-                await link.end("the ring is not what it was")
-                raise
-            self._link = link
-            return link
-        finally:
-            self._starting = None
-
-    async def _remember(self, link: Link) -> None:
-        # At the first put, so that looking at a store that is not there does not make it.
-        async with self._guards_record:
-            if not self._remembered:
-                await ring.write(link, self._root)
-                self._remembered = True
-
     # -- objects ------------------------------------------------------------------------------------------
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+        return f"{self._connection.folder}/{key}"
 
     def _forget(self, path: str) -> None:
         self._objects.discard(path)
         self._transfer.forget(path)
 
     def _at(self, key: str) -> str:
-        return f"{self._location}/{key}"
+        return f"{self.location}/{key}"
 
     async def _object(self, link: Link, key: str) -> _Found:
         found = await self._look(link, self._path(key))
@@ -360,7 +325,7 @@ class ChfsStore:
         if kind == "link":
             data = data_of(path, target)
             if data is None:
-                raise Corrupt(f"{self._location}: {path} is a link to {target!r}, which is no data of its own")
+                raise Corrupt(f"{self.location}: {path} is a link to {target!r}, which is no data of its own")
             path = data
             kind, size, mtime, chunk_size, _ = await link.ask(frames.Stat(path))
         return _Found(path, kind, size, mtime / 1e9, chunk_size)

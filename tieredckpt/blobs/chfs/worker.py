@@ -130,7 +130,7 @@ class _Worker:
                 found = client.stat(command.path)
                 return (*found, client.read_link(command.path) if found[0] == "link" else "")
             case frames.ListFolder():
-                entries = client.list(command.path)
+                entries = client.list(command.path, command.replicas)
                 for first in range(0, len(entries), _NAMES_PER_REPLY):
                     self._send(frames.Reply(number, frames.MORE, value=entries[first : first + _NAMES_PER_REPLY]))
                 return []
@@ -144,12 +144,12 @@ class _Worker:
                 client.link(command.target, command.path)
         return None
 
-    def _connect(self, command: frames.Connect) -> tuple[str, str, int]:
+    def _connect(self, command: frames.Connect) -> tuple[str, str, int, list[str]]:
         from tieredckpt._chfs import Client
 
         client = Client(command.library, command.server, command.rpc_timeout_ms)
         self._client = client
-        return client.version, client.library, client.servers
+        return client.version, client.library, client.servers, client.addresses
 
     def _memory(self, spans: list[frames.Span]) -> Iterator[memoryview]:
         for region, offset, length in spans:

@@ -51,6 +51,11 @@ class Forward:
     def location(self) -> str:
         return self._inner.location
 
+    @property
+    def responsive(self) -> bool:
+        """Whether the store answers, as far as its last call tells, or one that is under way for too long."""
+        return getattr(self._inner, "responsive", True)
+
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         """Make ``call``, which does the work of ``operation`` each time that it is called."""
         return await call()

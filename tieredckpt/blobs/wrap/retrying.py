@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import stamina
 
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer
+from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Unanswered
 from tieredckpt.blobs.wrap.forward import Forward, Operation, size_of
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 
 __all__ = ["Retrying"]
 
@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
+
+    `Unanswered` is not repeated. From the first attempt that fails until one does not, the store is not `responsive`.
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
@@ -43,11 +45,28 @@ class Retrying(Forward):
             wait_initial=wait_initial,
             wait_max=wait_max,
             wait_jitter=wait_jitter,
-        ).on(TierUnavailable)
+        ).on(_may_help)
+        self._failing = False
+
+    @property
+    def responsive(self) -> bool:
+        return not self._failing and super().responsive
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        async def attempt() -> T:
+            try:
+                result = await call()
+            except TierUnavailable:
+                self._failing = True
+                raise
+            except TieredCkptError:
+                self._failing = False
+                raise
+            self._failing = False
+            return result
+
         # No argument is passed through stamina, which would print it: a part may be gigabytes.
-        return await self._retry(call)
+        return await self._retry(attempt)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         failed = False
@@ -80,3 +99,8 @@ class Retrying(Forward):
 
         for info in await self.around(Operation("list", prefix, 0), whole):
             yield info
+
+
+def _may_help(error: Exception) -> bool:
+    """Whether another attempt at once may end otherwise."""
+    return isinstance(error, TierUnavailable) and not isinstance(error, Unanswered)

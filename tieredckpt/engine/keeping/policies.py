@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 
@@ -17,7 +18,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy.base import StoreView, TierView
 
-__all__ = ["is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion"]
+__all__ = ["is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion", "why_not_due"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -54,9 +55,32 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     return True
 
 
+def why_not_due(state: State, step: StepId, tier: Tier) -> str:
+    """Why a step that `is_due` finds not due on a tier is not, for people."""
+    nearer = state.tiers[: tier.index]
+    if step in tier.dismissed:
+        return "it has left that tier before"
+    if not state.on_line(step.serial):
+        return "it is not on the branch that is trained"
+    if not any(step in each.held for each in nearer):
+        names = " and ".join(repr(each.name) for each in nearer)
+        return f"it left {names} before that tier, which is slower than steps are saved, had taken it"
+    view = state.view(at_rest=True)
+    mine = next((seen for seen in view.steps if seen.serial == step.serial), None)
+    with suppress(Exception):  # a policy that fails is told of where it is asked
+        if mine is not None and tier.config.promote.promotes(mine, view.tiers[tier.index], view):
+            return (
+                f"newer steps came to that tier first, which is slower than steps are saved, and beside them its "
+                f"policy {tier.config.retain!r} does not keep it"
+            )
+    return f"by its policy {tier.config.promote!r}"
+
+
 def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
     """Whether a slower tier is still to get the step, and may get it."""
-    slower = [other for other in state.tiers[tier.index + 1 :] if other.healthy or not only_healthy]
+    slower = [
+        other for other in state.tiers[tier.index + 1 :] if (other.healthy and other.responsive) or not only_healthy
+    ]
     view = state.view(at_rest=True)
     return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)
 

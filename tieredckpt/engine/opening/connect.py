@@ -51,7 +51,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
     """
     return tuple(
         Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only))
-        for index, tier in enumerate(config.tiers)
+        for index, tier in enumerate(config.located)
     )
 
 
@@ -97,10 +97,13 @@ async def connect(state: State, tier: Tier) -> None:
     """
     await refuse_other_file_system(state, tier)
     marker, damaged = await marker_of(tier)
-    if state.identity.marker is not None and marker is not None and marker.store != state.identity.marker.store:
+    known = state.identity.marker
+    if marker is None and known is not None and await _in_earlier_place(state, tier, known.store):
+        marker, damaged = await marker_of(tier)
+    if known is not None and marker is not None and marker.store != known.store:
         writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
-        if writes_ram or state.identity.marker.owns(await store_of_steps(tier)):
-            marker, damaged = state.identity.marker, True
+        if writes_ram or known.owns(await store_of_steps(tier)):
+            marker, damaged = known, True
         elif (
             tier.ram is None
             and state.identity.made_up
@@ -112,7 +115,7 @@ async def connect(state: State, tier: Tier) -> None:
         else:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
-                f"{state.identity.marker.store}); point the tier to a folder of its own"
+                f"{known.store}); point the tier to a folder of its own"
             )
     writes = not state.read_only and state.manages(tier)
     if writes and tier.ram is None and tier.lease is None:
@@ -163,6 +166,33 @@ async def _reopen(state: State, tier: Tier) -> bool:
     return True
 
 
+async def _in_earlier_place(state: State, tier: Tier, store: str | None) -> StoreMarker | None:
+    """Go on where versions before put the tiers of all stores that named no place, if ``store`` is there; its marker.
+
+    ``store`` is None where nothing tells whose the tier is.
+    """
+    earlier = state.config.tiers[tier.index].earlier()
+    if earlier is None or tier.config == earlier:
+        return None
+    connect = partial(_connect, earlier, read_only=state.read_only)
+    blobs = await connect()
+    try:
+        marker = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
+    except (NotFound, Corrupt):
+        marker = None
+    except BaseException:
+        await blobs.close()
+        raise
+    if marker is None or store not in (None, marker.store):
+        await blobs.close()
+        return None
+    if tier.blobs is not None:
+        await tier.blobs.close()
+    tier.config, tier.connect, tier.blobs = earlier, connect, blobs
+    _log.info("tier %r: the store lies at %s, where versions before put it", tier.name, earlier.location)
+    return marker
+
+
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.identity.marker, state.identity.made_up = marker, False
@@ -206,6 +236,15 @@ async def identify(
             return None
 
     markers = await agreed(slower, await asyncio.gather(*(look(tier) for tier in slower)))
+    failed = [tier for tier, _ in failures]
+    known = {marker.store for marker in markers if marker is not None}
+    for i, tier in enumerate(slower):
+        # Where all others answer and are empty, it is a new store.
+        if markers[i] is None and tier not in failed and (known or len(slower) == 1 or failed):
+            try:
+                markers[i] = await _in_earlier_place(state, tier, next(iter(known), None))
+            except TieredCkptError as error:
+                failures.append((tier, error))
     failed = [tier for tier, _ in failures]
     choice = _chosen(
         state,

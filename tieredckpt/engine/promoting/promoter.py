@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from tieredckpt.blobs.base import Outgrown
 from tieredckpt.concurrency import told_to_end
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
@@ -120,8 +121,12 @@ class Promoter:
     async def _come_back(self) -> None:
         """See that a tier that failed works, is still the one that it was, and still ours; else open it anew."""
         tier = self.tier
-        if await self._is_itself():
-            return
+        try:
+            if await self._is_itself():
+                return
+        except Outgrown:
+            await tier.disconnect()
+            tier.lease = None  # it lies elsewhere, with all else
         if tier.marker is None and tier.blobs is not None and tier.ram is None:
             await reopen(self._state, tier)
         tier.marker = None  # what it holds is not known

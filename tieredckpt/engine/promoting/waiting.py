@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from tieredckpt.engine.keeping.policies import is_due
+from tieredckpt.engine.keeping.policies import is_due, why_not_due
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -48,7 +48,7 @@ async def reached(
             )
         if not (is_due(state, step, tier) or (promoter is not None and promoter.busy == step)):
             raise NotFound(
-                f"{step} is not due on tier {name!r} by its policy {tier.config.promote!r}; "
+                f"{step} is not due on tier {name!r}: {why_not_due(state, step, tier)}; "
                 f"store.promote({step.step}, {name!r}) sends it there all the same"
             )
         await (state.changed.wait() if news is None else news(tier))

@@ -152,6 +152,7 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
 
 def _waiting_helps(state: State, tier: Tier) -> bool:
     """Whether a step of the slab is on its way to a tier that works, or being read."""
-    if tier.pins or tier.parts:
+    stuck = sum(other.promotions > 0 and not other.responsive for other in state.tiers[tier.index + 1 :])
+    if tier.parts or len(tier.pins) > stuck:  # of which each promotion reads one: those that are stuck do not end soon
         return True
     return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.held)

@@ -87,9 +87,9 @@ class State:
         return self._roll.call(self.branch.line).records
 
     def holders(self, step: StepId) -> list[Tier]:
-        """The tiers that hold a step, nearest first, those that fail at present last."""
+        """The tiers that hold a step, nearest first, those that fail at present, or do not answer, last."""
         holding = [tier for tier in self.tiers if step in tier.held]
-        return sorted(holding, key=lambda tier: not tier.healthy)
+        return sorted(holding, key=lambda tier: not (tier.healthy and tier.responsive))
 
     def on_line(self, serial: int) -> bool:
         """Whether a serial belongs to the branch that is trained."""

@@ -144,6 +144,11 @@ class Tier:
         return self.blobs is not None and self.error is None
 
     @property
+    def responsive(self) -> bool:
+        """Whether it answers, as far as its last call tells: nobody waits for a tier whose calls get lost."""
+        return getattr(self.blobs, "responsive", True)
+
+    @property
     def answers(self) -> bool:
         """Whether what it holds can be read and deleted: a full tier answers, though it is not healthy."""
         return self.blobs is not None and (self.error is None or isinstance(self.error, NoSpace))

@@ -67,7 +67,7 @@ async def stores(chfs: Lookalike) -> AsyncIterator[Callable[..., ChfsStore]]:
             "grace": 0.2,
         }
         store = ChfsStore(chfs.root, **(defaults | settings))
-        store._within = SOON  # the worker's process may start slowly
+        store._connection.within = SOON  # the worker's process may start slowly
         made.append(store)
         return store
 

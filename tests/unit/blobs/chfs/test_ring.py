@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.scenes import SOON
 
+from tieredckpt.blobs.base import Outgrown
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TierUnavailable
@@ -215,3 +216,117 @@ async def test_nothing_that_is_put_during_sweeps_gets_lost(store: ChfsStore) -> 
         await store.sweep(0.0)
     await putting
     assert set(await listed(store)) == {f"steps/{number}/1/object" for number in range(6)}
+
+
+# -- rings that grow ------------------------------------------------------------------------------------------
+
+
+async def test_servers_that_join_make_the_store_unavailable_and_no_object_missing(
+    chfs: Any, stores: Callable[..., ChfsStore]
+) -> None:
+    chfs.switch("late = 1 2")
+    store = stores()
+    for number, key in enumerate(KEYS):
+        await store.put(key, [pattern(5 * MIB if number == 0 else 100, number)])
+    chfs.switch()
+    await assert_nothing_is_called_missing(store)
+
+
+async def test_a_put_is_not_acknowledged_once_servers_have_joined(chfs: Any, stores: Callable[..., ChfsStore]) -> None:
+    chfs.switch("late = 1 2")
+    store = stores()
+    await store.put("before", [b"x"])
+    chfs.switch()
+    with pytest.raises(TierUnavailable, match=r"servers/1.*joined it|another number of servers"):
+        await store.put("after", [b"x"])
+
+
+@pytest.mark.parametrize("late", ["2", "1 2", "0"])
+async def test_a_store_goes_on_with_the_servers_that_joined_and_mixes_nothing(
+    chfs: Any, stores: Callable[..., ChfsStore], late: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chfs.switch(f"late = {late}")
+    before = stores()
+    await before.put("steps/0000000007-000001/manifest.ocdbt", [b"small"])
+    await before.put("packs/ab/large", [pattern(5 * MIB)])
+    chfs.switch()
+    with pytest.raises(TierUnavailable, match="without step 7"):
+        await stores(writes=False).get("tieredckpt.json", limit=1)
+    grown = stores()
+    assert await listed(grown) == {}
+    await grown.put("packs/ab/other", [pattern(5 * MIB, 1)])
+    assert "without step 7" in caplog.text
+    with pytest.raises(TierUnavailable, match="joined it"):
+        await before.get("packs/ab/large", limit=5 * MIB)
+    with pytest.raises(Outgrown, match="opened anew"):
+        await before.get("packs/ab/large", limit=5 * MIB)
+    for store in (stores(), stores(writes=False), stores(servers=3)):
+        assert await listed(store) == {"packs/ab/other": 5 * MIB}
+        assert await store.get("packs/ab/other", limit=5 * MIB) == pattern(5 * MIB, 1)
+    chfs.switch(f"late = {late}")
+    fewer = 3 - len(late.split())
+    with pytest.raises(TierUnavailable, match="expected"):
+        await stores().get("packs/ab/large", limit=1)
+    found = stores(servers=fewer)
+    assert await found.get("packs/ab/large", limit=5 * MIB) == pattern(5 * MIB)
+    assert await found.get("steps/0000000007-000001/manifest.ocdbt", limit=5) == b"small"
+
+
+async def test_a_new_store_waits_until_no_more_servers_join(chfs: Any, stores: Callable[..., ChfsStore]) -> None:
+    chfs.switch("late = 1 2")
+    early = stores(settle=SOON)
+    await early.connect()
+    putting = asyncio.ensure_future(early.put("key", [b"x"]))
+    chfs.switch("late = 2")
+    with pytest.raises(TierUnavailable):
+        await putting
+    chfs.switch()
+    assert await listed(stores()) == {}  # as if nothing had been
+    await stores(settle=0.2).put("key", [b"x"])
+    assert await stores().get("key", limit=1) == b"x"
+    names = {path.name for path in (chfs.directory / "servers").rglob("~ring/*")}
+    assert names == {f"3-{number}" for number in range(32)}
+
+
+async def test_a_configuration_that_says_how_many_there_are_waits_for_these(
+    chfs: Any, stores: Callable[..., ChfsStore]
+) -> None:
+    chfs.switch("late = 1 2")
+    with pytest.raises(TierUnavailable, match=r"has 1 server, and 3 are expected.* beside .*servers/0") as refused:
+        await stores(servers=3, settle=SOON).put("key", [b"x"])
+    assert "servers = 1" not in str(refused.value)
+    chfs.switch()
+    await stores(servers=3, settle=SOON).put("key", [b"x"])  # at once
+    assert await stores().get("key", limit=1) == b"x"
+
+
+async def test_the_record_of_many_servers_is_found_though_none_owns_it(
+    chfs: Any, filled: ChfsStore, stores: Callable[..., ChfsStore]
+) -> None:
+    assert filled.link is not None
+    names = [f"{chfs.root}/~ring/3-{number}" for number in range(32)]
+    chfs.switch("dead = 2")
+    fewer = stores(servers=2)
+    await fewer.connect()
+    assert fewer.link is not None
+    owned = {name for name, _ in await fewer.link.ask(frames.ListFolder(f"{chfs.root}/~ring"))}
+    for path in (chfs.directory / "servers").rglob("~ring/*"):
+        if path.name in owned:
+            path.rmdir()
+    assert len(list((chfs.directory / "servers").rglob("~ring/*"))) in range(1, len(names))
+    with pytest.raises(TierUnavailable, match="has 2 servers, and 3 are expected"):
+        await stores().get(KEYS[0], limit=1)
+
+
+async def test_servers_that_come_back_one_by_one_and_empty_are_waited_for(
+    chfs: Any, filled: ChfsStore, stores: Callable[..., ChfsStore]
+) -> None:
+    chfs.switch("empty = 0 1 2", "late = 1 2")
+    early = stores(settle=SOON)
+    await early.connect()
+    putting = asyncio.ensure_future(early.put("key", [b"x"]))
+    chfs.switch("empty = 0 1 2")
+    with pytest.raises(TierUnavailable):
+        await putting
+    await stores(settle=0.2).put("key", [b"x"])
+    assert await listed(stores()) == {"key": 1}

@@ -18,7 +18,7 @@ from tieredckpt import Checkpoint, CheckpointStore
 from tieredckpt.blobs.ram import store as ram_store
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.tier.slab_index import slab_size
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import SaveSkipped, StepEvicted, TierFailed, TierRecovered
 
 CHUNKS = 6
@@ -141,6 +141,20 @@ async def test_wait_does_not_outlast_a_tier_that_dies(scene: Any, states: int) -
         assert await s.in_ram() == ([1] if states == 1 else [2, 3, 99])
         await s.revive()
         await s.check(*([1] if states == 1 else [2, 3, 99]))
+
+
+async def test_wait_does_not_wait_for_a_tier_whose_lost_call_is_being_tried_again(scene: Any) -> None:
+    async with scene("wait", 2, retries=3) as s:
+        s.gate.release()
+        s.disk.fail("put", TierUnavailable("no answer"), key="packs/*")
+        again = s.disk.hold("put", key="packs/*", nth=2, times=None)
+        for step in (1, 2):
+            await s.save(step)
+        await again.reached()
+        async with asyncio.timeout(SOON):
+            await s.save(3)
+        assert s.heard.of(TierFailed) == [], "it is still being tried"
+        again.release()
 
 
 async def test_wait_does_not_begin_to_wait_for_a_tier_that_is_dead(scene: Any) -> None:

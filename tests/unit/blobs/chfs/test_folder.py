@@ -1,0 +1,119 @@
+"""The folder of a store in CHFS whose tier names none: its own, or that of a version before if it lies there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scenes import assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig, load, to_toml
+from tieredckpt.config.checks import doubtful
+from tieredckpt.config.tiers import CHFS_FOLDER
+from tieredckpt.errors import Conflict
+
+
+def stores(chfs: Any, shared_memory: Path, disk: Path, **pmem: Any) -> StoreConfig:
+    """RAM of each in a folder of its own, so that nothing but the tiers tells whose it is."""
+    tier = {"kind": "chfs", "server": f"directory:{chfs.directory}", "chunk_size": "16 KiB", "retries": 0} | pmem
+    return config(
+        {
+            "ram": ram(shared_memory, path=shared_memory / "of-test" / disk.name),
+            "pmem": tier,
+            "disk": folder(disk, survives="site"),
+        }
+    )
+
+
+def folders(chfs: Any) -> set[str]:
+    return {path.name for server in (chfs.directory / "servers").iterdir() for path in server.iterdir()}
+
+
+async def save(settings: StoreConfig, step: int) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(step, tree(step))).reached("pmem")
+        await store.flush()
+
+
+async def steps_on_pmem(settings: StoreConfig) -> list[int]:
+    async with CheckpointStore.open(settings, read_only=True) as store:
+        return [info.step for info in await store.steps() if "pmem" in info.tiers]
+
+
+async def test_two_trainings_with_disks_of_their_own_share_no_step(
+    chfs: Any, shared_memory: Path, tmp_path: Path
+) -> None:
+    one, other = (stores(chfs, shared_memory, tmp_path / name) for name in ("one", "other"))
+    await save(one, 1)
+    await save(other, 2)
+    assert await steps_on_pmem(one) == [1]
+    assert await steps_on_pmem(other) == [2]
+    assert len(folders(chfs)) == 2
+    assert all(name.startswith("tieredckpt-") for name in folders(chfs))
+
+
+async def test_a_store_of_a_version_before_is_found_where_that_put_it(
+    chfs: Any, shared_memory: Path, tmp_path: Path
+) -> None:
+    before = stores(chfs, shared_memory, tmp_path / "one", path=CHFS_FOLDER)
+    now = stores(chfs, shared_memory, tmp_path / "one")
+    await save(before, 1)
+    assert await steps_on_pmem(now) == [1]
+    await save(now, 2)
+    assert await steps_on_pmem(before) == [1, 2]
+    assert folders(chfs) == {"tieredckpt"}
+    async with CheckpointStore.open(now) as store:
+        spec = await store.spec(2, "params/w0")
+        assert spec["kvstore"]["base"]["path"] == f"{CHFS_FOLDER}/"
+        restored = await store.restore(2)
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+
+
+async def test_a_new_store_leaves_that_of_another_training_alone(
+    chfs: Any, shared_memory: Path, tmp_path: Path
+) -> None:
+    await save(stores(chfs, shared_memory, tmp_path / "one", path=CHFS_FOLDER), 1)
+    other = stores(chfs, shared_memory, tmp_path / "other")
+    await save(other, 2)
+    assert await steps_on_pmem(other) == [2]
+    with pytest.raises(Conflict):
+        await save(stores(chfs, shared_memory, tmp_path / "other", path=CHFS_FOLDER), 3)
+
+
+async def test_a_store_of_a_version_before_is_found_while_its_disk_is_silent(
+    chfs: Any, shared_memory: Path, tmp_path: Path
+) -> None:
+    await save(stores(chfs, shared_memory, tmp_path / "one", path=CHFS_FOLDER), 1)
+    (tmp_path / "one").rename(tmp_path / "away")
+    (tmp_path / "one").write_text("no folder: what cannot be read")
+    async with CheckpointStore.open(stores(chfs, shared_memory, tmp_path / "one")) as store:
+        assert "pmem" in await store.where(1)
+
+
+def test_the_folder_is_told_from_the_name_or_from_the_tiers_that_outlive_chfs(tmp_path: Path) -> None:
+    chfs, disk = {"kind": "chfs"}, folder(tmp_path / "disk")
+
+    def path(tiers: dict[str, Any], **settings: Any) -> str | None:
+        located = {tier.name: tier for tier in load({"tiers": tiers, "store": settings}).located}
+        return getattr(located["pmem"], "path", None)
+
+    named = path({"pmem": chfs, "disk": disk}, name="llama")
+    assert named == "/tieredckpt-llama"
+    told = path({"pmem": chfs, "disk": disk})
+    assert told == path({"pmem": chfs | {"server": "ofi+tcp://10.0.0.1:7"}, "disk": disk}), "servers change with jobs"
+    assert told != path({"pmem": chfs, "disk": folder(tmp_path / "other")})
+    assert path({"pmem": chfs | {"path": "/mine"}, "disk": disk}) == "/mine"
+    alone = load({"tiers": {"ram": {"kind": "ram"}, "pmem": chfs}})
+    assert path({"ram": {"kind": "ram"}, "pmem": chfs}) == CHFS_FOLDER
+    assert any("give the tier a `path`" in text for _, text in doubtful(alone))
+    assert not doubtful(load({"tiers": {"ram": {"kind": "ram"}, "pmem": chfs}, "store": {"name": "llama"}}))
+    again = load(to_toml_file(tmp_path, alone))
+    assert again == alone
+
+
+def to_toml_file(tmp_path: Path, settings: StoreConfig) -> Path:
+    (tmp_path / "again.toml").write_text(to_toml(settings))
+    return tmp_path / "again.toml"

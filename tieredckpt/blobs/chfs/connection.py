@@ -1,0 +1,178 @@
+"""The connection of a store: its worker, which is replaced when it dies, and where the store lies in the ring."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from tieredckpt.blobs.base import Outgrown
+from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.chfs.link import Link
+from tieredckpt.blobs.chfs.watch import LOST, watch
+from tieredckpt.concurrency import note, outlast
+from tieredckpt.errors import Closed
+
+__all__ = ["Connection"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class Connection:
+    """Has a link to a worker whenever it is asked for one; used on one event loop.
+
+    Args:
+        root: of the store in CHFS, without a slash at the end.
+        connect: what a worker is told first.
+        threads: of a worker.
+        servers: how many there must be; None for as many as are remembered.
+        settle: seconds for which no server may join or leave before their number is remembered, where ``servers`` is
+            None.
+        writes: whether the store may go on with more servers than are remembered.
+        grace: seconds that a cancelled command may go on before its worker is killed.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        connect: frames.Connect,
+        *,
+        threads: int,
+        servers: int | None,
+        settle: float,
+        writes: bool,
+        grace: float,
+    ) -> None:
+        self._root, self._connect, self._threads = root, connect, threads
+        self._servers, self._settle, self._writes, self._grace = servers, settle, writes, grace
+        self.within = connect.rpc_timeout_ms / 1000 + 5.0
+        """Seconds in which a worker has to connect."""
+        self.closed = False
+        self.link: Link | None = None
+        """To the worker of now."""
+        self._starting: asyncio.Task[Link] | None = None
+        self._ring: ring.Ring | None = None
+        """Set when it first connects; from then on the store lies there, or has to be opened anew."""
+        self._ring_since = 0.0
+        self._guards_record = asyncio.Lock()
+        self._watched: Link | None = None
+        self._watching: set[asyncio.Task[None]] = set()
+
+    @property
+    def location(self) -> str:
+        return f"chfs:{(self._root if self._ring is None else self.folder) or '/'}"
+
+    @property
+    def folder(self) -> str:
+        """Where the objects lie; known once it has connected."""
+        assert self._ring is not None, "a verb connects first"
+        return self._ring.folder
+
+    @property
+    def responsive(self) -> bool:
+        """Whether no call waits for so long that a server may be gone."""
+        return self._watched is None or self._watched.waits < LOST
+
+    def advice(self) -> dict[str, str]:
+        """What the tier should say, for people: how many servers there must be, where nothing else tells."""
+        if self._servers is not None or self._ring is None or self.link is None or self._settle == 0:
+            return {}
+        told = (
+            f"if these servers are all, let the tier say `servers = {self.link.servers}`, or it waits for more to join"
+        )
+        return {"advice": told}
+
+    async def linked(self) -> Link:
+        """A link to a worker that has connected. Raises `TierUnavailable`, `Invalid`, `Closed`."""
+        if self.link is not None and not self.link.broken:
+            return self.link
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+            self._starting.add_done_callback(note)
+        starting = self._starting
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if self.closed and starting.cancelled():
+                raise Closed(f"the store at {self.location} was closed") from None
+            raise
+
+    async def remember(self, link: Link) -> None:
+        """Record how many servers there are. Raises `TierUnavailable`.
+
+        At the first put, so that looking at a store that is not there does not make it.
+        """
+        async with self._guards_record:
+            assert self._ring is not None
+            if not self._ring.recorded:
+                if self._ring.new and self._servers is None:
+                    await self._let_settle(link)
+                await ring.write(link, self._root, self._ring)
+                self._ring = replace(self._ring, recorded=True)
+
+    async def end(self) -> bool:
+        """Let go of the worker, be it there or starting; whether there was one."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await outlast(self._starting)
+        link, self.link = self.link, None
+        if link is not None:
+            await link.close()
+        for task in self._watching:
+            task.cancel()
+        if self._watching:
+            await asyncio.wait(self._watching)
+        return link is not None
+
+    async def _start(self) -> Link:
+        try:
+            if self.link is not None:
+                old, self.link = self.link, None
+                await old.end("a new one takes its place")
+            link = await Link.start(
+                self.location,
+                self._connect,
+                threads=self._threads,
+                grace=self._grace,
+                within=self.within,
+                begun=self._watch,
+            )
+            try:
+                await self._find(link)
+            except BaseException:
+                await link.end("the ring is not what it was")
+                raise
+            self.link = link
+            return link
+        finally:
+            self._starting = None
+
+    def _watch(self, link: Link) -> None:
+        self._watched = link
+        task = asyncio.ensure_future(watch(link, self.location, self._connect))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+        task.add_done_callback(note)
+
+    async def _find(self, link: Link) -> None:
+        """Find where the store lies on the servers of now. Raises `Unanswered`."""
+        found = await ring.check(link, self._root, self.location, self._servers, writes=self._writes)
+        if self._ring is not None and self._ring.folder != found.folder:
+            raise Outgrown(
+                f"{self.location}: CHFS has another number of servers than when the store was opened, {link.servers}, "
+                f"and what it holds lies elsewhere now; it has to be opened anew"
+            )
+        self._ring, self._ring_since = found, time.monotonic()
+
+    async def _let_settle(self, link: Link) -> None:
+        if self._settle:
+            _log.info(
+                "%s: CHFS has %d servers; nothing is written before their number was the same for %.0f s, as the tier "
+                "has no `servers` that says how many there are to be",
+                *(self.location, link.servers, self._settle),
+            )
+        await link.ask(frames.CheckRing())
+        while (left := self._ring_since + self._settle - time.monotonic()) > 0:
+            await asyncio.sleep(min(1.0, left))
+            await link.ask(frames.CheckRing())
