@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from support.scenes import config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, registry
+from tieredckpt import CheckpointStore, _registry
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.posix.kind import POSIX
 from tieredckpt.blobs.posix.store import PosixStore
@@ -50,8 +50,8 @@ HERE = __name__
 def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """More entry points than are installed; what the test registers is forgotten."""
     added: list[EntryPoint] = []
-    installed = registry.entry_points
-    monkeypatch.setattr(registry, "entry_points", lambda group: [*installed(group=group), *added])
+    installed = _registry.entry_points
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [*installed(group=group), *added])
     _forget()
     with kinds.replaced():
         yield added
@@ -59,7 +59,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 
 
 def _forget() -> None:
-    registry.offered.cache_clear()
+    _registry.offered.cache_clear()
     kinds._offered.cache_clear()
 
 
@@ -100,8 +100,8 @@ def test_an_unknown_kind_is_answered_with_the_nearest_or_all(kind: object, told:
 
 
 def test_without_any_kind_it_is_said_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = registry.entry_points
-    monkeypatch.setattr(registry, "entry_points", lambda group: [] if group == GROUP else others(group=group))
+    others = _registry.entry_points
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [] if group == GROUP else others(group=group))
     _forget()
     with pytest.raises(Invalid, match=r"no kind is known.*pip install"):
         load(table())

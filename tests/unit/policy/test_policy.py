@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 
-from tieredckpt import registry
+from tieredckpt import _registry
 from tieredckpt.errors import Conflict, Invalid
 from tieredckpt.policy import base as policies
 from tieredckpt.policy.base import (
@@ -68,11 +68,11 @@ class Nothing(Retention):
 def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """The entry points that are installed, in place of the real ones; `register` starts empty."""
     installed: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in installed if e.group == group])
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [e for e in installed if e.group == group])
     monkeypatch.setattr(policies, "_offered", {})
-    registry.offered.cache_clear()
+    _registry.offered.cache_clear()
     yield installed
-    registry.offered.cache_clear()
+    _registry.offered.cache_clear()
 
 
 def entry(name: str, value: str) -> EntryPoint:
