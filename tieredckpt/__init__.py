@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
     from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
-    from tieredckpt.engine.ranks.communicator import Coordinator
+    from tieredckpt.engine.ranks.communicator import Communicator
     from tieredckpt.engine.repairing.verify import Verified
     from tieredckpt.engine.saving.save import Saved
-    from tieredckpt.engine.transport.jax import JaxRanks
-    from tieredckpt.engine.transport.mpi import MpiRanks
-    from tieredckpt.engine.transport.torch import TorchRanks
+    from tieredckpt.engine.transport.jax import JaxCommunicator
+    from tieredckpt.engine.transport.mpi import MpiCommunicator
+    from tieredckpt.engine.transport.torch import TorchCommunicator
     from tieredckpt.events import (
         ChunkRepaired,
         CommitFailed,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         RetentionCut,
         SaveFailed,
         SaveSkipped,
-        StepAgreed,
+        StepCommitted,
         StepEvicted,
         StepPromoted,
         StepReplicated,
@@ -76,15 +76,15 @@ __all__ = [
     "Closed",
     "Collected",
     "CommitFailed",
+    "Communicator",
     "Conflict",
-    "Coordinator",
     "Corrupt",
     "DamagedStep",
     "Event",
     "Invalid",
-    "JaxRanks",
+    "JaxCommunicator",
     "KvstoreTier",
-    "MpiRanks",
+    "MpiCommunicator",
     "NoSpace",
     "NotFound",
     "Observed",
@@ -104,7 +104,7 @@ __all__ = [
     "Shard",
     "Sharded",
     "ShortRead",
-    "StepAgreed",
+    "StepCommitted",
     "StepDetails",
     "StepEvicted",
     "StepId",
@@ -123,7 +123,7 @@ __all__ = [
     "TierRecovered",
     "TierUnavailable",
     "TieredCkptError",
-    "TorchRanks",
+    "TorchCommunicator",
     "Verified",
     "__version__",
     "preemption",
@@ -153,7 +153,7 @@ _HOMES = {
         "TierInfo",
     ),
     "tieredckpt.engine.keeping.collector": ("Collected",),
-    "tieredckpt.engine.ranks.communicator": ("Coordinator",),
+    "tieredckpt.engine.ranks.communicator": ("Communicator",),
     "tieredckpt.engine.repairing.verify": ("Verified",),
     "tieredckpt.engine.saving.save": ("Saved",),
     "tieredckpt.engine.transport.jax": ("JaxRanks",),
@@ -169,7 +169,7 @@ _HOMES = {
         "RetentionCut",
         "SaveFailed",
         "SaveSkipped",
-        "StepAgreed",
+        "StepCommitted",
         "StepEvicted",
         "StepPromoted",
         "StepReplicated",

@@ -10,8 +10,8 @@ from tieredckpt import _opened as opened
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.ranks.communicator import Coordinator
-from tieredckpt.engine.transport.auto import coordinator_of
+from tieredckpt.engine.ranks.communicator import Communicator
+from tieredckpt.engine.transport.auto import communicator_of
 from tieredckpt.errors import Closed, Invalid
 from tieredckpt.events import Events
 
@@ -24,7 +24,7 @@ class StoreLife:
     """A store's engine, and the loop that it runs on, from the opening to the close."""
 
     def __init__(
-        self, config: StoreConfig, *, read_only: bool, ranks: Coordinator | Literal["auto"] | None, takeover: bool
+        self, config: StoreConfig, *, read_only: bool, ranks: Communicator | Literal["auto"] | None, takeover: bool
     ) -> None:
         self.config = config
         self.events = Events()
@@ -38,12 +38,12 @@ class StoreLife:
 
     async def open(self) -> None:
         """Open the store. Raises as `CheckpointStore.open`, and `Invalid` for one that was opened before."""
-        find_ranks = partial(coordinator_of, self._ranks, self.config)
+        find_ranks = partial(communicator_of, self._ranks, self.config)
         await opened.open_store(*self._new_loop(), find_ranks, takeover=self._takeover)
 
     def open_blocking(self) -> None:
         """`open` without an event loop."""
-        find_ranks = partial(coordinator_of, self._ranks, self.config)
+        find_ranks = partial(communicator_of, self._ranks, self.config)
         opened.open_blocking(*self._new_loop(), find_ranks, takeover=self._takeover)
 
     def _new_loop(self) -> tuple[EngineLoop, opened.Opened]:

@@ -23,7 +23,7 @@ from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop, EngineThread
-from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.errors import Closed, Conflict
 
 __all__ = [
@@ -66,9 +66,9 @@ class Opened:
         self.thread.ended.then(lambda: _open.discard(self))
         weakref.finalize(loop, self._abandon).atexit = False  # `_close_all` is in time for what it needs
 
-    async def start(self, coordinator: Coordinator | None) -> None:
+    async def start(self, communicator: Communicator | None) -> None:
         """Open the tiers, on the engine's loop. Raises as `Engine.start`."""
-        await self._engine.start(coordinator)
+        await self._engine.start(communicator)
         self._started = True
 
     def in_the_way(self, *, takeover: bool) -> list[Opened]:
@@ -168,7 +168,7 @@ class Place:
 
     tiers: frozenset[str]
     rank: int | None
-    """Of a coordinator that was given; None for one alone, or where that is found out later."""
+    """Of a communicator that was given; None for one alone, or where that is found out later."""
     read_only: bool
 
     @classmethod
@@ -185,14 +185,14 @@ class Place:
 
 
 async def open_store(
-    loop: EngineLoop, opened: Opened, find_ranks: Callable[[], Coordinator | None], *, takeover: bool
+    loop: EngineLoop, opened: Opened, find_ranks: Callable[[], Communicator | None], *, takeover: bool
 ) -> None:
     """Open a store after those of this process that are in its way; one that cannot be opened is closed.
 
     Args:
         loop: of the store.
         opened: the store.
-        find_ranks: gives the coordinator of the ranks that open it together; may block.
+        find_ranks: gives the communicator of the ranks that open it together; may block.
         takeover: close what this process has open at the same place.
 
     Raises as `CheckpointStore.open`.
@@ -211,7 +211,7 @@ async def open_store(
 
 
 def open_blocking(
-    loop: EngineLoop, opened: Opened, find_ranks: Callable[[], Coordinator | None], *, takeover: bool
+    loop: EngineLoop, opened: Opened, find_ranks: Callable[[], Communicator | None], *, takeover: bool
 ) -> None:
     """`open_store` without an event loop."""
     try:

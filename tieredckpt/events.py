@@ -25,7 +25,7 @@ __all__ = [
     "RetentionCut",
     "SaveFailed",
     "SaveSkipped",
-    "StepAgreed",
+    "StepCommitted",
     "StepEvicted",
     "StepPromoted",
     "StepReplicated",
@@ -86,7 +86,7 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StepAgreed(Event):
+class StepCommitted(Event):
     """All ranks have saved their parts of a step, and the parts fit together; told on every rank.
 
     ``nbytes`` counts all arrays of the step once.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # what a store needs is imported when one is opened
     from tieredckpt.config import StoreConfig
     from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
-    from tieredckpt.engine.ranks.communicator import Coordinator
+    from tieredckpt.engine.ranks.communicator import Communicator
     from tieredckpt.engine.repairing.verify import Verified
     from tieredckpt.events import Event
     from tieredckpt.policy.views import Observed
@@ -52,7 +52,7 @@ class CheckpointStore:
         source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig,
         *,
         read_only: bool = False,
-        ranks: Coordinator | Literal["auto"] | None = "auto",
+        ranks: Communicator | Literal["auto"] | None = "auto",
         takeover: bool = False,
     ) -> CheckpointStore:
         """A store over the tiers of a configuration.
@@ -65,7 +65,7 @@ class CheckpointStore:
             read_only: look at a store, also one that another process writes to, or is yet to make; always alone. Each
                 call tells what there is when it is made.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
-                jax.distributed has started, None for this one alone, or a coordinator. All open the store.
+                jax.distributed has started, None for this one alone, or a communicator. All open the store.
             takeover: first close, in order, a store of this process that writes there, such as that of a notebook's
                 cell which was run before.
 
@@ -90,7 +90,7 @@ class CheckpointStore:
         source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig,
         *,
         read_only: bool = False,
-        ranks: Coordinator | Literal["auto"] | None = "auto",
+        ranks: Communicator | Literal["auto"] | None = "auto",
         takeover: bool = False,
     ) -> SyncStore:
         """The blocking face of a store, opened: for programs without an event loop and without a ``with`` block.
@@ -140,7 +140,7 @@ class CheckpointStore:
         """Raise a signal that policies see, such as ``"preempt"``, or withdraw it; from any thread or handler."""
         loop, engine = self._life.loop, self._life.engine
         engine.state.observation.signal(name, on=on)
-        loop.soon(engine.state.changed.beat)
+        loop.soon(engine.state.changed.notify)
         loop.soon(partial(engine.mode.signalled, name, on=on))
 
     async def save(
@@ -167,7 +167,7 @@ class CheckpointStore:
             replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
                 configuration: each rank stores its share of them.
 
-        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepAgreed`).
+        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepCommitted`).
 
         Raises:
             Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
@@ -321,11 +321,11 @@ class CheckpointStore:
         """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
         `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self._life.call(lambda engine: engine.by_hand.promote(checked_step(step), tier))
+        return await self._life.call(lambda engine: engine.admin.promote(checked_step(step), tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self._life.call(lambda engine: engine.by_hand.evict(checked_step(step), tier))
+        await self._life.call(lambda engine: engine.admin.evict(checked_step(step), tier))
 
     async def delete(self, step: int, *, force: bool = False) -> None:
         """Delete every copy of a step, on every tier, and every save of that number on the branch.
@@ -344,11 +344,11 @@ class CheckpointStore:
             TierUnavailable: a tier that may hold it does not answer; without ``force``, nothing was deleted.
             Invalid: on another rank than 0, or in a store that is only looked at.
         """
-        await self._life.call(lambda engine: engine.by_hand.delete(checked_step(step), force=force))
+        await self._life.call(lambda engine: engine.admin.delete(checked_step(step), force=force))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
-        return await self._life.call(lambda engine: engine.by_hand.collect())
+        return await self._life.call(lambda engine: engine.admin.collect())
 
     async def verify(
         self,
@@ -368,7 +368,7 @@ class CheckpointStore:
         """
         step = None if step is None else checked_step(step)
         return await self._life.look(
-            lambda engine: engine.by_hand.verify(step, serial, tier, repair=repair, progress=progress)
+            lambda engine: engine.admin.verify(step, serial, tier, repair=repair, progress=progress)
         )
 
     async def scrub(
@@ -381,5 +381,5 @@ class CheckpointStore:
     ) -> list[Verified]:
         """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
         return await self._life.look(
-            lambda engine: engine.by_hand.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
+            lambda engine: engine.admin.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
         )

@@ -123,7 +123,7 @@ class SyncStore:
             replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
                 configuration: each rank stores its share of them.
 
-        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepAgreed`).
+        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepCommitted`).
 
         Raises:
             Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was

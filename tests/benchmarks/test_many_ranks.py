@@ -1,4 +1,4 @@
-"""A leader commits what very many ranks wrote, from their parts as files, and the store opens with it.
+"""Rank 0 commits what very many ranks wrote, from their parts as files, and the store opens with it.
 
 The limits hold for a machine that has nothing else to do; so that they do on a busy one, what is asserted is
 processor time. Nothing here waits for another process or a device for long.
@@ -99,7 +99,7 @@ def parts(root: Path, ranks: int) -> Iterator[Part]:
 
 
 async def commit(root: Path, ranks: int) -> None:
-    """What a leader does once all parts are there."""
+    """What rank 0 does once all parts are there."""
     whole = merge(parts(root, ranks))
     btree_key = layout.btree_key(STEP, SERIAL)
     files = encode_step(whole.record, whole.arrays, btree_path=btree_key, encoding=CRC32C)

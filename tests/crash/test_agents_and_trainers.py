@@ -423,7 +423,7 @@ async def test_libchfs_that_ends_its_process_ends_neither_agent_nor_trainer(
 
 
 @pytest.fixture
-def by_hand(shared_memory: Path, disk: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def admin(shared_memory: Path, disk: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts agents by the command line."""
     path = tmp_path / "ckpt.toml"
     path.write_text(to_toml(settings(shared_memory, folder(disk))))
@@ -443,13 +443,13 @@ def by_hand(shared_memory: Path, disk: Path, tmp_path: Path) -> Iterator[Callabl
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
 async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_in_order(
-    by_hand: Callable[..., subprocess.Popen[str]],
+    admin: Callable[..., subprocess.Popen[str]],
     shared_memory: Path,
     ram_folder: Path,
     disk: Path,
     ending: signal.Signals,
 ) -> None:
-    agent = by_hand()  # before there is any trainer
+    agent = admin()  # before there is any trainer
     assert agent.stderr is not None
     assert await asyncio.to_thread(agent.stderr.readline) == "promoting from tier ram to disk\n"
     for capacity, step in (("16 MiB", 1), ("32 MiB", 2)):  # RAM is given back, and made anew
@@ -458,7 +458,7 @@ async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_
             big = {"w": tree(step, arrays=1, nbytes=step * (10 << 20))["params"]["w0"]}
             await (await store.save(step, big)).reached("disk")
             assert agent_of(ram_folder) == agent.pid
-            second = by_hand()
+            second = admin()
             out, err = await asyncio.to_thread(second.communicate)
             assert second.returncode == 1
             assert f"has an agent already, process {agent.pid} on" in err
@@ -471,16 +471,16 @@ async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_
 
 
 async def test_once_promotes_what_a_dead_trainer_left_and_ends(
-    by_hand: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
+    admin: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
 ) -> None:
     alone = config({"ram": ram(shared_memory, on_close="keep"), "disk": folder(disk, rate_limit="1 KB/s")})
     await asyncio.to_thread(save_and_die, alone, 1)
-    agent = by_hand("--once")
+    agent = admin("--once")
     out, err = await asyncio.to_thread(agent.communicate)
     assert agent.returncode == 0, err
     assert out.startswith("step 1 is on tier disk: ")
     end_ram = ram_folder.rename(ram_folder.with_name("elsewhere"))
-    gone = by_hand("--once")
+    gone = admin("--once")
     out, err = await asyncio.to_thread(gone.communicate)
     assert gone.returncode == 0, err  # as after a training that ended in order
     assert "nothing is left to promote" in err

@@ -18,7 +18,7 @@ from support.scenes import SOON, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, StoreConfig, SyncStore
 from tieredckpt.engine import engine
-from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.errors import Invalid, NotFound
@@ -239,14 +239,14 @@ def test_a_step_that_is_still_being_captured_is_the_newest(
 
 
 def test_what_a_tiers_code_raises_is_tried_again(settings: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    promote, failures = ByHand.promote, iter([OSError("no library of ours"), TimeoutError("neither")])
+    promote, failures = Admin.promote, iter([OSError("no library of ours"), TimeoutError("neither")])
 
-    async def fails_at_first(self: ByHand, step: int, tier: str) -> object:
+    async def fails_at_first(self: Admin, step: int, tier: str) -> object:
         for failure in failures:
             raise failure
         return await promote(self, step, tier)
 
-    monkeypatch.setattr(ByHand, "promote", fails_at_first)
+    monkeypatch.setattr(Admin, "promote", fails_at_first)
     with CheckpointStore.open(settings).sync() as store:
         store.save(1, tree(1))
         with pytest.raises(SystemExit) as ended, preemption(store, seconds=60):

@@ -88,7 +88,7 @@ async def test_damage_that_is_not_mended_is_found_out(
     async def give_up(_: object, __: object, ___: object, damage: Iterable[Damage]) -> list[Unmended]:
         return [Unmended((each.key,), each.error) for each in damage]
 
-    monkeypatch.setattr("tieredckpt.engine.repairing.verify.heal", give_up)
+    monkeypatch.setattr("tieredckpt.engine.repairing.verify.repair_chunks", give_up)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)
     assert found.lost
 

@@ -269,7 +269,7 @@ async def test_memory_and_descriptors_do_not_grow_with_saves(shared_memory: Path
         assert state.scratch.slab.used == 0
         assert len(state.records()) <= 5  # what the slab has room for
         for tier in state.tiers:
-            for remembered in (tier.pins, tier.orphans, tier.dismissed, tier.doubtful, tier.stuck, tier._packs_of):
+            for remembered in (tier.pins, tier.orphans, tier.tombstones, tier.doubtful, tier.stuck, tier._packs_of):
                 assert len(remembered) <= 5
 
 

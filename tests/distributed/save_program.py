@@ -11,7 +11,7 @@ from distributed.launch import SOON, Rank, rank_of_this_process
 
 from tieredckpt import CheckpointStore, Shard, SyncStore
 from tieredckpt.engine.tier import commit_file
-from tieredckpt.events import CommitFailed, StepAgreed
+from tieredckpt.events import CommitFailed, StepCommitted
 
 ROWS, COLUMNS = 24 * 1024, 16
 
@@ -75,7 +75,7 @@ def die(me: Rank, store: SyncStore) -> None:
         if isinstance(event, CommitFailed):
             failed.append(event)
             heard.set()
-        elif isinstance(event, StepAgreed):
+        elif isinstance(event, StepCommitted):
             agreed.set()
 
     store.subscribe(hear)

@@ -24,7 +24,7 @@ from reliability.forging import (
     tree_of,
 )
 
-from tieredckpt.engine.state.failures import history_of
+from tieredckpt.engine.state.failures import failure_history
 from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout, manifest, ocdbt, ocdbt_read, pack
@@ -218,7 +218,7 @@ def test_no_step_or_serial_is_larger_than_a_store_can_count_on_from(number: int)
 def test_a_history_that_nobody_lived_through_is_none(failures: str) -> None:
     _, record, _ = sample_step()
     made_up = msgspec.structs.replace(record, provenance={"failures": failures, "trained_seconds": "1e308"})
-    history = history_of(made_up, [])
+    history = failure_history(made_up, [])
     assert history.failures == 0
     assert history.provenance(1.0, 0.0)["failures"] == "0"
 

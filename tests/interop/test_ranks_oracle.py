@@ -72,7 +72,7 @@ class Ranks:
         self.parts.append(decode_part(encode_part(Part(record, arrays)), f"parts/{rank}"))
 
     def commit(self) -> StepIndex:
-        """What the leader does; the step as it is read again."""
+        """What rank 0 does; the step as it is read again."""
         whole = merge(reversed(self.parts))
         path = layout.btree_key(7, 1)
         files = encode_step(whole.record, whole.arrays, btree_path=path, encoding=CRC32C)

@@ -41,10 +41,10 @@ from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.ram import slab_meta
 from tieredckpt.config import load, to_toml
-from tieredckpt.engine.state.failures import history_of
+from tieredckpt.engine.state.failures import failure_history
 from tieredckpt.engine.state.state import numbers
 from tieredckpt.engine.tier import lease
-from tieredckpt.engine.tier.chunk_index import KnownChunks
+from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
@@ -131,7 +131,7 @@ _REPLY = msgspec.msgpack.encode(frames.Reply(1, value=[("packs", "folder"), ("a"
 def _use_record(record: StepRecord) -> None:
     """What a store does with the record of any step that it finds."""
     numbers(record.metrics)
-    history_of(record, []).provenance(1.0, 1.0)
+    failure_history(record, []).provenance(1.0, 1.0)
     str(record.id)
     layout.step_folder(record.step, record.serial)
     for _, node in walk(record.structure):
@@ -196,7 +196,7 @@ def _packed(elements: list[Any]) -> bytes:
 
 
 def _use_part(data: bytes) -> None:
-    """What the leader does with a part: use its record, and make a step of it if it is the only one."""
+    """What rank 0 does with a part: use its record, and make a step of it if it is the only one."""
     part = decode_part(data, "the part of rank 0")
     _use_record(part.record)
     with suppress(Conflict):
@@ -217,9 +217,9 @@ def _tampered_catalogs() -> st.SearchStrategy[bytes]:
 def _use_catalog(data: bytes) -> None:
     """What opening a store does with a catalog that the listing confirms."""
     catalog = decode_catalog(data, "here")
-    chunks = KnownChunks()
-    spares = chunks.fill(catalog.packs, catalog.counts, catalog.chunks)
-    assert len(chunks) + sum(map(len, spares.values())) <= len(catalog.chunks)
+    chunks = ChunkIndex()
+    duplicates = chunks.fill(catalog.packs, catalog.counts, catalog.chunks)
+    assert len(chunks) + sum(map(len, duplicates.values())) <= len(catalog.chunks)
     sizes = dict(zip(catalog.packs, catalog.sizes.tolist(), strict=True))
     if len(sizes) == len(catalog.packs):
         assert all(extent.offset + extent.length <= sizes[extent.path] for extent in chunks.values())
@@ -241,7 +241,7 @@ def _decode_holder(data: bytes) -> None:
     if holder is not None:
         str(holder)
         lease._process_lives(holder)
-        history_of(_RECORD, [holder]).provenance(1.0, 1.0)
+        failure_history(_RECORD, [holder]).provenance(1.0, 1.0)
 
 
 def _decode_toml(data: bytes) -> None:

@@ -3,17 +3,17 @@
 ::
 
     world = World(4, nodes=["a", "a", "b", "b"])
-    stores = [CheckpointStore.open(config, ranks=coordinator) for coordinator in world.coordinators()]
+    stores = [CheckpointStore.open(config, ranks=communicator) for communicator in world.communicators()]
     world.kill(3, "post", topic="written/*", nth=2)     # at its second such call, rank 3 dies ...
     await world.died(3)
     held = world.hold(1, "take")                        # rank 1 hangs there ...
     await held.reached()
     held.release()                                      # ... until now
     world.delay(2, 0.5)                                 # every call of rank 2 takes half a second longer
-    world.restart()                                     # new processes: coordinators made from now on
+    world.restart()                                     # new processes: communicators made from now on
 
-Each coordinator is used from an event loop of its own, in any thread. A call of a dead rank never returns,
-unless it is cancelled or its coordinator is closed, and nothing it says leaves it. ``verb`` is the name of a
+Each communicator is used from an event loop of its own, in any thread. A call of a dead rank never returns,
+unless it is cancelled or its communicator is closed, and nothing it says leaves it. ``verb`` is the name of a
 method or ``"*"``, ``topic`` a pattern of `fnmatch`; opening and bulk have the topics ``""`` and the tag.
 Faults may be scripted from any thread; ``nth`` counts the matching calls from 1 on.
 """
@@ -29,7 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
+from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable
 from tieredckpt.testing.faulty import Hold
@@ -112,16 +112,16 @@ class World:
         self._coming: dict[int, tuple[_End, Future[_Session]]] = {}
         self._deaths: dict[int, Future[None]] = {rank: Future() for rank in range(size)}
 
-    def coordinator(self, rank: int) -> InProcess:
+    def communicator(self, rank: int) -> InProcess:
         """A new process of that rank."""
         if not 0 <= rank < self.size:
             raise Invalid(f"there is no rank {rank} in a world of {self.size}")
         with self._guards_world:
             return InProcess(self, rank, self._deaths[rank])
 
-    def coordinators(self) -> list[InProcess]:
+    def communicators(self) -> list[InProcess]:
         """A new process of every rank."""
-        return [self.coordinator(rank) for rank in range(self.size)]
+        return [self.communicator(rank) for rank in range(self.size)]
 
     @property
     def calls(self) -> tuple[tuple[int, str, str], ...]:
@@ -153,7 +153,7 @@ class World:
         self._add(_Fault(rank, verb, topic, nth, repeats=True, effect=seconds))
 
     def restart(self) -> None:
-        """Forget the script, and let every rank live again in the coordinators that are made from now on."""
+        """Forget the script, and let every rank live again in the communicators that are made from now on."""
         with self._guards_world:
             self._script.clear()
             self._coming.clear()
@@ -200,7 +200,7 @@ class World:
 
 
 class InProcess:
-    """A coordinator of a `World`."""
+    """A communicator of a `World`."""
 
     def __init__(self, world: World, rank: int, death: Future[None]) -> None:
         self.rank = rank
@@ -222,9 +222,9 @@ class InProcess:
                     self._session = await asyncio.shield(asyncio.wrap_future(met))
             except TimeoutError:
                 missing = self._world.leave(self.rank, met)
-                if self.rank == LEADER:
+                if self.rank == COORDINATOR:
                     raise RanksMissing(f"ranks {missing} have not come within {timeout:.1f} s", missing) from None
-                raise RanksUnavailable(f"the ranks have not met within {timeout:.1f} s", [LEADER]) from None
+                raise RanksUnavailable(f"the ranks have not met within {timeout:.1f} s", [COORDINATOR]) from None
             except asyncio.CancelledError:
                 self._world.leave(self.rank, met)
                 raise
@@ -277,7 +277,7 @@ class InProcess:
     @property
     def _ends(self) -> dict[int, _End]:
         if self._session is None:
-            raise Invalid(f"the coordinator of rank {self.rank} is not open")
+            raise Invalid(f"the communicator of rank {self.rank} is not open")
         return self._session.ends
 
     @asynccontextmanager
@@ -285,7 +285,7 @@ class InProcess:
         """Meet the script, and let nothing come back to a rank that died meanwhile."""
         self._check_open()
         if verb in ("send", "receive") and not self.bulk:
-            raise Invalid("this coordinator sends nothing in bulk")
+            raise Invalid("this communicator sends nothing in bulk")
         if not self._death.done():
             for effect in self._world.strike(self.rank, verb, topic):
                 await (effect.stop_here() if isinstance(effect, Hold) else asyncio.sleep(effect))
@@ -304,4 +304,4 @@ class InProcess:
 
     def _check_open(self) -> None:
         if self._closing.is_set():
-            raise Closed("the coordinator of the ranks was closed, with the store it belonged to")
+            raise Closed("the communicator of the ranks was closed, with the store it belonged to")

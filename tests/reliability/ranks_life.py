@@ -22,7 +22,7 @@ from reliability.memory import Objects
 from reliability.ranks import World
 from reliability.recorder import recording
 from tieredckpt.config import StoreConfig, load
-from tieredckpt.events import Event, StepAgreed, StepPromoted
+from tieredckpt.events import Event, StepCommitted, StepPromoted
 from tieredckpt.store import CheckpointStore
 from tieredckpt.tree.shards import Shard
 
@@ -93,7 +93,7 @@ async def opened_together(
     """
     world = World(len(nodes), nodes=nodes)
     stores = [
-        CheckpointStore.open(ranks_config(kind, place, node), ranks=world.coordinator(rank))
+        CheckpointStore.open(ranks_config(kind, place, node), ranks=world.communicator(rank))
         for rank, node in enumerate(nodes)
     ]
     stores[0].subscribe(hear)
@@ -165,7 +165,7 @@ class _Living:
 
     def _hear(self, event: Event) -> None:
         match event:
-            case StepAgreed(serial=serial):
+            case StepCommitted(serial=serial):
                 for name in memories():
                     self._journal.add(Acknowledged(name, serial))
             case StepPromoted(serial=serial, tier=tier):

@@ -31,7 +31,7 @@ from reliability.trouble import SLOWER, Trouble
 from tieredckpt.concurrency import outlast
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.inventory import StepInfo
-from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved, TierFailed
@@ -354,7 +354,7 @@ class _Soaking:
             self._acknowledged["ram"].clear()
         for tier in tiers:  # an eviction that was under way is told by nobody
             self._acknowledged[tier.name] -= {
-                step.serial for step, error in tier.damaged.items() if isinstance(error, HalfDeleted)
+                step.serial for step, error in tier.damaged.items() if isinstance(error, IndeterminateDelete)
             }
         self._found.reopened += 1
         absent = self._chance.choice(SLOWER)

@@ -173,7 +173,7 @@ class IdentityMachine(RuleBasedStateMachine):
 
         async def train() -> None:
             world = World(2, nodes=["a", "a"])
-            stores = [CheckpointStore.open(self.settings(name), ranks=each) for each in world.coordinators()]
+            stores = [CheckpointStore.open(self.settings(name), ranks=each) for each in world.communicators()]
             for problem in await asyncio.gather(*stores, return_exceptions=True):
                 if isinstance(problem, Exception):
                     assert "is a copy of the store at" in str(problem), problem

@@ -33,7 +33,7 @@ PLACES = [
     for topic in ("log/*", "restore/*", "reading/*", "exchange/*", "restored/*")
     for verb in ("post", "take")
 ]
-"""Calls of a coordinator at which a rank may be cancelled; each rank makes some of them."""
+"""Calls of a communicator at which a rank may be cancelled; each rank makes some of them."""
 
 Outcome = Restored | BaseException | None
 

@@ -56,7 +56,7 @@ class Cluster:
         settings = config(
             tiers, rack=standing, **({"name": "test", "rank_deadline": SOON} | self._settings.get("store", {}))
         )
-        return CheckpointStore.open(settings, ranks=self.world.coordinator(rank))
+        return CheckpointStore.open(settings, ranks=self.world.communicator(rank))
 
     @asynccontextmanager
     async def open(self, *, crashing: bool = False) -> AsyncIterator[list[CheckpointStore]]:

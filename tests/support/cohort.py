@@ -105,7 +105,7 @@ async def cohort(
             "disk": folder(disk, **(disk_settings or {})),
         }
         chosen = config(made, **({"name": "test", "rank_deadline": SOON} | settings))
-        return CheckpointStore.open(chosen, ranks=world.coordinator(rank))
+        return CheckpointStore.open(chosen, ranks=world.communicator(rank))
 
     stores = [new(rank) for rank in range(size)]
     opened = await asyncio.gather(*stores, return_exceptions=True)

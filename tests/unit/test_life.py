@@ -185,7 +185,7 @@ async def test_who_takes_over_has_what_the_older_store_saved_and_had_to_promote(
 
 
 async def test_another_rank_of_this_process_is_not_taken_over(promoting: StoreConfig) -> None:
-    ranks = World(2).coordinators()
+    ranks = World(2).communicators()
     opening = [CheckpointStore.open(promoting, ranks=rank, takeover=True) for rank in ranks]
     stores = await asyncio.gather(*(store.__aenter__() for store in opening))
     assert [await store.steps() for store in stores] == [(), ()]

@@ -16,7 +16,7 @@ SHORT = 0.1
 
 
 async def met(world: World) -> list[InProcess]:
-    ranks = world.coordinators()
+    ranks = world.communicators()
     await asyncio.gather(*(each.open(timeout=ENOUGH) for each in ranks))
     return ranks
 
@@ -26,8 +26,8 @@ async def close(ranks: list[InProcess]) -> None:
 
 
 async def test_nodes_are_as_told() -> None:
-    assert [each.node for each in World(3, nodes=["a", "a", "b"]).coordinators()] == ["a", "a", "b"]
-    assert len({each.node for each in World(3).coordinators()}) == 3
+    assert [each.node for each in World(3, nodes=["a", "a", "b"]).communicators()] == ["a", "a", "b"]
+    assert len({each.node for each in World(3).communicators()}) == 3
     with pytest.raises(Invalid, match="3 ranks"):
         World(3, nodes=["a"])
 
@@ -110,7 +110,7 @@ async def test_a_rank_lags_from_the_call_on_that_was_named() -> None:
 async def test_after_a_restart_the_dead_live_and_the_script_is_forgotten() -> None:
     world = World(3)
     world.kill(2, "open")
-    first = world.coordinators()
+    first = world.communicators()
     opening = [asyncio.create_task(each.open(timeout=SHORT)) for each in first]
     await world.died(2)
     assert all(isinstance(o, RanksUnavailable) for o in await asyncio.gather(*opening[:2], return_exceptions=True))

@@ -29,7 +29,7 @@ from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.opening.connect import connect as connect_tier
 from tieredckpt.engine.opening.ram import judged_within
 from tieredckpt.engine.opening.ram_choice import may_return, notes
-from tieredckpt.engine.opening.scan import survey
+from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.state.state import Role
 from tieredckpt.engine.tier.lease import Holder, lives_here
 from tieredckpt.engine.wire_types import Failure
@@ -146,7 +146,7 @@ class Agent:
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""
         self._wire = wire
-        farewell = said.Farewell(done=False)
+        farewell = said.Goodbye(done=False)
         try:
             farewell = await self._serve(wire)
         except Parted as error:
@@ -242,7 +242,7 @@ class Agent:
         note = await in_thread(read_note, self._folder)
         try:
             if ram.ram is not None and note is not None and ram.ram.is_of(note):
-                await survey(ram)  # a slab that went with its process is still mapped here
+                await scan_tier(ram)  # a slab that went with its process is still mapped here
             else:
                 while ram.pins:  # what is read stays where it is
                     await state.changed.wait(_LOOK_AGAIN)
@@ -255,11 +255,11 @@ class Agent:
             ram.error = None
             state.adopt_line()
             self._engine.prefault()
-        state.changed.beat()
+        state.changed.notify()
 
     # -- trainers -----------------------------------------------------------------------------------------
 
-    async def _serve(self, wire: Wire) -> said.Farewell:
+    async def _serve(self, wire: Wire) -> said.Goodbye:
         """Hear a trainer until it says farewell. Raises `Parted` when it goes without."""
         hello: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
         in_ram: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
@@ -307,7 +307,7 @@ class Agent:
         state = self._engine.state
         state.identity.made_up = made_up
         leases = [tier.lease for tier in state.tiers if tier.lease is not None]
-        self._dead = (*self._dead, *(holder for lease in leases for holder in lease.left_behind))
+        self._dead = (*self._dead, *(holder for lease in leases for holder in lease.stale_holders))
 
     # -- the end ------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class LentTiers:
         check_found(index, tier.packs)
         await commit_file.commit(tier, index.record, index.arrays)
         self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     def _lent_one(self, name: str) -> Tier:
         if name not in self._lent:

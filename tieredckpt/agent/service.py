@@ -43,7 +43,7 @@ class Service:
         self._pinned: Counter[tuple[str, StepId]] = Counter()
         self._lent = LentTiers(self._state, engine.collector)
 
-    async def run(self, dead: tuple[Holder, ...]) -> said.Farewell:
+    async def run(self, dead: tuple[Holder, ...]) -> said.Goodbye:
         """Serve until the trainer says farewell. Raises `Parted` when it goes without."""
         unsubscribe = self._engine.events.subscribe(self._hear)
         tasks = [
@@ -64,13 +64,13 @@ class Service:
                     case said.InRam():
                         adopt_ram(self._state, word)
                         self._engine.prefault()  # of a slab that has grown
-                    case said.Ask():
+                    case said.Request():
                         task = asyncio.create_task(self._answer(word), name=f"tieredckpt order {word.number}")
                         self._work[word.number] = task
-                    case said.Withdraw():
+                    case said.Cancel():
                         if (withdrawn := self._work.get(word.number)) is not None:
                             withdrawn.cancel()
-                    case said.Farewell():
+                    case said.Goodbye():
                         return word
                     case said.Hello():
                         pass  # it was the first word
@@ -83,7 +83,7 @@ class Service:
             self._lent.give_all_back()
             for name, step in self._pinned.elements():
                 _unpin(self._state.tier(name), step)
-            self._state.changed.beat()
+            self._state.changed.notify()
 
     # -- telling ------------------------------------------------------------------------------------------
 
@@ -105,11 +105,11 @@ class Service:
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(_SIGN_OF_LIFE)
-            self._wire.send(said.Alive())
+            self._wire.send(said.Heartbeat())
 
     # -- orders -------------------------------------------------------------------------------------------
 
-    async def _answer(self, ask: said.Ask) -> None:
+    async def _answer(self, ask: said.Request) -> None:
         failure, value = None, b""
         progress = _Progress(self._wire, ask.number)
         try:
@@ -123,24 +123,24 @@ class Service:
             progress.tell()
             self._work.pop(ask.number, None)
         self._tell()  # whoever asked finds it done
-        self._wire.send(said.Answer(ask.number, value, failure))
+        self._wire.send(said.Response(ask.number, value, failure))
 
     async def _carry_out(self, order: said.Order, progress: Callable[[int], None]) -> object:
-        engine, state, by_hand = self._engine, self._state, self._engine.by_hand
+        engine, state, admin = self._engine, self._state, self._engine.admin
         match order:
             case said.Promote(number, tier):
-                return await by_hand.promote(number, tier)
+                return await admin.promote(number, tier)
             case said.Evict(number, tier):
-                await by_hand.evict(number, tier)
+                await admin.evict(number, tier)
             case said.Delete(steps, force):
-                await by_hand.delete_copies(steps, force=force)
+                await admin.delete_copies(steps, force=force)
             case said.Collect():
                 managed = {tier.name for tier in state.tiers if state.manages(tier)}
-                return [each for each in await by_hand.collect() if each.tier in managed]
+                return [each for each in await admin.collect() if each.tier in managed]
             case said.Verify(number, serial, tier, repair):
-                return await by_hand.verify(number, serial, tier, repair=repair, progress=progress)
+                return await admin.verify(number, serial, tier, repair=repair, progress=progress)
             case said.Scrub(tier, repair, rate):
-                return await by_hand.scrub(tier, repair=repair, rate=rate, progress=progress)
+                return await admin.scrub(tier, repair=repair, rate=rate, progress=progress)
             case said.Flush():
                 await engine.flush()
             case said.Reach(step, tier):

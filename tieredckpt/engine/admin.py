@@ -14,10 +14,10 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["ByHand"]
+__all__ = ["Admin"]
 
 
-class ByHand:
+class Admin:
     """Orders that come from people and programs. Lives on the engine's loop.
 
     ``promote`` copies a step to a tier and gives the bytes written.
@@ -35,7 +35,7 @@ class ByHand:
         if tier.ram is not None:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
         self._check_managed("promote to", tier)
-        tier.dismissed.discard(step)
+        tier.tombstones.discard(step)
         written = await self._promote(step, tier)
         await self._collector.settle(tier)
         return written
@@ -46,12 +46,12 @@ class ByHand:
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
         self._check_managed("evict from", tier)
         if tier.keeps(step):  # else it would never come there, or is leaving already
-            tier.dismissed.add(step)
+            tier.tombstones.add(step)
         try:
             await self._collector.evictor.evict(step, tier)
         except BaseException:
             if tier.keeps(step):
-                tier.dismissed.discard(step)
+                tier.tombstones.discard(step)
             raise
         await self._collector.collect(tier, orphans=False)
 
@@ -81,9 +81,9 @@ class ByHand:
         tiers = [tier for tier in self._state.tiers if self._state.manages(tier)]
         for tier in tiers:
             check_unread(steps, tier)
-        dismissed = {tier.name: set(steps) - tier.dismissed for tier in tiers}
+        tombstones = {tier.name: set(steps) - tier.tombstones for tier in tiers}
         for tier in tiers:
-            tier.dismissed.update(steps)  # else a policy may bring back what has left one tier and not yet the next
+            tier.tombstones.update(steps)  # else a policy may bring back what has left one tier and not yet the next
         try:
             for tier in tiers:
                 for step in steps:
@@ -91,7 +91,7 @@ class ByHand:
                         await self._collector.evictor.evict(step, tier, deleted=True)
         except BaseException:
             for tier in tiers:
-                tier.dismissed -= dismissed[tier.name]
+                tier.tombstones -= tombstones[tier.name]
             raise
         for tier in tiers:
             await self._collector.collect(tier, orphans=False)

@@ -32,9 +32,9 @@ from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.promoting.waiting import reached, settled
-from tieredckpt.engine.ranks.communicator import Coordinator
-from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.repairing.background import Mending
+from tieredckpt.engine.ranks.communicator import Communicator
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.save import Saved, Writer
@@ -81,19 +81,19 @@ class Engine:
 
     # -- life ---------------------------------------------------------------------------------------------
 
-    async def start(self, coordinator: Coordinator | None = None) -> None:
-        """Open the tiers and begin to work; with other ranks where the ``coordinator`` has some.
+    async def start(self, communicator: Communicator | None = None) -> None:
+        """Open the tiers and begin to work; with other ranks where the ``communicator`` has some.
 
         Raises when no tier can be opened, another store writes here, or another rank cannot open.
         """
         team = None
-        if coordinator is not None and coordinator.size > 1:
+        if communicator is not None and communicator.size > 1:
             if self._role is Role.TRAINER:
                 raise Invalid(
-                    f"promote_in = 'agent' is for a store of one rank, and there are {coordinator.size}: leave it out, "
-                    f"so that the ranks promote"
+                    f"promote_in = 'agent' is for a store of one rank, and there are {communicator.size}: leave it "
+                    f"out, so that the ranks promote"
                 )
-            team = Team(coordinator, deadline=self._config.rank_deadline)
+            team = Group(communicator, deadline=self._config.rank_deadline)
         try:
             if team is not None:
                 await team.open()
@@ -111,7 +111,7 @@ class Engine:
         if not self._read_only:
             self._begin()
 
-    def _prepare(self, team: Team | None) -> None:
+    def _prepare(self, team: Group | None) -> None:
         config = self._config
         self.state = State(
             config=config,
@@ -128,14 +128,14 @@ class Engine:
         self.collector = Collector(self.state)
         self.mode = self._make_mode(team)
         connect_ram(self.state, sharers=_sharers(config.ram, team), folder=self._ram)
-        self.by_hand = self.mode.by_hand
-        self.mending = Mending(self.state, self.collector, self.mode.mend_elsewhere)
+        self.admin = self.mode.admin
+        self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
         self.restorer = Restorer(self.state, self.mode, self.mending.behind)
         self._writer = Writer(self.state, self.collector)
         self.inventory = Inventory(self.state)
         self.captures = Captures(self.state, self.save)
 
-    def _make_mode(self, team: Team | None) -> Alone:
+    def _make_mode(self, team: Group | None) -> Alone:
         """How this process takes part in the store."""
         if team is not None:
             return AmongRanks(self.state, self.collector, team, self._open_tiers, self.promote_at_once)
@@ -156,7 +156,7 @@ class Engine:
         if self._role is not Role.AGENT:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
         if self._role is not Role.TRAINER:
-            self._go_on(keep_tidy(self._config.grace, self.by_hand.collect), "collect")
+            self._go_on(keep_tidy(self._config.grace, self.admin.collect), "collect")
         self.prefault()
 
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -188,7 +188,7 @@ class Engine:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
 
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
-        """Copy a step to a tier before older ones that are on their way. Raises as `ByHand.promote`."""
+        """Copy a step to a tier before older ones that are on their way. Raises as `Admin.promote`."""
         await self.give_way(step, tier.name)
         await self.mode.ask_to_promote(step, tier)
 
@@ -298,6 +298,6 @@ class Engine:
         return await self.mode.looking(work, packs=packs)
 
 
-def _sharers(ram: RamTier | None, team: Team | None) -> int:
+def _sharers(ram: RamTier | None, team: Group | None) -> int:
     """How many ranks share this machine's memory; what each keeps for others takes as much again for every replica."""
-    return len(team.neighbours) * ram.replicas if team is not None and ram is not None else 1
+    return len(team.local_ranks) * ram.replicas if team is not None and ram is not None else 1

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-__all__ = ["Pulse"]
+__all__ = ["Notification"]
 
 
-class Pulse:
+class Notification:
     """Wakes everybody who waits for the next change. No wake-up is lost: look, then wait, with no await between."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         self._next.set()
         self._next = asyncio.Event()
 

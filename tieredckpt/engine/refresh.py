@@ -18,9 +18,9 @@ from tieredckpt.blobs.ram.slab_meta import read_note
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.opening.connect import connect, identify, reopen
-from tieredckpt.engine.opening.scan import survey_again
-from tieredckpt.engine.opening.stale_ram import drop_left_behind
-from tieredckpt.engine.ranks.restore.read_only_ram import look_on, seen_in_ram
+from tieredckpt.engine.opening.scan import scan_tier_again
+from tieredckpt.engine.opening.stale_ram import remove_stale_ram
+from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Held, Tier
@@ -116,16 +116,16 @@ class Refresh:
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # whose store it is, only what is there can tell
         before = set(first.held)
-        await drop_left_behind(state)
+        await remove_stale_ram(state)
         self._left_behind |= before - set(first.held)
         seen = await in_thread(seen_in_ram, state)
         if seen != self._seen:
-            await look_on(state)
+            await open_read_only_ram(state)
             self._seen = seen
-        for step, chosen in state.looked_on.items():
+        for step, chosen in state.read_only_steps.items():
             first.held.setdefault(step, Held(chosen.index.record, ""))
         state.adopt_line()
-        state.changed.beat()
+        state.changed.notify()
 
     async def _look_at(self, tier: Tier, *, packs: bool) -> None:
         if isinstance(tier.ram, RamStore) and not await in_thread(_is_there, tier.ram):
@@ -136,7 +136,7 @@ class Refresh:
         if tier.error is not None and time.monotonic() < tier.retry_at:
             return
         try:
-            foreign = await survey_again(tier, packs=packs, but=self._left_behind if tier.ram is not None else ())
+            foreign = await scan_tier_again(tier, packs=packs, but=self._left_behind if tier.ram is not None else ())
         except TierUnavailable as error:
             await self._reopen(tier, error)
         else:
@@ -149,7 +149,7 @@ class Refresh:
         """Look at a tier that fails through a new store: its file system may have been mounted anew."""
         try:
             if tier.ram is None and await reopen(self._state, tier):
-                await survey_again(tier)
+                await scan_tier_again(tier)
                 tier.recover()
                 return
         except TieredCkptError:

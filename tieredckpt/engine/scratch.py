@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.ram.lending import borrow
 from tieredckpt.blobs.ram.slab import Slab, aligned
-from tieredckpt.engine.notify import Pulse
+from tieredckpt.engine.notify import Notification
 from tieredckpt.errors import Corrupt
 from tieredckpt.units import format_size
 
@@ -35,7 +35,7 @@ class Scratch:
         """Of ``capacity`` bytes; other processes need not map them where ``shared`` is False."""
         self.capacity = aligned(capacity)
         self.slab = Slab(_shared_file(self.capacity) if shared else None, self.capacity)
-        self.returned = Pulse()
+        self.returned = Notification()
         """Beats whenever memory was given back."""
         self._turn = asyncio.Lock()
 
@@ -74,7 +74,7 @@ class Scratch:
 
     def give_back(self, offset: int, nbytes: int) -> None:
         self.slab.release(offset, nbytes)
-        self.returned.beat()
+        self.returned.notify()
 
     def close(self) -> None:
         self.slab.close()

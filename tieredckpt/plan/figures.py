@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Figures", "Ledger", "Phase", "Restores", "TierFigures"]
+__all__ = ["CollectiveRestores", "Figures", "Ledger", "Phase", "TierFigures"]
 
 Phase = Literal["train", "stall", "restart", "restore"]
 """What the job does at a time: it trains, waits for a save, for its trainers to run again, or for its state."""
@@ -30,7 +30,7 @@ class TierFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Restores:
+class CollectiveRestores:
     """Restores from one tier."""
 
     count: int
@@ -61,7 +61,7 @@ class Figures:
     skipped: int
     interval: float
     """Mean time between saves while the job trained."""
-    restores: Mapping[str, Restores]
+    restores: Mapping[str, CollectiveRestores]
     tiers: Mapping[str, TierFigures]
     fill: Mapping[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Time and bytes, by tier."""
@@ -104,7 +104,7 @@ class Ledger:
             skipped=self.skipped,
             interval=self.spent["train"] / self.saves if self.saves else self.spent["train"],
             restores={
-                name: Restores(len(seconds), sum(seconds) / len(seconds), max(seconds))
+                name: CollectiveRestores(len(seconds), sum(seconds) / len(seconds), max(seconds))
                 for name, seconds in self.reads.items()
             },
             tiers={name: self._tier(name) for name in tiers},

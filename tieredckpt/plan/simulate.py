@@ -260,7 +260,7 @@ class _Run:
                     continue
                 if not self.world.make_room(tier, step):
                     if any(held > step for held in tier.held):
-                        tier.dismissed.add(step)
+                        tier.tombstones.add(step)
                         continue
                     tier.error = NoSpace(f"tier {tier.name!r} is full")
                     self.world.touched()

@@ -254,7 +254,7 @@ class World(State):
             return False
         del tier.held[step]
         self._look(step)
-        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in self._seen}
+        tier.tombstones = {gone for gone in (*tier.tombstones, step) if gone in self._seen}
         self._happened("evicted", step, tier)
         return True
 
@@ -265,7 +265,7 @@ class World(State):
         if not tier.index or not tier.healthy:
             return None
         waiting = {step for nearer in self.tiers[: tier.index] for step in nearer.held}
-        waiting -= tier.held.keys() | tier.dismissed
+        waiting -= tier.held.keys() | tier.tombstones
         for step in sorted(waiting, reverse=True):
             self.asked += 1
             if is_due(self, step, tier, self.view()):
@@ -287,7 +287,7 @@ class World(State):
 
     def _hold(self, step: StepId, record: StepRecord, tier: WorldTier) -> None:
         tier.held[step] = Held(record, "")
-        tier.dismissed.discard(step)
+        tier.tombstones.discard(step)
         self._look(step)
 
     def touched(self) -> None:
@@ -319,7 +319,7 @@ class World(State):
     def reopen(self) -> StepId | None:
         """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
         for tier in self.rungs:
-            tier.dismissed.clear()
+            tier.tombstones.clear()
             tier.error = None
             tier.seen_bandwidth = tier.promotion_seconds = None
             if tier.down:

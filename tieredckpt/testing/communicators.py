@@ -1,4 +1,4 @@
-"""What every coordinator promises, as tests: subclass `CoordinatorTests` to hold one of your own to them.
+"""What every communicator promises, as tests: subclass `CommunicatorTests` to hold one of your own to them.
 
 ::
 
@@ -7,7 +7,7 @@
         def processes(self, tmp_path):
             return lambda: [MyRanks(tmp_path, rank=rank, size=3) for rank in range(3)]
 
-``processes`` starts a training: it makes a new coordinator for every rank. Called once more, it starts all of them
+``processes`` starts a training: it makes a new communicator for every rank. Called once more, it starts all of them
 again in the same job. They need pytest-asyncio in ``auto`` mode.
 """
 
@@ -22,10 +22,10 @@ from typing import TypeVar
 
 import pytest
 
-from tieredckpt.engine.ranks.communicator import Coordinator, RanksMissing, barrier, broadcast, exchange, gather
+from tieredckpt.engine.ranks.communicator import Communicator, RanksMissing, barrier, broadcast, exchange, gather
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable
 
-__all__ = ["CoordinatorTests"]
+__all__ = ["CommunicatorTests"]
 
 T = TypeVar("T")
 
@@ -38,22 +38,22 @@ SLACK = 20.0
 """Seconds beyond a deadline after which it was not honoured, on a machine that has much else to do."""
 
 
-class CoordinatorTests:
-    """The contract of `tieredckpt.engine.ranks.communicator.Coordinator`. Subclasses give the fixture ``processes``."""
+class CommunicatorTests:
+    """The contract of `tieredckpt.Communicator`. Subclasses give the fixture ``processes``."""
 
     @pytest.fixture
-    def processes(self) -> Callable[[], list[Coordinator]]:
-        """Starts a training: makes a coordinator for every rank, in the order of the ranks."""
+    def processes(self) -> Callable[[], list[Communicator]]:
+        """Starts a training: makes a communicator for every rank, in the order of the ranks."""
         raise NotImplementedError("a subclass of CoordinatorTests gives the fixture `processes`")
 
     @pytest.fixture
     async def start(
-        self, processes: Callable[[], list[Coordinator]]
-    ) -> AsyncIterator[Callable[[], Awaitable[list[Coordinator]]]]:
+        self, processes: Callable[[], list[Communicator]]
+    ) -> AsyncIterator[Callable[[], Awaitable[list[Communicator]]]]:
         """Starts a training and lets its ranks meet."""
-        made: list[Coordinator] = []
+        made: list[Communicator] = []
 
-        async def start() -> list[Coordinator]:
+        async def start() -> list[Communicator]:
             ranks = processes()
             made.extend(ranks)
             await _all(rank.open(timeout=ENOUGH) for rank in ranks)
@@ -63,19 +63,19 @@ class CoordinatorTests:
         await _all(rank.close() for rank in made)
 
     @pytest.fixture
-    async def ranks(self, start: Callable[[], Awaitable[list[Coordinator]]]) -> list[Coordinator]:
+    async def ranks(self, start: Callable[[], Awaitable[list[Communicator]]]) -> list[Communicator]:
         """The ranks of a training that have met."""
         return await start()
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    async def test_it_tells_who_it_is(self, ranks: list[Coordinator]) -> None:
+    async def test_it_tells_who_it_is(self, ranks: list[Communicator]) -> None:
         assert [each.rank for each in ranks] == list(range(len(ranks)))
         assert {each.size for each in ranks} == {len(ranks)}
-        assert all(isinstance(each, Coordinator) and each.node for each in ranks)
+        assert all(isinstance(each, Communicator) and each.node for each in ranks)
         assert len({each.bulk for each in ranks}) == 1
 
-    async def test_what_is_posted_is_taken_once_by_each(self, ranks: list[Coordinator]) -> None:
+    async def test_what_is_posted_is_taken_once_by_each(self, ranks: list[Communicator]) -> None:
         everybody = range(len(ranks))
         for each in ranks:
             await each.post(everybody, "first", bytes([each.rank]))
@@ -87,7 +87,7 @@ class CoordinatorTests:
                 with pytest.raises(RanksUnavailable):
                     await each.take(source, "first", timeout=0.0)
 
-    async def test_a_take_waits_for_the_post(self, ranks: list[Coordinator]) -> None:
+    async def test_a_take_waits_for_the_post(self, ranks: list[Communicator]) -> None:
         taking = asyncio.create_task(ranks[0].take(ranks[-1].rank, "later", timeout=ENOUGH))
         await asyncio.sleep(0.05)
         assert not taking.done()
@@ -95,21 +95,21 @@ class CoordinatorTests:
         assert await taking == b"now"
 
     @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 4 << 20])
-    async def test_a_message_is_kept_bit_for_bit(self, ranks: list[Coordinator], nbytes: int) -> None:
+    async def test_a_message_is_kept_bit_for_bit(self, ranks: list[Communicator], nbytes: int) -> None:
         data = random.Random(nbytes).randbytes(nbytes)
         await ranks[-1].post([0], "a/topic of ünusual name", data)
         assert await ranks[0].take(ranks[-1].rank, "a/topic of ünusual name", timeout=ENOUGH) == data
 
     @pytest.mark.parametrize("seed", range(3))
-    async def test_whatever_the_order_nothing_is_lost_or_mixed_up(self, ranks: list[Coordinator], seed: int) -> None:
+    async def test_whatever_the_order_nothing_is_lost_or_mixed_up(self, ranks: list[Communicator], seed: int) -> None:
         rng = random.Random(seed)
         letters = [(rng.choice(ranks), rng.choice(ranks), f"topic {number}") for number in range(60)]
 
-        async def post(source: Coordinator, to: Coordinator, topic: str) -> None:
+        async def post(source: Communicator, to: Communicator, topic: str) -> None:
             await asyncio.sleep(rng.random() / 20)
             await source.post([to.rank], topic, f"{source.rank} {to.rank} {topic}".encode())
 
-        async def take(source: Coordinator, to: Coordinator, topic: str) -> None:
+        async def take(source: Communicator, to: Communicator, topic: str) -> None:
             await asyncio.sleep(rng.random() / 20)
             data = await to.take(source.rank, topic, timeout=ENOUGH)
             assert data == f"{source.rank} {to.rank} {topic}".encode()
@@ -120,20 +120,20 @@ class CoordinatorTests:
 
     # -- deadlines ----------------------------------------------------------------------------------------
 
-    async def test_a_silent_rank_is_named_at_the_deadline(self, ranks: list[Coordinator]) -> None:
+    async def test_a_silent_rank_is_named_at_the_deadline(self, ranks: list[Communicator]) -> None:
         begin = time.monotonic()
         with pytest.raises(RanksUnavailable, match="has not sent 'nothing'") as caught:
             await ranks[0].take(ranks[-1].rank, "nothing", timeout=SHORT)
         assert SHORT * 0.9 <= time.monotonic() - begin < SHORT + SLACK
         assert caught.value.ranks == (ranks[-1].rank,)
 
-    async def test_what_comes_after_the_deadline_may_be_taken_later(self, ranks: list[Coordinator]) -> None:
+    async def test_what_comes_after_the_deadline_may_be_taken_later(self, ranks: list[Communicator]) -> None:
         with pytest.raises(RanksUnavailable):
             await ranks[0].take(ranks[-1].rank, "late", timeout=SHORT)
         await ranks[-1].post([0], "late", b"better")
         assert await ranks[0].take(ranks[-1].rank, "late", timeout=ENOUGH) == b"better"
 
-    async def test_a_take_that_was_cancelled_took_nothing(self, ranks: list[Coordinator]) -> None:
+    async def test_a_take_that_was_cancelled_took_nothing(self, ranks: list[Communicator]) -> None:
         for number in range(5):
             taking = asyncio.create_task(ranks[0].take(ranks[-1].rank, f"kept {number}", timeout=ENOUGH))
             await asyncio.sleep(0.01 * number)
@@ -144,7 +144,7 @@ class CoordinatorTests:
                 outcome = await ranks[0].take(ranks[-1].rank, f"kept {number}", timeout=ENOUGH)
             assert outcome == b"safe"
 
-    async def test_a_post_does_not_wait_for_who_has_gone(self, ranks: list[Coordinator]) -> None:
+    async def test_a_post_does_not_wait_for_who_has_gone(self, ranks: list[Communicator]) -> None:
         if len(ranks) == 1:
             pytest.skip("there is nobody else")
         await ranks[-1].close()
@@ -156,7 +156,7 @@ class CoordinatorTests:
 
     # -- together -----------------------------------------------------------------------------------------
 
-    async def test_ranks_speak_together(self, ranks: list[Coordinator]) -> None:
+    async def test_ranks_speak_together(self, ranks: list[Communicator]) -> None:
         size = len(ranks)
         said = [f"rank {rank}".encode() for rank in range(size)]
         gathered = await _all(gather(each, "gather", said[each.rank], timeout=ENOUGH) for each in ranks)
@@ -166,14 +166,14 @@ class CoordinatorTests:
         exchanged = await _all(exchange(each, "exchange", said[each.rank], timeout=ENOUGH) for each in ranks)
         assert exchanged == [said] * size
 
-    async def test_nobody_passes_a_barrier_before_all_have_come(self, ranks: list[Coordinator]) -> None:
+    async def test_nobody_passes_a_barrier_before_all_have_come(self, ranks: list[Communicator]) -> None:
         early = [asyncio.create_task(barrier(each, "gate", timeout=ENOUGH)) for each in ranks[:-1]]
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in early)
         await barrier(ranks[-1], "gate", timeout=ENOUGH)
         await _all(early)
 
-    async def test_all_are_told_who_is_missing_at_the_deadline(self, ranks: list[Coordinator]) -> None:
+    async def test_all_are_told_who_is_missing_at_the_deadline(self, ranks: list[Communicator]) -> None:
         if len(ranks) == 1:
             pytest.skip("there is nobody else")
         begin = time.monotonic()
@@ -190,10 +190,10 @@ class CoordinatorTests:
         assert caught.value.came == {0: b"mine"}
         assert caught.value.ranks == tuple(range(1, len(ranks)))
 
-    async def test_ranks_speak_from_loops_of_their_own(self, processes: Callable[[], list[Coordinator]]) -> None:
+    async def test_ranks_speak_from_loops_of_their_own(self, processes: Callable[[], list[Communicator]]) -> None:
         ranks = processes()
 
-        async def speak(mine: Coordinator) -> list[list[bytes]]:
+        async def speak(mine: Communicator) -> list[list[bytes]]:
             await mine.open(timeout=ENOUGH)
             said = [
                 await exchange(mine, f"number {number}", bytes([mine.rank, number]), timeout=ENOUGH)
@@ -210,7 +210,7 @@ class CoordinatorTests:
 
     # -- bulk ---------------------------------------------------------------------------------------------
 
-    async def test_bulk_arrives_bit_for_bit_and_in_order(self, ranks: list[Coordinator]) -> None:
+    async def test_bulk_arrives_bit_for_bit_and_in_order(self, ranks: list[Communicator]) -> None:
         _needs_bulk(ranks)
         source, to = ranks[0], ranks[-1]
         parcels = [random.Random(size).randbytes(size) for size in (9 << 20, 1, 300_000)]
@@ -223,7 +223,7 @@ class CoordinatorTests:
         )
         assert arrays == parcels
 
-    async def test_bulk_has_a_deadline_and_messages_go_on(self, ranks: list[Coordinator]) -> None:
+    async def test_bulk_has_a_deadline_and_messages_go_on(self, ranks: list[Communicator]) -> None:
         _needs_bulk(ranks)
         begin = time.monotonic()
         with pytest.raises(RanksUnavailable) as receiving:
@@ -235,7 +235,7 @@ class CoordinatorTests:
         await ranks[-1].post([0], "after", b"words")
         assert await ranks[0].take(ranks[-1].rank, "after", timeout=ENOUGH) == b"words"
 
-    async def test_bulk_that_failed_with_one_rank_goes_on_with_the_others(self, ranks: list[Coordinator]) -> None:
+    async def test_bulk_that_failed_with_one_rank_goes_on_with_the_others(self, ranks: list[Communicator]) -> None:
         _needs_bulk(ranks)
         if len(ranks) < 3:
             pytest.skip("there are no others")
@@ -246,7 +246,7 @@ class CoordinatorTests:
         await _all([send, ranks[1].receive(0, memoryview(into), tag=1, timeout=ENOUGH)])
         assert into == b"x" * 1000
 
-    async def test_bulk_is_refused_where_there_is_none(self, ranks: list[Coordinator]) -> None:
+    async def test_bulk_is_refused_where_there_is_none(self, ranks: list[Communicator]) -> None:
         if ranks[0].bulk:
             pytest.skip("it sends in bulk")
         with pytest.raises(Invalid, match="bulk"):
@@ -256,7 +256,7 @@ class CoordinatorTests:
 
     # -- sessions -----------------------------------------------------------------------------------------
 
-    async def test_a_closed_one_says_so_and_ends_who_waits(self, ranks: list[Coordinator]) -> None:
+    async def test_a_closed_one_says_so_and_ends_who_waits(self, ranks: list[Communicator]) -> None:
         mine = ranks[-1]
         taking = asyncio.create_task(mine.take(0, "never", timeout=ENOUGH))
         await asyncio.sleep(0.02)
@@ -271,7 +271,7 @@ class CoordinatorTests:
 
     @pytest.mark.parametrize("orderly", [True, False], ids=["closed", "died"])
     async def test_a_restart_reads_nothing_of_before(
-        self, start: Callable[[], Awaitable[list[Coordinator]]], orderly: bool
+        self, start: Callable[[], Awaitable[list[Communicator]]], orderly: bool
     ) -> None:
         everybody = range(len(before := await start()))
         for each in before:
@@ -287,7 +287,7 @@ class CoordinatorTests:
             assert await each.take(0, "word", timeout=ENOUGH) == b"new"
 
     async def test_who_does_not_come_is_named_at_the_deadline(
-        self, processes: Callable[[], list[Coordinator]], start: Callable[[], Awaitable[list[Coordinator]]]
+        self, processes: Callable[[], list[Communicator]], start: Callable[[], Awaitable[list[Communicator]]]
     ) -> None:
         ranks = processes()
         if len(ranks) == 1:
@@ -305,7 +305,7 @@ class CoordinatorTests:
         )
 
 
-def _needs_bulk(ranks: list[Coordinator]) -> None:
+def _needs_bulk(ranks: list[Communicator]) -> None:
     if not ranks[0].bulk:
         pytest.skip("it sends nothing in bulk")
 

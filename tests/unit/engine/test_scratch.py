@@ -94,7 +94,7 @@ async def test_memory_released_to_the_slab_itself_is_announced_by_a_beat(scratch
     waiter = asyncio.create_task(scratch.borrow(PAGE))
     await turns()
     scratch.slab.release(taken, 8 * PAGE)
-    scratch.returned.beat()
+    scratch.returned.notify()
     scratch.give_back(await waiter, PAGE)
 
 

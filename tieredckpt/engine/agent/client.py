@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from tieredckpt.concurrency import in_thread, outlast, told_to_end
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages as said
-from tieredckpt.engine.agent.deltas import VERSION, RamNews, adopt_tier, event_of, settings_of
-from tieredckpt.engine.agent.supervisor import Starter
+from tieredckpt.engine.agent.deltas import VERSION, RamDelta, adopt_tier, event_of, settings_of
+from tieredckpt.engine.agent.supervisor import Supervisor
 from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
-from tieredckpt.engine.notify import Pulse
+from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.opening.ram import mark_ram
 from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.state.state import State
@@ -33,7 +33,7 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptEr
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Link"]
+__all__ = ["AgentClient"]
 
 M = TypeVar("M")
 
@@ -49,21 +49,21 @@ class _Asked:
     progress: Callable[[int], None] | None
 
 
-class Link:
+class AgentClient:
     """One store's end. Lives on the engine's loop; the RAM tier is open while it is."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._socket: socket.socket | None = None
         self._wire: Wire | None = None
-        self._news = RamNews(state)
+        self._news = RamDelta(state)
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._absent: TieredCkptError | None = None
         """Why there is no agent, once one should have been there."""
-        self._changed = Pulse()
+        self._changed = Notification()
         """Beats when an agent comes or goes."""
-        self._starter = Starter(
+        self._starter = Supervisor(
             state.config, lambda: self._folder, lambda: self._wire is not None, self._changed, self._tell_absence
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,7 +116,7 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._wire is not None and self._talk is not None:
             self._tell()
-            self._wire.send(said.Farewell(done))
+            self._wire.send(said.Goodbye(done))
             await asyncio.wait([self._talk], timeout=limits.in_force.agent_ends)
             if done:
                 await self._starter.ended(limits.in_force.agent_ends)
@@ -174,8 +174,8 @@ class Link:
             if tier.error is None:
                 delay = tier.fail(problem)
                 self._state.events.emit(TierFailed(tier.name, problem, delay))
-        self._changed.beat()
-        self._state.changed.beat()
+        self._changed.notify()
+        self._state.changed.notify()
 
     async def _talk_to(self, wire: Wire) -> None:
         """Hear an agent until it has gone."""
@@ -193,7 +193,7 @@ class Link:
                     ram.slab.capacity,
                 )
             )
-            self._news = RamNews(state)
+            self._news = RamDelta(state)
             wire.send(self._news.take())
             while True:
                 self._hear(await wire.read(said.FromAgent, limits.in_force.agent_silence), wire)
@@ -212,7 +212,7 @@ class Link:
             for asked in self._asked.values():
                 if not asked.answer.done():
                     asked.answer.set_exception(Parted())
-            self._changed.beat()
+            self._changed.notify()
             await wire.close()
 
     def _hear(self, word: said.FromAgent, wire: Wire) -> None:
@@ -228,19 +228,19 @@ class Link:
                         state.observation.observe_promotion(held[step].record, state.tier(event.tier))
                         state.observation.promotions_ended += 1
                 state.events.emit(event)
-                state.changed.beat()
+                state.changed.notify()
             case said.Ready():
                 recovered = [tier for tier in self._slower() if self._absent is not None and tier.error is None]
                 self._wire, self._absent, self._starter.refused = wire, None, None
                 self.dead = self.dead or word.dead
                 for tier in recovered:
                     state.events.emit(TierRecovered(tier.name))
-                self._changed.beat()
-                state.changed.beat()
+                self._changed.notify()
+                state.changed.notify()
             case said.Refused():
                 self._starter.refused = word.failure.error()
                 self._tell_absence(self._starter.refused)
-            case said.Answer():
+            case said.Response():
                 if (asked := self._asked.get(word.number)) is not None and not asked.answer.done():
                     if word.failure is not None:
                         asked.answer.set_exception(word.failure.error())
@@ -249,7 +249,7 @@ class Link:
             case said.Progress():
                 if (asked := self._asked.get(word.number)) is not None and asked.progress is not None:
                     asked.progress(word.nbytes)
-            case said.Alive():
+            case said.Heartbeat():
                 pass
 
     def _adopt(self, news: said.OnTier) -> None:
@@ -334,11 +334,11 @@ class Link:
         self._number += 1
         number = self._number
         asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), progress)
-        wire.send(said.Ask(number, order))
+        wire.send(said.Request(number, order))
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            wire.send(said.Withdraw(number))
+            wire.send(said.Cancel(number))
             raise
         finally:
             del self._asked[number]
@@ -373,4 +373,4 @@ class Link:
         finally:
             if wire is self._wire:
                 self._number += 1
-                wire.send(said.Ask(self._number, said.Unpin(step, tier.name)))
+                wire.send(said.Request(self._number, said.Unpin(step, tier.name)))

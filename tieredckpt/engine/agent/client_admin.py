@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.agent import messages as said
-from tieredckpt.engine.agent.client import Link
+from tieredckpt.engine.agent.client import AgentClient
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.repairing.verify import Verified
@@ -15,42 +15,42 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["ByAgent"]
+__all__ = ["AgentAdmin"]
 
 
 async def _nobody(step: StepId, tier: Tier) -> int:
     raise Invalid(f"{step} is promoted to tier {tier.name!r} by the agent alone")
 
 
-class ByAgent(ByHand):
+class AgentAdmin(Admin):
     """Orders that concern slower tiers are the agent's to carry out."""
 
-    def __init__(self, state: State, collector: Collector, link: Link) -> None:
+    def __init__(self, state: State, collector: Collector, link: AgentClient) -> None:
         super().__init__(state, collector, _nobody)
         self._link = link
 
     async def promote(self, number: int, name: str) -> int:
-        """See `ByHand.promote`."""
+        """See `Admin.promote`."""
         if self._is_ours(name):
             return await super().promote(number, name)
         return await self._link.ask(said.Promote(number, name), int)
 
     async def evict(self, number: int, name: str) -> None:
-        """See `ByHand.evict`."""
+        """See `Admin.evict`."""
         if self._is_ours(name):
             await super().evict(number, name)
         else:
             await self._link.ask(said.Evict(number, name), again=False)
 
     async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
-        """See `ByHand.delete_copies`; the agent is first, for it would promote again what RAM still has."""
+        """See `Admin.delete_copies`; the agent is first, for it would promote again what RAM still has."""
         for tier in filter(self._state.manages, self._state.tiers):
             check_unread(steps, tier)
         await self._link.ask(said.Delete(tuple(steps), force))
         await super().delete_copies(steps, force=force)
 
     async def collect(self) -> list[Collected]:
-        """See `ByHand.collect`."""
+        """See `Admin.collect`."""
         mine = [each for each in await super().collect() if self._is_ours(each.tier)]
         theirs: list[Collected] = await self._link.ask(said.Collect(), list[Collected])
         return mine + theirs
@@ -64,7 +64,7 @@ class ByAgent(ByHand):
         repair: bool,
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
-        """See `ByHand.verify`."""
+        """See `Admin.verify`."""
         step = self._state.find(number, serial, damaged=number is not None)
         tiers = self._state.tiers if name is None else (self._state.tier(name),)
         holding = [tier.name for tier in tiers if step in tier.held or step in tier.damaged]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
 from tieredckpt.engine.agent import messages as said
-from tieredckpt.engine.agent.client import Link
+from tieredckpt.engine.agent.client import AgentClient
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
@@ -18,13 +18,13 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["AgentsTiers"]
+__all__ = ["AgentSpill"]
 
 
-class AgentsTiers:
+class AgentSpill:
     """At the trainer: the tiers that its agent manages. Lives on the engine's loop."""
 
-    def __init__(self, state: State, link: Link) -> None:
+    def __init__(self, state: State, link: AgentClient) -> None:
         self._state = state
         self._link = link
 

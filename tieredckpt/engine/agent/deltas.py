@@ -19,7 +19,7 @@ from tieredckpt.errors import Corrupt
 from tieredckpt.events import ChunkRepaired, Event, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["VERSION", "RamNews", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+__all__ = ["VERSION", "RamDelta", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
 
 VERSION = version("tieredckpt")
 """Of the library: a trainer and its agent run one."""
@@ -62,7 +62,7 @@ class _Steps:
         return anew, new, gone
 
 
-class RamNews:
+class RamDelta:
     """What the trainer tells of RAM, the branch and its signals."""
 
     def __init__(self, state: State) -> None:
@@ -105,7 +105,7 @@ class TierNews:
             gone=gone,
             damaged=tuple((step, str(error)) for step, error in tier.damaged.items()),
             stuck=tuple((step, Failure.of(error)) for step, error in tier.stuck.items()),
-            dismissed=tuple(tier.dismissed),
+            tombstones=tuple(tier.tombstones),
             used=tier.used,
             bandwidth=tier.write_bandwidth,
             promotions=tier.promotions,
@@ -134,7 +134,7 @@ def adopt_ram(state: State, news: InRam) -> None:
     _adopt_steps(state.tiers[0], news)
     state.branch.line, state.branch.last_serial = news.line, news.last_serial
     state.observation.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
-    state.changed.beat()
+    state.changed.notify()
 
 
 def adopt_tier(state: State, news: OnTier) -> Tier:
@@ -145,12 +145,12 @@ def adopt_tier(state: State, news: OnTier) -> Tier:
     tier.damaged.update({step: Corrupt(text) for step, text in news.damaged})
     tier.stuck.clear()
     tier.stuck.update({step: failure.error() for step, failure in news.stuck})
-    tier.dismissed = set(news.dismissed)
+    tier.tombstones = set(news.tombstones)
     tier.used_elsewhere, tier.bandwidth_elsewhere, tier.promotions = news.used, news.bandwidth, news.promotions
     tier.note = news.note
     tier.error = None if news.failure is None else news.failure.error()
     tier.marker = state.identity.marker if news.known else None
-    state.changed.beat()
+    state.changed.notify()
     return tier
 
 

@@ -11,21 +11,20 @@ from tieredckpt.engine.wire_types import Failure, HeldStep
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = [
-    "Alive",
-    "Answer",
-    "Ask",
     "BadChunk",
+    "Cancel",
     "Collect",
     "Commit",
     "Evict",
-    "Farewell",
     "Find",
     "Flush",
     "FromAgent",
     "FromTrainer",
     "GiveBack",
     "GiveWay",
+    "Goodbye",
     "Happened",
+    "Heartbeat",
     "Hello",
     "InRam",
     "Lend",
@@ -39,10 +38,11 @@ __all__ = [
     "Reach",
     "Ready",
     "Refused",
+    "Request",
+    "Response",
     "Scrub",
     "Unpin",
     "Verify",
-    "Withdraw",
 ]
 
 
@@ -234,27 +234,27 @@ class InRam(_Frame, frozen=True):
     """Bytes of RAM."""
 
 
-class Ask(_Frame, frozen=True):
+class Request(_Frame, frozen=True):
     """An order, to be answered under its number."""
 
     number: int
     order: Order
 
 
-class Withdraw(_Frame, frozen=True):
+class Cancel(_Frame, frozen=True):
     """Nobody waits for that answer any more."""
 
     number: int
 
 
-class Farewell(_Frame, frozen=True):
+class Goodbye(_Frame, frozen=True):
     """The trainer closes its store."""
 
     done: bool
     """Whether in order, and everything that was due is promoted."""
 
 
-FromTrainer = Hello | InRam | Ask | Withdraw | Farewell
+FromTrainer = Hello | InRam | Request | Cancel | Goodbye
 
 
 # -- the agent --------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class OnTier(_Frame, frozen=True):
     gone: tuple[StepId, ...]
     damaged: tuple[tuple[StepId, str], ...]
     stuck: tuple[tuple[StepId, Failure], ...]
-    dismissed: tuple[StepId, ...]
+    tombstones: tuple[StepId, ...]
     used: int
     bandwidth: float | None
     promotions: int
@@ -302,7 +302,7 @@ class Happened(_Frame, frozen=True):
     fields: dict[str, Any]
 
 
-class Answer(_Frame, frozen=True):
+class Response(_Frame, frozen=True):
     """What came of an order: its result, encoded, or why there is none."""
 
     number: int
@@ -317,8 +317,8 @@ class Progress(_Frame, frozen=True):
     nbytes: int
 
 
-class Alive(_Frame, frozen=True):
+class Heartbeat(_Frame, frozen=True):
     """Nothing has happened, and the agent is there."""
 
 
-FromAgent = Ready | Refused | OnTier | Happened | Answer | Progress | Alive
+FromAgent = Ready | Refused | OnTier | Happened | Response | Progress | Heartbeat

@@ -13,15 +13,15 @@ from tieredckpt.concurrency import in_thread, told_to_end
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent.process import AgentProcess, lives
-from tieredckpt.engine.notify import Pulse
+from tieredckpt.engine.notify import Notification
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 
-__all__ = ["Starter"]
+__all__ = ["Supervisor"]
 
 _log = logging.getLogger("tieredckpt")
 
 
-class Starter:
+class Supervisor:
     """Has an agent alive. Lives on the engine's loop.
 
     Args:
@@ -37,7 +37,7 @@ class Starter:
         config: StoreConfig,
         folder: Callable[[], Path],
         ready: Callable[[], bool],
-        changed: Pulse,
+        changed: Notification,
         absent: Callable[[TieredCkptError], None],
     ) -> None:
         self._config, self._folder, self._ready = config, folder, ready
@@ -88,7 +88,7 @@ class Starter:
 
         def ended() -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._changed.beat)
+                loop.call_soon_threadsafe(self._changed.notify)
 
         try:
             self._process = await in_thread(AgentProcess, self._config, self._folder(), ended)

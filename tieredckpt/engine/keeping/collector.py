@@ -153,7 +153,7 @@ class Collector:
             ]
             nbytes = await self._delete_packs(tier, dead)
             files = await self._sweep(tier, oldest_kept) if orphans else 0
-        self._state.changed.beat()
+        self._state.changed.notify()
         return Collected(tier.name, len(dead), nbytes, files)
 
     async def _look_at_damaged(self, tier: Tier) -> None:
@@ -196,7 +196,7 @@ class Collector:
                 if step in tier.held:  # and was not evicted meanwhile
                     raise
             except Corrupt as error:
-                _condemn(tier, step, error)
+                _quarantine(tier, step, error)
         return found
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
@@ -246,7 +246,7 @@ class Collector:
             except NotFound:
                 continue  # evicted meanwhile
             except Corrupt as error:
-                _condemn(tier, step, error)
+                _quarantine(tier, step, error)
                 continue
             for extent in unique_extents(index.arrays).values():
                 if (extent.path, extent.offset) not in seen:
@@ -283,6 +283,6 @@ def _belongs(key: str, steps: Iterable[StepId]) -> bool:
     return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)
 
 
-def _condemn(tier: Tier, step: StepId, error: Corrupt) -> None:
+def _quarantine(tier: Tier, step: StepId, error: Corrupt) -> None:
     _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-    tier.condemn(step, error)
+    tier.quarantine(step, error)

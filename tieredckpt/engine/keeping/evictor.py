@@ -11,7 +11,7 @@ from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
-from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError
@@ -61,7 +61,7 @@ class Evictor:
             if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
                 self._gone(step, tier)
             elif step in tier.damaged:
-                self._state.changed.beat()  # for whoever finds out whether it is gone
+                self._state.changed.notify()  # for whoever finds out whether it is gone
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
         """`evict` a step that is held, where nothing forbids it; whether it was done."""
@@ -74,14 +74,14 @@ class Evictor:
 
     def _gone(self, step: StepId, tier: Tier) -> None:
         records = self._state.records()
-        tier.dismissed = {gone for gone in (*tier.dismissed, step) if gone in records}
+        tier.tombstones = {gone for gone in (*tier.tombstones, step) if gone in records}
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     async def find_out(self, tier: Tier) -> None:
         """Look which steps are still there whose deletion failed: those are held again, the others are gone."""
         for step, error in tuple(tier.damaged.items()):
-            if not isinstance(error, HalfDeleted) or not self._state.manages(tier):
+            if not isinstance(error, IndeterminateDelete) or not self._state.manages(tier):
                 continue
             try:
                 await tier.store.stat(layout.manifest_key(step.step, step.serial))
@@ -93,7 +93,7 @@ class Evictor:
             if there:
                 del tier.damaged[step]
                 tier.held[step] = error.held
-                self._state.changed.beat()
+                self._state.changed.notify()
                 continue
             tier.drop(step)
             self._gone(step, tier)
@@ -103,7 +103,7 @@ class Evictor:
         """Read a commit once more that could not be read, and tell what came of it. Raises as a blob store does."""
         if await look_again(tier, step):
             self._gone(step, tier)
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
         """Tell of those that a new look at the tier has not found any more."""
@@ -134,14 +134,14 @@ class Evictor:
             await whole(self._evict_from_ram(step, tier, tier.ram))
         finally:
             tier.leaving.discard(step)
-            self._state.changed.beat()
+            self._state.changed.notify()
 
     async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
         assert tier.ram is not None
         await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
         await commit_file.retract(tier, step)
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     async def reclaim_unread(self, tier: Tier) -> None:
         """Have the extents of steps that left RAM while somebody read them, once nobody does."""

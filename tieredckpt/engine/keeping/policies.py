@@ -30,7 +30,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
     whether the step will be due when the promotions under way have ended.
     """
-    if step in tier.held or step in tier.dismissed or not state.on_line(step.serial):
+    if step in tier.held or step in tier.tombstones or not state.on_line(step.serial):
         return False
     mended = step in tier.damaged  # from wherever it is
     if not mended and not any(step in nearer.held for nearer in state.tiers[: tier.index]):
@@ -58,7 +58,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
 def why_not_due(state: State, step: StepId, tier: Tier) -> str:
     """Why a step that `is_due` finds not due on a tier is not, for people."""
     nearer = state.tiers[: tier.index]
-    if step in tier.dismissed:
+    if step in tier.tombstones:
         return "it has left that tier before"
     if not state.on_line(step.serial):
         return "it is not on the branch that is trained"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import TellStuck
-from tieredckpt.engine.ranks.restore.read_only_ram import look_on
+from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import Mend
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
@@ -48,18 +48,18 @@ class Alone:
     def __init__(self, state: State, collector: Collector) -> None:
         self.state = state
         self.collector = collector
-        self.by_hand = self._make_by_hand()
+        self.admin = self._make_by_hand()
         """What people ask for."""
 
-    def _make_by_hand(self) -> ByHand:
-        return ByHand(self.state, self.collector, self.promote)
+    def _make_by_hand(self) -> Admin:
+        return Admin(self.state, self.collector, self.promote)
 
     # -- life ---------------------------------------------------------------------------------------------
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         """Open the tiers, and continue the newest branch."""
         await open_tiers()
-        await look_on(self.state)
+        await open_read_only_ram(self.state)
         self.state.adopt_line()
 
     async def reopened(self) -> None:
@@ -97,7 +97,7 @@ class Alone:
 
     async def ask_to_promote(self, step: StepId, tier: Tier) -> None:
         """Have a step promoted before older ones, whichever process does that."""
-        await self.by_hand.promote(step.step, tier.name)
+        await self.admin.promote(step.step, tier.name)
 
     async def give_way(self, step: StepId, name: str) -> None:
         """Have another process interrupt the promotion of an older step to a tier that it manages."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed, Unreadable
-from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.restoring.source import Damage
@@ -33,11 +33,11 @@ class AmongRanks(Alone):
         self,
         state: State,
         collector: Collector,
-        team: Team,
+        team: Group,
         open_tiers: Callable[..., Awaitable[None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
-        state.membership = Membership(team.rank, team.size, tuple(team.neighbours))
+        state.membership = Membership(team.rank, team.size, tuple(team.local_ranks))
         self.ranked = Ranked(state, collector, team, open_tiers, partial(look_up, state), promote_at_once)
         self.tell_stuck = self.ranked.tell_stuck
         super().__init__(state, collector)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from tieredckpt.concurrency import whole
-from tieredckpt.engine.admin import ByHand
-from tieredckpt.engine.agent.client import Link
-from tieredckpt.engine.agent.client_admin import ByAgent
-from tieredckpt.engine.agent.client_spill import AgentsTiers
+from tieredckpt.engine.admin import Admin
+from tieredckpt.engine.agent.client import AgentClient
+from tieredckpt.engine.agent.client_admin import AgentAdmin
+from tieredckpt.engine.agent.client_spill import AgentSpill
 from tieredckpt.engine.agent.messages import GiveWay
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
-from tieredckpt.engine.ranks.restore.read_only_ram import look_on
+from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.state.state import State
 from tieredckpt.format.manifest import StepId
 
@@ -23,17 +23,17 @@ class BesideAgent(Alone):
     """See `Alone`; the agent is asked by `link` for what concerns its tiers."""
 
     def __init__(self, state: State, collector: Collector) -> None:
-        self.link = Link(state)
+        self.link = AgentClient(state)
         self.mend_elsewhere = self.link.mend
-        state.agents_tiers = AgentsTiers(state, self.link)
+        state.agent_spill = AgentSpill(state, self.link)
         super().__init__(state, collector)
 
-    def _make_by_hand(self) -> ByHand:
-        return ByAgent(self.state, self.collector, self.link)
+    def _make_by_hand(self) -> Admin:
+        return AgentAdmin(self.state, self.collector, self.link)
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         await open_tiers()
-        await look_on(self.state)
+        await open_read_only_ram(self.state)
         await self.link.open()
         self.state.adopt_line(self.link.dead)
 

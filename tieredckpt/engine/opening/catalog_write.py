@@ -53,7 +53,7 @@ async def write_catalog(tier: Tier, store: str) -> bool:
         plan = _plan(tier)
         if plan is None:
             return False
-        found = await asyncio.to_thread(tier.chunks.listed, plan.packs, _spares(tier))
+        found = await asyncio.to_thread(tier.chunks.listed, plan.packs, _duplicates(tier))
         sizes = np.array([tier.packs[key] for key in plan.packs], np.uint64)
         steps = [(step, tier.held[step].record, known.stamps[step]) for step in plan.steps]
     counts, table = found
@@ -117,8 +117,8 @@ async def _stamp(tier: Tier, steps: set[StepId]) -> None:
         await together([look(step) for step in steps - known.stamps.keys()])
 
 
-def _spares(tier: Tier) -> list[tuple[bytes, Extent]]:
-    return [(digest, extent) for digest, extents in tier.spares.items() for extent in extents]
+def _duplicates(tier: Tier) -> list[tuple[bytes, Extent]]:
+    return [(digest, extent) for digest, extents in tier.duplicates.items() for extent in extents]
 
 
 def _shares(counts: np.ndarray[tuple[int], np.dtype[np.int64]], steps: int) -> Iterator[tuple[slice, slice, slice]]:

@@ -22,8 +22,8 @@ from tieredckpt.config.kinds import exists, kind_of
 from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose
-from tieredckpt.engine.opening.scan import survey
-from tieredckpt.engine.opening.stale_ram import drop_left_behind
+from tieredckpt.engine.opening.scan import scan_tier
+from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.state.state import Role, State
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import MARKER_MAX, Tier
@@ -128,7 +128,7 @@ async def connect(state: State, tier: Tier) -> None:
         await tier.mark(state.identity.marker)
     async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
         known = marker or state.identity.marker
-        await survey(tier, known.store if known is not None else None)
+        await scan_tier(tier, known.store if known is not None else None)
         if state.membership.size > 1 and tier.ram is not None:
             tier.set_apart()
         tier.marker = known
@@ -272,7 +272,7 @@ async def identify(
     await asyncio.gather(*(join(tier) for tier in slower if tier not in failed))
     if slower != list(state.tiers):
         await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
-    await drop_left_behind(state)
+    await remove_stale_ram(state)
     if not state.read_only:
         _refuse_what_cannot_fit(state)
         _tell_left(state, choice)

@@ -156,12 +156,12 @@ async def _of_this_store(state: State) -> list[FoundRam]:
 
 def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
     """Move what lies elsewhere than in the store's folder: of several ranks, each its own, the first all others'."""
-    neighbours = {f"{RANK_FOLDER}{rank}" for rank in state.membership.neighbours}
+    local_ranks = {f"{RANK_FOLDER}{rank}" for rank in state.membership.local_ranks}
     left_over = unfinished_moves(top.parent).get(top.name)
     for old in [*([left_over] if left_over else []), *(Path(each.folder) for each in found)]:
         is_mine = (
             old.name == f"{RANK_FOLDER}{state.membership.rank}"
-            if old.name in neighbours
+            if old.name in local_ranks
             else state.membership.is_first_of_node
         )
         new = top / old.name if old.name.startswith(RANK_FOLDER) else top

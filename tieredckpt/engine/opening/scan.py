@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.concurrency import together
 from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
-from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
@@ -23,7 +23,7 @@ from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["look_again", "pack_table", "survey", "survey_again"]
+__all__ = ["look_again", "pack_table", "scan_tier", "scan_tier_again"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -34,7 +34,7 @@ _LARGE_INDEX = 32 << 20
 """Bytes of an index of which not many are read at a time: they pass through memory whole."""
 
 
-async def survey(tier: Tier, store: str | None = None) -> None:
+async def scan_tier(tier: Tier, store: str | None = None) -> None:
     """Fill in what ``tier`` knows of its content, from nothing. Raises as its blob store does.
 
     What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
@@ -65,7 +65,7 @@ async def survey(tier: Tier, store: str | None = None) -> None:
     elif tier.ram is None:
         unlisted = tier.packs.keys() - tier.catalogued.packs
         await _all(partial(_find_chunks, tier, key, tier.packs[key], footers) for key in sorted(unlisted))
-        tier.spares.update(await asyncio.to_thread(_fill, tier, footers))
+        tier.duplicates.update(await asyncio.to_thread(_fill, tier, footers))
 
 
 async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
@@ -85,7 +85,7 @@ async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
     return steps
 
 
-async def survey_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
+async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
     """Learn which steps came to a tier, left it or were committed anew since `survey`; read those alone.
 
     Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
@@ -138,7 +138,7 @@ async def _read_again(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -
         if (stamp := stamp_of(found.btree_key.rpartition("/")[2], files)) is not None:
             tier.catalogued.stamps[step] = stamp
         return
-    tier.damaged.condemn(step, found, tier.packs)
+    tier.damaged.quarantine(step, found, tier.packs)
     if not known_problem:
         _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, found)
 
@@ -184,7 +184,7 @@ async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]
             elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
                 tier.catalogued.forget(step)
         case TieredCkptError() as error:
-            tier.damaged.condemn(step, error, tier.packs)
+            tier.damaged.quarantine(step, error, tier.packs)
             tier.catalogued.forget(step)
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
 
@@ -207,7 +207,7 @@ async def look_again(tier: Tier, step: StepId) -> bool:
     Returns whether it turned out to be gone. Raises `TierUnavailable`.
     """
     before = tier.damaged[step]
-    if isinstance(before, HalfDeleted):
+    if isinstance(before, IndeterminateDelete):
         return False  # the collector looks only whether it is there
     found = await _read_step(tier, step)
     if tier.damaged.get(step) is not before:
@@ -241,7 +241,7 @@ async def _claim_extents(tier: Tier) -> None:
             if not _adopt(tier, index):
                 raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
         except (Corrupt, NotFound) as error:
-            tier.condemn(step, error)
+            tier.quarantine(step, error)
     for step, problem in tuple(tier.damaged.items()):
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
         await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))

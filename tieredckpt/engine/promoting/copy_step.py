@@ -126,7 +126,7 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
         for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
             if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
                 if (known := tier.chunks[digest]) != extent:
-                    tier.spares.setdefault(digest, []).append(known)
+                    tier.duplicates.setdefault(digest, []).append(known)
                 tier.chunks[digest] = extent
 
 

@@ -37,7 +37,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
-    unproven = await in_thread(_unproven, tier, sizes, pool=state.pool)
+    unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
     asked = [step] if step is not None and step in tier.held else []
     asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.held if held != step))
     for committed in asked:
@@ -47,12 +47,12 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
             index = await tier.load_index(committed)
         except (Corrupt, NotFound):
             continue  # it vouches for nothing
-        proven = await in_thread(_proven, tier, index, unproven, pool=state.pool)
-        unproven -= proven
-        tier.proven |= proven
-    for digest in unproven | (tier.spares.keys() & sizes.keys()):
+        verified = await in_thread(_verified, tier, index, unproven, pool=state.pool)
+        unproven -= verified
+        tier.verified |= verified
+    for digest in unproven | (tier.duplicates.keys() & sizes.keys()):
         known = tier.chunks.get(digest)
-        copies = [*([known] if known is not None else []), *tier.spares.get(digest, ())]
+        copies = [*([known] if known is not None else []), *tier.duplicates.get(digest, ())]
         tier.forget(digest)
         for extent in copies:
             async with state.scratch.lend(sizes[digest]) as memory:
@@ -61,23 +61,23 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
                 except (Corrupt, NotFound):
                     continue
             tier.chunks[digest] = extent
-            tier.proven.add(digest)
+            tier.verified.add(digest)
             break
-        tier.spares.pop(digest, None)
+        tier.duplicates.pop(digest, None)
 
 
 def undoubted(tier: Tier, digest: bytes) -> bool:
     """Whether a chunk may be referred to as it lies on the tier."""
-    known = digest in tier.chunks and digest not in tier.spares
-    return known and (digest in tier.proven or not tier.chunks.was_found(digest))
+    known = digest in tier.chunks and digest not in tier.duplicates
+    return known and (digest in tier.verified or not tier.chunks.was_found(digest))
 
 
-def _unproven(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
+def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
     """Those of the chunks that an earlier process wrote, as far as their footers tell."""
-    return {digest for digest in sizes if digest not in tier.proven and tier.chunks.was_found(digest)}
+    return {digest for digest in sizes if digest not in tier.verified and tier.chunks.was_found(digest)}
 
 
-def _proven(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
+def _verified(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
     """Those of the chunks to which a committed step refers where they were found."""
     extents = unique_extents(index.arrays)
     return {digest for digest in digests & extents.keys() if tier.chunks.get(digest) == extents[digest]}

@@ -18,7 +18,7 @@ from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.restoring.source import SilentSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
@@ -82,7 +82,7 @@ class Promoter:
         before = self._rests
         self._waiters += 1
         try:
-            self._state.changed.beat()
+            self._state.changed.notify()
             await self._state.changed.until(lambda: self._rests != before or self.tier.error is not None)
         finally:
             self._waiters -= 1
@@ -108,7 +108,7 @@ class Promoter:
                 self._succeeded()
                 self._rests += 1
                 if self._waiters:
-                    self._state.changed.beat()
+                    self._state.changed.notify()
                 soonest = min(self._retry_at.values(), default=math.inf) - time.monotonic()
                 await self._state.changed.wait(min(soonest, limits.in_force.ask_policies_again))
                 self._forget_silence()  # not before all else is done, or a tier that works would never be told to
@@ -130,7 +130,7 @@ class Promoter:
         if tier.marker is None and tier.blobs is not None and tier.ram is None:
             await reopen(self._state, tier)
         tier.marker = None  # what it holds is not known
-        self._unsure.update(step for step, error in tier.damaged.items() if isinstance(error, HalfDeleted))
+        self._unsure.update(step for step, error in tier.damaged.items() if isinstance(error, IndeterminateDelete))
         await self._connect(tier)
         self._collector.evictor.tell_gone(self._unsure, tier)
         self._unsure.clear()
@@ -182,11 +182,11 @@ class Promoter:
                 raise
             # As if it had come and left for those: they are newer, and fill the tier.
             _log.warning("%s does not come to tier %r, which newer ones fill: %s", step, self.tier.name, error)
-            self.tier.dismissed.add(step)
+            self.tier.tombstones.add(step)
             if self._tell_stuck is not None:
                 self._tell_stuck(step, self.tier, error)
         except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
-            if step in self._state.records() and step not in self.tier.dismissed:  # was not evicted meanwhile
+            if step in self._state.records() and step not in self.tier.tombstones:  # was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
                 self.stuck[step] = error
                 if self._tell_stuck is not None:
@@ -195,7 +195,7 @@ class Promoter:
                     self._retry_at[step] = time.monotonic() + limits.in_force.source_retry
         finally:
             self.busy = self._copying = None
-            self._state.changed.beat()
+            self._state.changed.notify()
 
     def _forget_silence(self) -> None:
         for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:
@@ -205,4 +205,4 @@ class Promoter:
         if self.tier.recover():
             _log.info("tier %r works again", self.tier.name)
             self._state.events.emit(TierRecovered(self.tier.name))
-            self._state.changed.beat()
+            self._state.changed.notify()

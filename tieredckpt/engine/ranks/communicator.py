@@ -1,7 +1,7 @@
 """How the ranks of a training speak: small messages with deadlines and, where it can be, bulk bytes.
 
-A *coordinator* is one rank's end of that; those over the engines of a training are in `tieredckpt.engine.transport`.
-What several ranks do together is written here once, as functions over any coordinator: `gather`, `broadcast`,
+A *communicator* is one rank's end of that; those over the engines of a training are in `tieredckpt.engine.transport`.
+What several ranks do together is written here once, as functions over any communicator: `gather`, `broadcast`,
 `exchange`, `barrier`. In all of them rank 0 leads.
 """
 
@@ -21,8 +21,8 @@ from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
 __all__ = [
-    "LEADER",
-    "Coordinator",
+    "COORDINATOR",
+    "Communicator",
     "RanksMissing",
     "barrier",
     "broadcast",
@@ -31,7 +31,7 @@ __all__ = [
     "node_of_this_process",
 ]
 
-LEADER = 0
+COORDINATOR = 0
 """The rank that decides where one must."""
 
 
@@ -41,14 +41,14 @@ class RanksMissing(RanksUnavailable):
     def __init__(self, message: str, ranks: Collection[int], came: Mapping[int, bytes] | None = None) -> None:
         super().__init__(message, sorted(ranks))
         self.came = dict(came or {})
-        """By rank, at the leader of a gather; empty elsewhere."""
+        """By rank, at rank 0 of a gather; empty elsewhere."""
 
 
 @runtime_checkable
-class Coordinator(Protocol):
+class Communicator(Protocol):
     """One rank's end of what connects the ranks. Everything belongs on the event loop that opened it.
 
-    What foreign libraries block on, they block on threads of the coordinator's own. The trainer's groups,
+    What foreign libraries block on, they block on threads of the communicator's own. The trainer's groups,
     communicators and devices are not touched; it may run its collectives meanwhile.
     """
 
@@ -71,7 +71,7 @@ class Coordinator(Protocol):
     async def open(self, *, timeout: float) -> None:
         """Meet all other ranks, in a session of their own: nothing that was posted before is ever taken.
 
-        Raises `RanksMissing` (at the leader; where it is missing itself, `RanksUnavailable`) after ``timeout``
+        Raises `RanksMissing` (at rank 0; where it is missing itself, `RanksUnavailable`) after ``timeout``
         seconds, `Invalid` where the engine below cannot be used, with what to do.
         """
 
@@ -112,19 +112,19 @@ def node_of_this_process() -> str:
 
 
 async def gather(
-    coordinator: Coordinator, topic: str, data: bytes, *, timeout: float, among: Sequence[int] | None = None
+    communicator: Communicator, topic: str, data: bytes, *, timeout: float, among: Sequence[int] | None = None
 ) -> dict[int, bytes]:
-    """What every rank says, by rank, at the leader; the others post theirs and get an empty dict.
+    """What every rank says, by rank, at rank 0; the others post theirs and get an empty dict.
 
-    With ``among``, the leader waits for those ranks alone. Raises `RanksMissing` there, with what came, when some have
+    With ``among``, rank 0 waits for those ranks alone. Raises `RanksMissing` there, with what came, when some have
     said nothing within ``timeout`` seconds.
     """
-    if coordinator.rank != LEADER:
-        await coordinator.post([LEADER], topic, data)
+    if communicator.rank != COORDINATOR:
+        await communicator.post([COORDINATOR], topic, data)
         return {}
-    sources = range(1, coordinator.size) if among is None else among
-    answers = await asyncio.gather(*(_answer(coordinator, source, topic, timeout) for source in sources))
-    came = {LEADER: data}
+    sources = range(1, communicator.size) if among is None else among
+    answers = await asyncio.gather(*(_answer(communicator, source, topic, timeout) for source in sources))
+    came = {COORDINATOR: data}
     missing = []
     for source, answer in zip(sources, answers, strict=True):
         if answer is None:
@@ -136,9 +136,9 @@ async def gather(
     return came
 
 
-async def _answer(coordinator: Coordinator, source: int, topic: str, timeout: float) -> bytes | None:
+async def _answer(communicator: Communicator, source: int, topic: str, timeout: float) -> bytes | None:
     try:
-        return await coordinator.take(source, topic, timeout=timeout)
+        return await communicator.take(source, topic, timeout=timeout)
     except RanksUnavailable:
         return None
 
@@ -150,50 +150,50 @@ def _missing(ranks: Sequence[int], topic: str, timeout: float) -> str:
     )
 
 
-async def broadcast(coordinator: Coordinator, topic: str, data: bytes | None, *, timeout: float) -> bytes:
-    """What the leader says, at every rank; ``data`` counts at the leader alone, which waits for nobody."""
-    if coordinator.rank != LEADER:
-        return await coordinator.take(LEADER, topic, timeout=timeout)
+async def broadcast(communicator: Communicator, topic: str, data: bytes | None, *, timeout: float) -> bytes:
+    """What rank 0 says, at every rank; ``data`` counts at rank 0 alone, which waits for nobody."""
+    if communicator.rank != COORDINATOR:
+        return await communicator.take(COORDINATOR, topic, timeout=timeout)
     if data is None:
-        raise Invalid(f"the leader broadcasts {topic!r} and was given nothing to say")
-    await coordinator.post(range(1, coordinator.size), topic, data)
+        raise Invalid(f"rank 0 broadcasts {topic!r} and was given nothing to say")
+    await communicator.post(range(1, communicator.size), topic, data)
     return data
 
 
 class _Told(msgspec.Struct, array_like=True):
-    """What the leader tells at the end of an exchange: everything, or who was missing."""
+    """What rank 0 tells at the end of an exchange: everything, or who was missing."""
 
     said: list[bytes]
     missing: list[int]
 
 
-async def exchange(coordinator: Coordinator, topic: str, data: bytes, *, timeout: float) -> list[bytes]:
+async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeout: float) -> list[bytes]:
     """What every rank says, in the order of the ranks, at every rank.
 
-    The leader waits ``timeout`` seconds for the others, and tells them when some are missing: then all raise
-    `RanksMissing`. Where the leader is missing itself, the others raise `RanksUnavailable` a little later.
+    rank 0 waits ``timeout`` seconds for the others, and tells them when some are missing: then all raise
+    `RanksMissing`. Where rank 0 is missing itself, the others raise `RanksUnavailable` a little later.
     """
-    if coordinator.rank == LEADER:
+    if communicator.rank == COORDINATOR:
         try:
-            came = await gather(coordinator, topic, data, timeout=timeout)
+            came = await gather(communicator, topic, data, timeout=timeout)
         except RanksMissing as error:
             told = msgspec.msgpack.encode(_Told([], list(error.ranks)))
-            await coordinator.post(range(1, coordinator.size), topic, told)
+            await communicator.post(range(1, communicator.size), topic, told)
             raise
-        said = [came[rank] for rank in range(coordinator.size)]
-        await coordinator.post(range(1, coordinator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
+        said = [came[rank] for rank in range(communicator.size)]
+        await communicator.post(range(1, communicator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
         return said
-    await coordinator.post([LEADER], topic, data)
-    answer = await coordinator.take(LEADER, topic, timeout=timeout + limits.in_force.wait_longer)
+    await communicator.post([COORDINATOR], topic, data)
+    answer = await communicator.take(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
     try:
         told_by_leader = msgspec.msgpack.decode(answer, type=_Told)
     except msgspec.DecodeError as error:
-        raise Corrupt(f"what the leader told in {topic!r} cannot be read: {error}") from error
+        raise Corrupt(f"what rank 0 told in {topic!r} cannot be read: {error}") from error
     if told_by_leader.missing:
         raise RanksMissing(_missing(told_by_leader.missing, topic, timeout), told_by_leader.missing)
     return told_by_leader.said
 
 
-async def barrier(coordinator: Coordinator, topic: str, *, timeout: float) -> None:
+async def barrier(communicator: Communicator, topic: str, *, timeout: float) -> None:
     """Return when every rank has come here. Raises as `exchange`."""
-    await exchange(coordinator, topic, b"", timeout=timeout)
+    await exchange(communicator, topic, b"", timeout=timeout)

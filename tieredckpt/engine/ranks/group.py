@@ -1,8 +1,8 @@
-"""The ranks of a store: who they are, and their logs, by which all hear what was decided, and the leader what is new.
+"""The ranks of a store: who they are, and their logs, by which all hear what was decided, and rank 0 what is new.
 
 Rank 0 leads. What it decides it tells in numbered messages, which every other rank applies in their order; what
-takes long is done beside that, so that the log is never held up. What another rank wants the leader to know it
-reports in the same way. Where a rank must answer, it does so under a topic that both sides know, and the leader
+takes long is done beside that, so that the log is never held up. What another rank wants rank 0 to know it
+reports in the same way. Where a rank must answer, it does so under a topic that both sides know, and rank 0
 waits for it no longer than the store's ``rank_deadline``.
 """
 
@@ -18,26 +18,26 @@ from typing import Any, TypeVar
 from tieredckpt.concurrency import outlast
 from tieredckpt.engine import limits
 from tieredckpt.engine.ranks import messages
-from tieredckpt.engine.ranks.communicator import LEADER, Coordinator, RanksMissing, exchange, gather
+from tieredckpt.engine.ranks.communicator import COORDINATOR, Communicator, RanksMissing, exchange, gather
 from tieredckpt.engine.ranks.messages import Closing, Logged, Reported
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError
 
-__all__ = ["Team", "bow_out", "consult"]
+__all__ = ["Group", "bow_out", "vote"]
 
 _log = logging.getLogger("tieredckpt")
 
 M = TypeVar("M")
 
 
-class Team:
+class Group:
     """The ranks of a store, as one of them sees them. Lives on the engine's loop."""
 
-    def __init__(self, coordinator: Coordinator, *, deadline: float) -> None:
-        self.coordinator = coordinator
-        self.rank = coordinator.rank
-        self.size = coordinator.size
-        self.leads = coordinator.rank == LEADER
+    def __init__(self, communicator: Communicator, *, deadline: float) -> None:
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.coordinates = communicator.rank == COORDINATOR
         self.deadline = deadline
         """Seconds that the ranks wait for each other."""
         self.nodes: tuple[str, ...] = ()
@@ -53,41 +53,41 @@ class Team:
 
     @property
     def patience(self) -> float:
-        """Seconds that a rank waits for what the leader decides."""
+        """Seconds that a rank waits for what rank 0 decides."""
         return self.deadline + limits.in_force.wait_longer
 
     @property
     def others(self) -> range:
-        """All ranks but the leader."""
+        """All ranks but rank 0."""
         return range(1, self.size)
 
     @property
-    def neighbours(self) -> list[int]:
+    def local_ranks(self) -> list[int]:
         """The ranks of this machine, this one included."""
         return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     # -- life ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Meet the others. Raises `RanksUnavailable` when some do not come, `Invalid` as the coordinator does."""
-        await self.coordinator.open(timeout=self.deadline)
-        nodes = await exchange(self.coordinator, "nodes", self.coordinator.node.encode(), timeout=self.deadline)
+        """Meet the others. Raises `RanksUnavailable` when some do not come, `Invalid` as the communicator does."""
+        await self.communicator.open(timeout=self.deadline)
+        nodes = await exchange(self.communicator, "nodes", self.communicator.node.encode(), timeout=self.deadline)
         self.nodes = tuple(node.decode() for node in nodes)
 
     def begin(
         self, apply: Callable[[Logged], Awaitable[None]], hear: Callable[[int, Reported], Awaitable[None]]
     ) -> None:
-        """Send what is told from now on, and ``apply`` every message of the leader, one after another.
+        """Send what is told from now on, and ``apply`` every message of rank 0, one after another.
 
-        At the leader, ``hear`` every message of each other rank, one after another.
+        At rank 0, ``hear`` every message of each other rank, one after another.
         """
         self._posting = asyncio.create_task(self._post(), name="tieredckpt log of the ranks")
-        if self.leads:
+        if self.coordinates:
             for rank in self.others:
                 self.start(self._listen(rank, Reported, partial(hear, rank)), f"log of rank {rank}")
         else:
             self._listening = asyncio.create_task(
-                self._listen(LEADER, Logged, apply), name=f"tieredckpt log of rank {LEADER}"
+                self._listen(COORDINATOR, Logged, apply), name=f"tieredckpt log of rank {COORDINATOR}"
             )
 
     async def part(self) -> None:
@@ -96,7 +96,7 @@ class Team:
         Waits no longer than the deadline, and not for whom others have waited in vain already. Raises nothing.
         """
         try:
-            await (self._let_all_go() if self.leads else self._ask_to_go())
+            await (self._let_all_go() if self.coordinates else self._ask_to_go())
         except (TieredCkptError, TimeoutError) as error:
             _log.warning("the ranks did not close together: %s", error)
 
@@ -108,28 +108,28 @@ class Team:
             task.cancel()
         await outlast(asyncio.gather(*tasks, return_exceptions=True))
         try:
-            await self.coordinator.close()
+            await self.communicator.close()
         except TieredCkptError as error:
-            _log.warning("the coordinator of the ranks: %s", error)
+            _log.warning("the communicator of the ranks: %s", error)
 
     async def _let_all_go(self) -> None:
         there = [rank for rank in self.others if rank not in self._silent]
         try:
-            await gather(self.coordinator, "close", b"", timeout=self.deadline, among=there)
+            await gather(self.communicator, "close", b"", timeout=self.deadline, among=there)
         finally:
             self.tell(Closing())
             async with asyncio.timeout(limits.in_force.last_words):
                 await self._outbox.join()
-        await gather(self.coordinator, "closed", b"", timeout=limits.in_force.last_words, among=there)
+        await gather(self.communicator, "closed", b"", timeout=limits.in_force.last_words, among=there)
 
     async def _ask_to_go(self) -> None:
-        await self.coordinator.post([LEADER], "close", b"")
+        await self.communicator.post([COORDINATOR], "close", b"")
         if self._listening is not None and not self.deserted:
             async with asyncio.timeout(
                 2 * self.deadline + limits.in_force.last_words
-            ):  # the leader may wait for others as long
+            ):  # rank 0 may wait for others as long
                 await asyncio.wait([self._listening])
-        await self.coordinator.post([LEADER], "closed", b"")
+        await self.communicator.post([COORDINATOR], "closed", b"")
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Do something beside everything else; it ends with the team."""
@@ -149,8 +149,8 @@ class Team:
 
     @property
     def deserted(self) -> bool:
-        """Whether this rank has waited for the leader in vain, and has not heard it since."""
-        return LEADER in self._silent
+        """Whether this rank has waited for rank 0 in vain, and has not heard it since."""
+        return COORDINATOR in self._silent
 
     def missed(self, ranks: Iterable[int]) -> None:
         """Take note that ranks were waited for in vain."""
@@ -159,7 +159,7 @@ class Team:
     async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
         """As `gather` among all ranks, within the deadline or ``timeout`` seconds; who is silent is taken note of."""
         try:
-            came = await gather(self.coordinator, topic, data, timeout=self.deadline if timeout is None else timeout)
+            came = await gather(self.communicator, topic, data, timeout=self.deadline if timeout is None else timeout)
         except RanksMissing as error:
             self._silent.difference_update(error.came)
             self.missed(error.ranks)
@@ -170,11 +170,11 @@ class Team:
     # -- the log ------------------------------------------------------------------------------------------
 
     def tell(self, message: Logged) -> None:
-        """Let every other rank know, in the order of the calls. Of the leader alone; waits for nobody."""
+        """Let every other rank know, in the order of the calls. Of rank 0 alone; waits for nobody."""
         self._put(message)
 
     def report(self, message: Reported) -> None:
-        """Let the leader know, in the order of the calls. Of the other ranks; waits for nobody."""
+        """Let rank 0 know, in the order of the calls. Of the other ranks; waits for nobody."""
         self._put(message)
 
     def _put(self, message: Logged | Reported) -> None:
@@ -183,7 +183,7 @@ class Team:
 
     async def all_told(self) -> None:
         """Return when what was told so far is on its way: the trainer may keep this process from running next."""
-        if self.leads:
+        if self.coordinates:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.deadline):
                     await self._outbox.join()
@@ -198,7 +198,7 @@ class Team:
 
     async def _posted(self, topic: str, data: bytes) -> bool:
         try:
-            await self.coordinator.post(self.others if self.leads else [LEADER], topic, data)
+            await self.communicator.post(self.others if self.coordinates else [COORDINATOR], topic, data)
         except RanksUnavailable as error:
             _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
             return False
@@ -207,11 +207,11 @@ class Team:
     async def _listen(self, source: int, kind: M, apply: Callable[[Any], Awaitable[None]]) -> None:
         """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
         heard = 0
-        # All that the leader listens to together make it look as often as one: each asking anew is a look at once.
-        again = limits.in_force.listen_again * (len(self.others) if self.leads else 1)
+        # All that rank 0 listens to together make it look as often as one: each asking anew is a look at once.
+        again = limits.in_force.listen_again * (len(self.others) if self.coordinates else 1)
         while True:
             try:
-                data = await self.coordinator.take(source, f"log/{heard + 1}", timeout=again)
+                data = await self.communicator.take(source, f"log/{heard + 1}", timeout=again)
             except RanksUnavailable:
                 continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
             except Closed:
@@ -237,27 +237,27 @@ async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
         _log.exception("%s: unexpected failure", name)
 
 
-async def consult(
-    team: Team, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
+async def vote(
+    team: Group, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
 ) -> bytes:
-    """Do something on every rank, let the leader decide on what all have to say of it, and return its verdict.
+    """Do something on every rank, let rank 0 decide on what all have to say of it, and return its verdict.
 
-    ``decide`` runs at the leader alone. Where the work fails on a rank, or the leader cannot decide, all raise that
+    ``decide`` runs at rank 0 alone. Where the work fails on a rank, or rank 0 cannot decide, all raise that
     error, with the rank's number in front. Raises `RanksUnavailable` when ranks are silent past the deadline. Where
     this is cancelled, the others hear so at once.
     """
     try:
         said, failure = await _outcome(work)
         answer = encode((said, None if failure is None else Failure.of(failure)))
-        if team.leads:
+        if team.coordinates:
             return await _lead(team, topic, answer, failure, decide)
         with _rather(failure):
-            await team.coordinator.post([LEADER], topic, answer)
+            await team.communicator.post([COORDINATOR], topic, answer)
     except asyncio.CancelledError:
         team.start_last(bow_out(team, topic), f"leaving of {topic}")
         raise
     with _rather(failure):
-        told = await team.coordinator.take(LEADER, topic, timeout=team.patience)
+        told = await team.communicator.take(COORDINATOR, topic, timeout=team.patience)
     if failure is not None:
         raise failure
     verdict, problem = messages.decode_said(told)
@@ -266,15 +266,15 @@ async def consult(
     return verdict
 
 
-async def bow_out(team: Team, topic: str) -> None:
+async def bow_out(team: Group, topic: str) -> None:
     """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
     failure = Failure.of(RanksUnavailable(f"rank {team.rank} has given up {topic!r}", [team.rank]))
-    await team.coordinator.post(team.others if team.leads else [LEADER], topic, encode((b"", failure)))
+    await team.communicator.post(team.others if team.coordinates else [COORDINATOR], topic, encode((b"", failure)))
 
 
 @contextmanager
 def _rather(failure: Exception | None) -> Iterator[None]:
-    """Raise what failed on this rank, if anything did, and not that the leader does not answer."""
+    """Raise what failed on this rank, if anything did, and not that rank 0 does not answer."""
     try:
         yield
     except RanksUnavailable:
@@ -291,13 +291,13 @@ async def _outcome(work: Awaitable[bytes]) -> tuple[bytes, Exception | None]:
 
 
 async def _lead(
-    team: Team,
+    team: Group,
     topic: str,
     answer: bytes,
     failure: Exception | None,
     decide: Callable[[dict[int, bytes]], Awaitable[bytes]],
 ) -> bytes:
-    """The leader's end of a consultation, whose own work had that ``failure`` or none."""
+    """Rank 0's end of a consultation, whose own work had that ``failure`` or none."""
     verdict, problem = b"", None
     cause = failure
     try:
@@ -306,8 +306,8 @@ async def _lead(
         cause = failure or error
         problem = Failure.of(cause)
         if not isinstance(cause, TieredCkptError) and failure is None:
-            _log.exception("rank %d could not decide on %s", LEADER, topic)
-    await team.coordinator.post(team.others, topic, encode((verdict, problem)))
+            _log.exception("rank %d could not decide on %s", COORDINATOR, topic)
+    await team.communicator.post(team.others, topic, encode((verdict, problem)))
     if cause is not None:
         raise cause
     return verdict

@@ -27,7 +27,7 @@ class Inbox:
     def check_open(self) -> None:
         """Raise `Closed` after `close`."""
         if self.closed:
-            raise Closed("the coordinator of the ranks was closed, with the store it belonged to")
+            raise Closed("the communicator of the ranks was closed, with the store it belonged to")
 
     def arrived(self, source: int, topic: str, data: bytes) -> None:
         """Hand a message to who waits for it, or keep it."""
@@ -38,7 +38,7 @@ class Inbox:
             self._early[source, topic] = data
 
     async def take(self, source: int, topic: str, timeout: float) -> bytes:
-        """The message, once it is there. Raises as `Coordinator.take`; a take that was cancelled took nothing."""
+        """The message, once it is there. Raises as `Communicator.take`; a take that was cancelled took nothing."""
         self.check_open()
         key = source, topic
         if key in self._early:
@@ -71,5 +71,5 @@ class Inbox:
         self._early.clear()
         for (source, _), waiting in self._waiting.items():
             if not waiting.done():
-                waiting.set_exception(Closed(f"the ranks' coordinator was closed while rank {source} was waited for"))
+                waiting.set_exception(Closed(f"the ranks' communicator was closed while rank {source} was waited for"))
         self._waiting.clear()

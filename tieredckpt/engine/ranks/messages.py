@@ -1,7 +1,7 @@
 """What the ranks of a store tell each other, as bytes.
 
-Most is in logs: numbered messages, those of the leader to all other ranks, and those of each other rank to the
-leader, which apply them in their order. Answers have topics of their own.
+Most is in logs: numbered messages, those of rank 0 to all other ranks, and those of each other rank to the
+rank 0, which apply them in their order. Answers have topics of their own.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from tieredckpt.engine.wire_types import Failure, HeldStep, decode
 from tieredckpt.format.manifest import StepRecord, StoreMarker
 
 __all__ = [
-    "Agreed",
-    "Asks",
+    "Aborted",
     "Catalog",
     "Chosen",
     "Closing",
+    "Committed",
     "Damaged",
     "Done",
     "Evicted",
-    "Failed",
-    "Here",
     "Logged",
-    "Met",
     "Opened",
     "Promote",
     "Promoted",
+    "RendezvousComplete",
+    "RendezvousOpened",
     "Replicate",
     "Replicated",
     "Reported",
-    "RollCall",
+    "RestoreJoined",
+    "RestoreRequested",
+    "RestoreWithdrawn",
     "Save",
     "SaveAt",
     "Signalled",
     "Stuck",
     "TierNews",
     "Wanted",
-    "Withdraws",
     "decode_said",
 ]
 
@@ -64,14 +64,14 @@ class Catalog(msgspec.Struct, frozen=True):
 
     tier: str
     known: bool
-    """Whether the leader could look."""
+    """Whether rank 0 could look."""
     steps: tuple[HeldStep, ...] = ()
     damaged: tuple[tuple[int, int, str], ...] = ()
     """Serial, step, and what is wrong."""
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What the leader tells when all have opened their tiers."""
+    """What rank 0 tells when all have opened their tiers."""
 
     whole: tuple[StepRecord, ...]
     """Steps of which all parts are in the ranks' RAM, without the structures."""
@@ -94,7 +94,7 @@ class Chosen(msgspec.Struct, frozen=True):
     """Of the index: manifest and nodes, in bytes; they follow."""
 
 
-class Agreed(msgspec.Struct, frozen=True, tag=True):
+class Committed(msgspec.Struct, frozen=True, tag=True):
     """Every rank has its part of a step, and the parts fit."""
 
     attempt: str
@@ -103,10 +103,10 @@ class Agreed(msgspec.Struct, frozen=True, tag=True):
     in_ram: bool
     """Whether all parts are in the ranks' RAM."""
     open: tuple[str, ...]
-    """Other attempts on which the leader has not decided yet."""
+    """Other attempts on which rank 0 has not decided yet."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Aborted(msgspec.Struct, frozen=True, tag=True):
     """A step was not committed: nowhere, or not on a tier."""
 
     step: int
@@ -197,14 +197,14 @@ class SaveAt(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-class RollCall(msgspec.Struct, frozen=True, tag=True):
+class RendezvousOpened(msgspec.Struct, frozen=True, tag=True):
     """All ranks have asked for a restore: those that still wait say so."""
 
     asks: dict[int, int]
     """The ranks that are called, and how often each had asked."""
 
 
-class Met(msgspec.Struct, frozen=True, tag=True):
+class RendezvousComplete(msgspec.Struct, frozen=True, tag=True):
     """All ranks are there for a restore, which begins; or some are not, and it does not."""
 
     number: int
@@ -215,12 +215,12 @@ class Met(msgspec.Struct, frozen=True, tag=True):
 
 
 class Closing(msgspec.Struct, frozen=True, tag=True):
-    """The leader has nothing more to say."""
+    """Rank 0 has nothing more to say."""
 
 
 Logged = (
-    Agreed
-    | Failed
+    Committed
+    | Aborted
     | Promote
     | Promoted
     | Evicted
@@ -229,27 +229,27 @@ Logged = (
     | Replicate
     | Replicated
     | SaveAt
-    | RollCall
-    | Met
+    | RendezvousOpened
+    | RendezvousComplete
     | Closing
 )
-"""What the leader's log consists of."""
+"""What rank 0's log consists of."""
 
 
-class Asks(msgspec.Struct, frozen=True, tag=True):
+class RestoreRequested(msgspec.Struct, frozen=True, tag=True):
     """A rank waits for the others, to restore."""
 
     number: int
     """How often it has asked."""
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
+class RestoreJoined(msgspec.Struct, frozen=True, tag=True):
     """A rank that asked for a restore still waits."""
 
     number: int
 
 
-class Withdraws(msgspec.Struct, frozen=True, tag=True):
+class RestoreWithdrawn(msgspec.Struct, frozen=True, tag=True):
     """A rank that asked for a restore waits no more."""
 
     number: int
@@ -280,8 +280,8 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     tier: str
 
 
-Reported = Asks | Here | Withdraws | Damaged | Signalled | Wanted
-"""What the logs of the other ranks consist of, which the leader hears."""
+Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted
+"""What the logs of the other ranks consist of, which rank 0 hears."""
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from tieredckpt.blobs.ram.folder import RANK_FOLDER
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import ram_folder
-from tieredckpt.engine.opening.scan import survey
+from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.restoring.source import Near, pinned
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -49,7 +49,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
         try:
             marker = await tier.open()
             if marker is not None and state.identity.marker is not None and marker.store == state.identity.marker.store:
-                await survey(tier)
+                await scan_tier(tier)
             if tier.held:
                 unless_used.pop_all()
                 return tier

@@ -1,6 +1,6 @@
-"""Opens a store of several ranks: the leader looks at the shared tiers, every rank at its own RAM.
+"""Opens a store of several ranks: rank 0 looks at the shared tiers, every rank at its own RAM.
 
-The leader opens all tiers as a store of one rank does, with its lease and its survey. What it finds it tells the
+rank 0 opens all tiers as a store of one rank does, with its lease and its survey. What it finds it tells the
 others, which open the shared tiers without either. Every rank then tells what parts of steps are in the RAM that
 it answers for: its own, and folders of former ranks on its machine. Steps whose parts are all there count as held
 by RAM; parts that can never become whole are let go.
@@ -23,11 +23,11 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.ram import find
-from tieredckpt.engine.opening.stale_ram import left_behind
+from tieredckpt.engine.opening.stale_ram import stale_holders
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
-from tieredckpt.engine.ranks.commit.vote import Agreement
-from tieredckpt.engine.ranks.group import Team, consult
+from tieredckpt.engine.ranks.commit.vote import Votes
+from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Catalog, Opened
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into
 from tieredckpt.engine.state.state import State
@@ -45,7 +45,7 @@ Parts = dict[tuple[int, int], dict[int, bytes]]
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What the leader found on the shared tiers."""
+    """What rank 0 found on the shared tiers."""
 
     marker: StoreMarker
     catalogs: tuple[Catalog, ...]
@@ -74,15 +74,15 @@ class Opening:
         self,
         state: State,
         evictor: Evictor,
-        team: Team,
-        agreement: Agreement,
+        team: Group,
+        votes: Votes,
         commits: Commits,
         open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
     ) -> None:
         self._state = state
         self._evictor = evictor
         self._team = team
-        self._agreement = agreement
+        self._agreement = votes
         self._commits = commits
         self._open_tiers = open_tiers
         self._folders: dict[tuple[int, int], dict[int, Tier]] = {}
@@ -93,8 +93,8 @@ class Opening:
     async def open(self) -> None:
         """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
         team, state = self._team, self._state
-        found: _Found = decode(await consult(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
-        verdict = await consult(team, "open/parts", self._follow(found), self._decide)
+        found: _Found = decode(await vote(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
+        verdict = await vote(team, "open/parts", self._follow(found), self._decide)
         opened: Opened = decode(verdict, Opened)
         for record in opened.whole:
             state.tiers[0].agree(record)
@@ -123,7 +123,7 @@ class Opening:
         return encode(found)
 
     async def _open_all(self, said: dict[int, bytes]) -> bytes:
-        """At the leader: settle whose store it is, open all tiers, and tell what the shared ones hold."""
+        """At rank 0: settle whose store it is, open all tiers, and tell what the shared ones hold."""
         state = self._state
         found: list[FoundRam] = []
         for data in said.values():
@@ -134,8 +134,8 @@ class Opening:
         return encode(_Found(state.identity.marker, tuple(catalog_of(tier) for tier in shared)))
 
     async def _follow(self, found: _Found) -> bytes:
-        """Open what the leader has found, and tell of this rank's RAM."""
-        if not self._team.leads:
+        """Open what rank 0 has found, and tell of this rank's RAM."""
+        if not self._team.coordinates:
             await self._open_as_follower(found)
         return await self._own_parts()
 
@@ -156,7 +156,7 @@ class Opening:
                 state.report(first, error)
 
     async def _see(self, tier: Tier) -> None:
-        """Open a shared tier, and see that it is the one that the leader sees."""
+        """Open a shared tier, and see that it is the one that rank 0 sees."""
         try:
             seen = await tier.open()
         except TieredCkptError as error:
@@ -176,8 +176,8 @@ class Opening:
         """The parts in the RAM that this rank answers for: its own, and for its machine that of former ranks."""
         state, team = self._state, self._team
         await self._collect_parts(state.tiers[0], tuple(state.tiers[0].parts))
-        if team.neighbours[0] == team.rank:
-            for folder in await in_thread(partial(folders_of_ranks, state, but=team.neighbours)):
+        if team.local_ranks[0] == team.rank:
+            for folder in await in_thread(partial(folders_of_ranks, state, but=team.local_ranks)):
                 if (tier := await look_into(state, folder)) is not None:
                     self.leftovers.append(tier)
                     await self._collect_parts(tier, tuple(tier.held))
@@ -217,7 +217,7 @@ class Opening:
                 records[step] = (await in_thread(merge_parts, by_rank, pool=state.pool)).record
             except (Conflict, Corrupt) as error:
                 _log.warning("%s is not whole in RAM: %s", StepId(*step), error)
-        forked = left_behind(state, records.values())
+        forked = stale_holders(state, records.values())
         whole = []
         for step, record in records.items():
             if record.id in forked:
@@ -243,7 +243,7 @@ class Opening:
 
 
 def _tell_notices(notices: dict[int, str]) -> None:
-    """Say once what is true for several ranks: at the leader, in the words of the first of them."""
+    """Say once what is true for several ranks: at rank 0, in the words of the first of them."""
     if notices:
         first = min(notices)
         _log.warning("ranks %s: %s", ", ".join(map(str, sorted(notices))), notices[first])
@@ -264,7 +264,7 @@ async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
 
 
 def catalog_of(tier: Tier) -> Catalog:
-    """What the leader knows of a shared tier."""
+    """What rank 0 knows of a shared tier."""
     return Catalog(
         tier.name,
         tier.marker is not None,
@@ -274,7 +274,7 @@ def catalog_of(tier: Tier) -> Catalog:
 
 
 def adopt_catalog(tier: Tier, catalog: Catalog, marker: StoreMarker) -> None:
-    """Know of a shared tier what the leader knows."""
+    """Know of a shared tier what rank 0 knows."""
     tier.clear()
     tier.marker = marker if catalog.known else None
     tier.held.update({held.id: Held(held.record, held.btree_key) for held in catalog.steps})

@@ -1,4 +1,4 @@
-"""What a store of several ranks does together with the others, and what it hears from the leader."""
+"""What a store of several ranks does together with the others, and what it hears from rank 0."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from tieredckpt.engine.keeping.policies import is_due, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.ram import mark_ram
 from tieredckpt.engine.ranks.commit.commit import Commits
-from tieredckpt.engine.ranks.commit.vote import Agreement, Missed
-from tieredckpt.engine.ranks.communicator import LEADER
-from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.commit.vote import Missed, Votes
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import (
-    Agreed,
-    Asks,
+    Aborted,
+    Committed,
     Damaged,
     Evicted,
-    Failed,
-    Here,
     Logged,
-    Met,
     Promote,
     Promoted,
+    RendezvousComplete,
+    RendezvousOpened,
     Replicate,
     Replicated,
     Reported,
-    RollCall,
+    RestoreJoined,
+    RestoreRequested,
+    RestoreWithdrawn,
     SaveAt,
     Signalled,
     Stuck,
     TierNews,
     Wanted,
-    Withdraws,
 )
 from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of, discard_unused
-from tieredckpt.engine.ranks.replicas.replication import Replicas
+from tieredckpt.engine.ranks.replicas.replication import Replication
 from tieredckpt.engine.ranks.reports import Reports
-from tieredckpt.engine.ranks.restore.restore import Restores
+from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
 from tieredckpt.engine.ranks.schedule import Plan
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
@@ -56,7 +56,7 @@ from tieredckpt.events import (
     CommitFailed,
     Event,
     SaveSkipped,
-    StepAgreed,
+    StepCommitted,
     StepEvicted,
     StepPromoted,
     TierFailed,
@@ -79,7 +79,7 @@ class Ranked:
         self,
         state: State,
         collector: Collector,
-        team: Team,
+        team: Group,
         open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
@@ -87,22 +87,22 @@ class Ranked:
         self._state = state
         self._collector = collector
         self.team = team
-        self.agreement = Agreement(state, collector.evictor, team, self._commit_streamed, self.take_gone, self._forget)
-        self.commits = Commits(state, collector, team, self.agreement)
-        self.opening = Opening(state, collector.evictor, team, self.agreement, self.commits, open_tiers)
-        self.restores = Restores(
-            state, team, self.agreement, self.opening, look_up, self.take_gone, self._still_gone, self._forget
+        self.votes = Votes(state, collector.evictor, team, self._commit_streamed, self.take_gone, self._forget)
+        self.commits = Commits(state, collector, team, self.votes)
+        self.opening = Opening(state, collector.evictor, team, self.votes, self.commits, open_tiers)
+        self.restores = CollectiveRestores(
+            state, team, self.votes, self.opening, look_up, self.take_gone, self._still_gone, self._forget
         )
         self.reports = Reports(state, collector, team, promote_at_once)
         ram = state.config.ram
         keeps_copies = ram is not None and ram.replicas > 1
-        self.replicas = Replicas(state, collector, team, self.commits, ram) if ram and keeps_copies else None
-        self.plan = Plan(state, leads=team.leads, tell=self._tell_plan)
+        self.replicas = Replication(state, collector, team, self.commits, ram) if ram and keeps_copies else None
+        self.plan = Plan(state, coordinates=team.coordinates, tell=self._tell_plan)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
-        """Serial and step of what this rank has let go from RAM, for the leader."""
+        """Serial and step of what this rank has let go from RAM, for rank 0."""
         self._heard_at = 0.0
-        """When the leader last told something."""
+        """When rank 0 last told something."""
         self._unsubscribe: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
@@ -110,10 +110,10 @@ class Ranked:
         await self.opening.open()
         if self.replicas is not None:
             await self.replicas.open()
-        self._unsubscribe = self._state.events.subscribe(self._tell if self.team.leads else self._note)
+        self._unsubscribe = self._state.events.subscribe(self._tell if self.team.coordinates else self._note)
         self._loop = asyncio.get_running_loop()
         self.team.begin(self._apply, self._hear)
-        if self.replicas is not None and self.team.leads:
+        if self.replicas is not None and self.team.coordinates:
             self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class Ranked:
         """
         state, saved = self._state, None
         try:
-            attempt = self.agreement.begin(step)
+            attempt = self.votes.begin(step)
         except Missed as missed:
             reason = f"step {step} was not saved: {missed}"
             self._count_as_saved(step, origin)
@@ -148,7 +148,7 @@ class Ranked:
             saved = await save(own)
             if saved.tier is None:
                 self._count_as_saved(step, origin)
-                self.agreement.not_saved(attempt, step, NoSpace(saved.skipped))
+                self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             streamed = state.membership.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await state.tiers[0].load_index(saved.step)
@@ -156,9 +156,9 @@ class Ranked:
             if saved is not None:
                 state.branch.failed(saved.step)
             self._count_as_saved(step, origin)
-            self.agreement.not_saved(attempt, step, error)
+            self.votes.not_saved(attempt, step, error)
             raise
-        self.agreement.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
+        self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
         return saved
 
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
@@ -175,38 +175,38 @@ class Ranked:
         late = self.plan.told(order.step)
         if late is not None:
             with suppress(Missed):
-                attempt = self.agreement.begin(late)
-                self.agreement.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
+                attempt = self.votes.begin(late)
+                self.votes.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
 
     async def settled(self) -> None:
-        """Return when the ranks have agreed on every save, and the leader has done what is due.
+        """Return when the ranks have agreed on every save, and rank 0 has done what is due.
 
         Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
         """
         state = self._state
         if self.team.deserted:
-            raise RanksUnavailable(f"rank {LEADER} is silent, so nothing more gets to shared tiers", [LEADER])
+            raise RanksUnavailable(f"rank {COORDINATOR} is silent, so nothing more gets to shared tiers", [COORDINATOR])
         begin = time.monotonic()
         while state.membership.undecided:
             await self.heard_more(min(state.membership.undecided), state.tiers[-1], begin)
         begin = time.monotonic()
-        while not self.team.leads and (due := self._due()) is not None:
+        while not self.team.coordinates and (due := self._due()) is not None:
             step, tier = due
             if tier.error is not None:
                 raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.error}")
             await self.heard_more(step, tier, begin)
         for tier in state.tiers:
             for step, error in tier.stuck.items():
-                if not self.team.leads and step in state.records() and step not in tier.held:
+                if not self.team.coordinates and step in state.records() and step not in tier.held:
                     raise Failure.of(error).error()
 
     async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
         """Wait until something changed, for a step that a tier lacks and since when (monotonic) that is waited for.
 
-        Raises `RanksUnavailable` when the leader has not told anything for longer than the step may take.
+        Raises `RanksUnavailable` when rank 0 has not told anything for longer than the step may take.
         """
         state = self._state
-        if self.team.leads:
+        if self.team.coordinates:
             await state.changed.wait()
             return
         record, spilled = state.records().get(step), state.membership.streamed.get(step)
@@ -215,12 +215,12 @@ class Ranked:
         patience = self.team.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:
-            self.team.missed([LEADER])
-            raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {LEADER} is silent", [LEADER])
+            self.team.missed([COORDINATOR])
+            raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {COORDINATOR} is silent", [COORDINATOR])
         await state.changed.wait(left)
 
     def _due(self) -> tuple[StepId, Tier] | None:
-        """A step that the leader is still to bring to a shared tier."""
+        """A step that rank 0 is still to bring to a shared tier."""
         state = self._state
         view = state.view(at_rest=True)
         for tier in state.tiers:
@@ -247,7 +247,7 @@ class Ranked:
         self._gone += gone
 
     async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
-        """At the leader: steps of which another rank has let its part go are in RAM no more."""
+        """At rank 0: steps of which another rank has let its part go are in RAM no more."""
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
@@ -255,14 +255,14 @@ class Ranked:
                 await self._collector.evictor.let_part_go(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))
 
-    # -- what the leader tells ----------------------------------------------------------------------------
+    # -- what rank 0 tells ----------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
         """Let the other ranks know what happened to steps and shared tiers."""
         state = self._state
         if isinstance(event, CommitFailed) and event.tier is None:
             self.plan.failed(event.step)
-        elif isinstance(event, StepAgreed):
+        elif isinstance(event, StepCommitted):
             self.team.start(self._let_former_steps_go(), "eviction of steps of former ranks")
             if self.replicas is not None:
                 self.replicas.saved(StepId(event.serial, event.step))
@@ -275,8 +275,8 @@ class Ranked:
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if not state.tier(event.tier).shared:
-                self.agreement.parts.pop(step, None)
-                self.agreement.wholes.forget(step)
+                self.votes.parts.pop(step, None)
+                self.votes.merged_steps.forget(step)
                 self._give_back()
             self.team.tell(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
@@ -292,11 +292,11 @@ class Ranked:
         state = self._state
         self._heard_at = time.monotonic()
         match message:
-            case Agreed():
-                await self.agreement.apply_agreed(message)
-            case Failed(tier=None):
-                await self.agreement.apply_failed(message)
-            case Failed():
+            case Committed():
+                await self.votes.apply_committed(message)
+            case Aborted(tier=None):
+                await self.votes.apply_aborted(message)
+            case Aborted():
                 await self._not_promoted(message)
             case Promote():
                 self.commits.carry_out(message)
@@ -310,28 +310,28 @@ class Ranked:
                 self._save_at(message)
             case TierNews():
                 self._tier_news(message)
-            case RollCall() | Met():
-                self.restores.meeting.apply(message)
+            case RendezvousOpened() | RendezvousComplete():
+                self.restores.rendezvous.apply(message)
             case Replicate() if self.replicas is not None:
                 self.replicas.apply_order(message)
             case Replicated() if self.replicas is not None:
                 await self.replicas.apply_news(message)
-        state.changed.beat()
+        state.changed.notify()
 
     async def _hear(self, rank: int, message: Reported) -> None:
-        """At the leader: what another rank reports."""
+        """At rank 0: what another rank reports."""
         match message:
-            case Asks() | Here() | Withdraws():
-                self.restores.meeting.heard(rank, message)
+            case RestoreRequested() | RestoreJoined() | RestoreWithdrawn():
+                self.restores.rendezvous.heard(rank, message)
             case Damaged() | Signalled() | Wanted():
                 self.reports.heard(rank, message)
 
-    async def _not_promoted(self, failed: Failed) -> None:
+    async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None
         step = StepId(failed.serial, failed.step)
         reason = f"{step} was not committed on tier {failed.tier!r}: {failed.reason}"
         self._state.events.emit(CommitFailed(step.step, step.serial, failed.tier, failed.ranks, failed.reason))
-        await self.agreement.settle(step, RanksUnavailable(reason, failed.ranks))
+        await self.votes.settle(step, RanksUnavailable(reason, failed.ranks))
 
     async def _promoted(self, promoted: Promoted) -> None:
         record, step = promoted.held.record, promoted.held.id
@@ -341,9 +341,9 @@ class Ranked:
         if step in self._state.membership.undecided:  # it did not fit into RAM
             self._state.branch.committed(record)
         tier.used_elsewhere = promoted.used
-        tier.dismissed.discard(step)
+        tier.tombstones.discard(step)
         tier.stuck.pop(step, None)
-        await self.agreement.settle(step, None)
+        await self.votes.settle(step, None)
         written = self.commits.written.pop((step, tier.name), 0)
         self._state.events.emit(
             StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, promoted.seconds, promoted.lag)
@@ -358,11 +358,11 @@ class Ranked:
             self._give_back()
         else:
             tier.drop(step)
-            tier.dismissed.add(step)
+            tier.tombstones.add(step)
         self._state.adopt_if_gone(step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         if not tier.shared:
-            self._gone.remove((step.serial, step.step))  # the leader knows
+            self._gone.remove((step.serial, step.step))  # rank 0 knows
 
     def _tier_news(self, news: TierNews) -> None:
         tier = self._state.tier(news.tier)
@@ -379,7 +379,7 @@ class Ranked:
         self._state.events.emit(TierRecovered(tier.name))
 
     async def _let_former_steps_go(self) -> None:
-        """At the leader: steps of former ranks take memory that no save can use; a newer one replaces them."""
+        """At rank 0: steps of former ranks take memory that no save can use; a newer one replaces them."""
         first = self._state.tiers[0]
         for step, homes in tuple(self.commits.homes.items()):
             if step not in first.held:

@@ -1,7 +1,7 @@
-"""What ranks report to the leader, which acts for all: damage on shared tiers, signals, and steps that they want there.
+"""What ranks report to rank 0, which acts for all: damage on shared tiers, signals, and steps that they want there.
 
 A rank that finds damage on a shared tier reads around it, and one whose machine is taken away may be the only one
-that was warned; but who writes to shared tiers, and asks the policies, is the leader.
+that was warned; but who writes to shared tiers, and asks the policies, is rank 0.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.ranks.communicator import LEADER
-from tieredckpt.engine.ranks.group import Team
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Damaged, Signalled, Wanted
-from tieredckpt.engine.repairing.repair import heal, heal_index
+from tieredckpt.engine.repairing.repair import repair_chunks, repair_index
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.chunk_reader import read_chunk
@@ -32,7 +32,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 class Reports:
-    """Sends reports to the leader, and carries them out there. Lives on the engine's loop.
+    """Sends reports to rank 0, and carries them out there. Lives on the engine's loop.
 
     ``promote_at_once`` brings a step to a tier before all others.
     """
@@ -41,7 +41,7 @@ class Reports:
         self,
         state: State,
         collector: Collector,
-        team: Team,
+        team: Group,
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
         self._state = state
@@ -55,13 +55,13 @@ class Reports:
 
     def signalled(self, name: str, *, on: bool) -> None:
         """This rank's trainer has raised a signal, or withdrawn it."""
-        if not self._team.leads:
+        if not self._team.coordinates:
             self._team.report(Signalled(name, on))
 
     def damaged(
         self, step: StepId, damage: Iterable[Damage], unreadable: Iterable[tuple[Tier, TieredCkptError]]
     ) -> None:
-        """This rank has read around damage; what is on tiers that the leader manages is reported."""
+        """This rank has read around damage; what is on tiers that rank 0 manages is reported."""
         found: dict[str, set[bytes]] = {}
         for each in damage:
             if not self._state.manages(each.tier):
@@ -73,9 +73,9 @@ class Reports:
                 self._team.report(Damaged(step.step, step.serial, tier.name, ()))
 
     async def promote(self, step: StepId, tier: Tier) -> None:
-        """Have the leader bring a step to a shared tier at once.
+        """Have rank 0 bring a step to a shared tier at once.
 
-        Raises `RanksUnavailable` when it is not there soon; the leader may still be at it, and may be asked again.
+        Raises `RanksUnavailable` when it is not there soon; rank 0 may still be at it, and may be asked again.
         """
         self._team.report(Wanted(step.step, step.serial, tier.name))
         try:
@@ -83,10 +83,10 @@ class Reports:
                 await self._state.changed.until(lambda: step in tier.held)
         except TimeoutError:
             patience = limits.in_force.ask_rank_0_again
-            what = f"rank {LEADER} has not brought {step} to tier {tier.name!r} within {patience:.0f} s"
-            raise RanksUnavailable(what, [LEADER]) from None
+            what = f"rank {COORDINATOR} has not brought {step} to tier {tier.name!r} within {patience:.0f} s"
+            raise RanksUnavailable(what, [COORDINATOR]) from None
 
-    # -- the leader ---------------------------------------------------------------------------------------
+    # -- rank 0 ---------------------------------------------------------------------------------------
 
     def heard(self, rank: int, said: Damaged | Signalled | Wanted) -> None:
         """Act on what a rank reports, beside everything else."""
@@ -94,7 +94,7 @@ class Reports:
             case Signalled():
                 _log.info("rank %d: signal %r is %s", rank, said.name, "raised" if said.on else "withdrawn")
                 self._state.observation.signal(said.name, on=said.on)
-                self._state.changed.beat()
+                self._state.changed.notify()
             case Damaged():
                 self._team.start(self._mend(rank, said), f"mending of what rank {rank} found")
             case Wanted():
@@ -113,7 +113,7 @@ class Reports:
             self._promoting.discard((step, tier.name))
 
     async def _mend(self, rank: int, told: Damaged) -> None:
-        """Mend what the leader finds damaged itself: of many ranks that met it the first is right, or none is."""
+        """Mend what rank 0 finds damaged itself: of many ranks that met it the first is right, or none is."""
         step, tier = StepId(told.serial, told.step), self._state.tier(told.tier)
         async with self._guards_mending:
             if step not in tier.held:
@@ -121,7 +121,9 @@ class Reports:
             _log.warning("rank %d found damage of %s on tier %r", rank, step, tier.name)
             try:
                 if told.digests:
-                    await heal(self._state, self._collector, step, await self._look_at(step, tier, set(told.digests)))
+                    await repair_chunks(
+                        self._state, self._collector, step, await self._look_at(step, tier, set(told.digests))
+                    )
                 else:
                     await self._look_at_index(step, tier)
             except TieredCkptError as error:
@@ -148,4 +150,4 @@ class Reports:
         try:
             await in_thread(decode_step, *await tier.read_index(step), pool=self._state.pool)
         except (Corrupt, NotFound) as error:
-            await heal_index(self._state, self._collector, step, tier, error, tier.indexes.get(step))
+            await repair_index(self._state, self._collector, step, tier, error, tier.indexes.get(step))

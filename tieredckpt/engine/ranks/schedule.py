@@ -31,12 +31,12 @@ _REMEMBERED = 10_000
 class Plan:
     """The steps that are to be saved, as one rank knows them. `due` is called from the trainer's thread.
 
-    ``tell`` lets the other ranks know; of the leader alone.
+    ``tell`` lets the other ranks know; of rank 0 alone.
     """
 
-    def __init__(self, state: State, *, leads: bool, tell: Callable[[int], None]) -> None:
+    def __init__(self, state: State, *, coordinates: bool, tell: Callable[[int], None]) -> None:
         self._state = state
-        self._leads = leads
+        self._leads = coordinates
         self._tell = tell
         self._planned: deque[int] = deque()
         self._asked: deque[int] = deque(maxlen=_REMEMBERED)
@@ -69,7 +69,7 @@ class Plan:
         return max(1, math.ceil(self._ahead / max(each, 1e-6))) if step > first else 1
 
     def told(self, at: int) -> int | None:
-        """Take the leader's order. A step to be given up is returned, for this rank is past it already."""
+        """Take rank 0's order. A step to be given up is returned, for this rank is past it already."""
         late = next((step for step in tuple(self._asked) if step >= at), None)
         if late is None:
             self._planned.append(at)

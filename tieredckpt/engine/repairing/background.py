@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.repairing.repair import heal, heal_index
+from tieredckpt.engine.repairing.repair import repair_chunks, repair_index
 from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Mending"]
+__all__ = ["BackgroundRepair"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -23,7 +23,7 @@ Mend = Callable[[StepId, Sequence[Damage], Sequence[tuple[Tier, TieredCkptError]
 """Repairs damaged chunks of a step, and its index on tiers where that could not be read."""
 
 
-class Mending:
+class BackgroundRepair:
     """The repairs under way of one process. Lives on the engine's loop.
 
     ``elsewhere`` has damage repaired on tiers that another process manages; None where there is no such process.
@@ -66,8 +66,8 @@ class Mending:
         """Write good bytes back where some were lost. Raises what keeps it from that."""
         for tier, error in unreadable:
             if not isinstance(error, TierUnavailable):
-                await heal_index(self._state, self._collector, step, tier, error)
-        await heal(self._state, self._collector, step, damage)
+                await repair_index(self._state, self._collector, step, tier, error)
+        await repair_chunks(self._state, self._collector, step, damage)
 
     async def settled(self) -> None:
         """Return when nothing is being mended."""

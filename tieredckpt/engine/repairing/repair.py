@@ -26,7 +26,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Unmended", "heal", "heal_index", "inspect"]
+__all__ = ["Unmended", "inspect", "repair_chunks", "repair_index"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -54,7 +54,7 @@ async def inspect(
         return source.damage
 
 
-async def heal(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unmended]:
+async def repair_chunks(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unmended]:
     """Write good bytes back to every tier that lost some; what could not be mended does not keep the rest from it."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
@@ -101,7 +101,7 @@ async def _mend_inline(
     if mended:
         index = StepIndex(source.index.record, {**source.index.arrays, **mended})
         why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
-        await heal_index(state, collector, step, tier, why, index)
+        await repair_index(state, collector, step, tier, why, index)
         for key, name, nbytes in origin:
             state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name, nbytes))
     return left
@@ -172,7 +172,7 @@ async def _read_good(
         return None
 
 
-async def heal_index(
+async def repair_index(
     state: State,
     collector: Collector,
     step: StepId,
@@ -201,7 +201,7 @@ async def heal_index(
         return
     if not tier.keeps(step):
         return  # it was evicted since it could not be read
-    tier.condemn(step, error)
+    tier.quarantine(step, error)
     if state.holders(step):
         await copy_step(state, collector, step, tier)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.repairing.repair import heal, heal_index, inspect
+from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_index
 from tieredckpt.engine.repairing.scan_budget import Scan
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.state.state import State
@@ -118,7 +118,7 @@ async def _verify_on(
             return await _with_another_index(state, collector, step, tier, error, remembered, repair=repair)
     if not damage:
         return Verified(step, tier.name, nbytes, (), False, "")
-    unmended = await heal(state, collector, step, damage) if repair else []
+    unmended = await repair_chunks(state, collector, step, damage) if repair else []
     if repair and not tier.keeps(step):
         raise _left(step, tier)
     keys = tuple(sorted({found.key for found in damage}))
@@ -143,7 +143,7 @@ async def _with_another_index(
     problem = str(error)
     if repair:
         try:
-            await heal_index(state, collector, step, tier, error, remembered)
+            await repair_index(state, collector, step, tier, error, remembered)
         except TieredCkptError as failed:
             if not tier.keeps(step):
                 raise _left(step, tier) from failed

@@ -23,7 +23,7 @@ class Moved(NotFound):
 def places(state: State, step: StepId) -> Hashable:
     """Which tiers hold a step, and which commits of it."""
     held = [(tier.name, tier.catalogued.stamps.get(step)) for tier in state.tiers if step in tier.held]
-    return tuple(held), id(state.looked_on.get(step))
+    return tuple(held), id(state.read_only_steps.get(step))
 
 
 async def has_moved(state: State, step: StepId, before: Hashable) -> bool:

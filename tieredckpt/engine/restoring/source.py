@@ -49,7 +49,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """The step that all ranks restore, as the leader has told."""
+    """The step that all ranks restore, as rank 0 has told."""
 
     step: StepId
     tier: Tier
@@ -130,7 +130,7 @@ class StepSource:
     async def _open(
         cls, state: State, step: StepId, only: Tier | None, chosen: ChosenStep | None
     ) -> AsyncIterator[StepSource]:
-        chosen = chosen or (state.looked_on.get(step) if only is None else None)
+        chosen = chosen or (state.read_only_steps.get(step) if only is None else None)
         if chosen is not None:
             async with chosen.near() as near:
                 indexes = {chosen.tier.name: chosen.index}
@@ -187,7 +187,9 @@ class StepSource:
                 lies = tier.slab_index.find(digest)
                 if lies is not None and (tier.name, copy := Extent(tier.ram.slab_key, *lies)) not in tried:
                     yield tier, copy  # of a later save, which copied what was damaged here
-            found = [extent for extent in (tier.chunks.get(digest), *tier.spares.get(digest, ())) if extent is not None]
+            found = [
+                extent for extent in (tier.chunks.get(digest), *tier.duplicates.get(digest, ())) if extent is not None
+            ]
             for extent in found:
                 if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs:
                     yield tier, extent  # of another step, or of this one after a repair
@@ -333,8 +335,8 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
             if await has_moved(state, step, before):
                 raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-            tier.condemn(step, error)
-            state.changed.beat()  # its tier is to get it anew
+            tier.quarantine(step, error)
+            state.changed.notify()  # its tier is to get it anew
         except TierUnavailable as error:
             _report_silent(state, tier, error)
             silent = error

@@ -138,7 +138,7 @@ class Writer:
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
-        state.changed.beat()
+        state.changed.notify()
         return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
 
     async def _save_once(
@@ -159,8 +159,8 @@ class Writer:
                     self._state.branch.last_serial = identity.serial
                     if tier.ram is None and self._state.membership.size > 1:
                         await self._keep_streamed(tier, StepIndex(record, arrays))
-                    elif tier.ram is None and self._state.agents_tiers is not None:
-                        await self._state.agents_tiers.commit(tier, StepIndex(record, stored), written.sizes)
+                    elif tier.ram is None and self._state.agent_spill is not None:
+                        await self._state.agent_spill.commit(tier, StepIndex(record, stored), written.sizes)
                     else:
                         await commit_file.commit(tier, record, stored)
                     if self._state.membership.size == 1:

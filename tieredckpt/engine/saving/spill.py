@@ -86,17 +86,17 @@ async def stream(
             continue
         need = sum(tier.encoding.stored_size(cell.nbytes) for cell in snapshot.pending)
         with attributed(tier):
-            if state.agents_tiers is not None:
-                fits = await state.agents_tiers.make_room(tier, need)
+            if state.agent_spill is not None:
+                fits = await state.agent_spill.make_room(tier, need)
             else:
                 fits = await make_room(state, collector, None, tier, need)
         if not fits:
             problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
             continue
         passage = await _passage(state, collector, snapshot, refusals)
-        if state.agents_tiers is not None:
+        if state.agent_spill is not None:
             with attributed(tier):
-                await state.agents_tiers.borrow(tier, until_committed)
+                await state.agent_spill.borrow(tier, until_committed)
         elif state.membership.size == 1:
             await until_committed.enter_async_context(tier.guards_packs)
         # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
@@ -148,7 +148,7 @@ async def _write_all(
         finally:
             passage.index.drop([done.digest for done in snapshot.copied])
             snapshot.copied.clear()
-            state.scratch.returned.beat()
+            state.scratch.returned.notify()
     snapshot.new_bytes = new_bytes
     return located, written
 
@@ -180,8 +180,8 @@ async def _write(
     sizes = {done.digest: done.cell.nbytes for done in snapshot.copied}
     extents = {digest: written.extents[digest] for digest in sizes.keys() & written.extents.keys()}
     unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in extents}
-    if state.agents_tiers is not None:
-        extents |= await state.agents_tiers.find(tier, unknown)
+    if state.agent_spill is not None:
+        extents |= await state.agent_spill.find(tier, unknown)
     else:
         tier.streamed_to |= _packs_with(tier, sizes)
         await refer_to_intact(state, tier, None, unknown)
@@ -203,7 +203,7 @@ async def _write(
 def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
     """The packs that are known to have any of the chunks, or a copy of it."""
     known = {tier.chunks[digest].path for digest in digests if digest in tier.chunks}
-    return known | {extent.path for digest in tier.spares.keys() & digests for extent in tier.spares[digest]}
+    return known | {extent.path for digest in tier.duplicates.keys() & digests for extent in tier.duplicates[digest]}
 
 
 async def _batches(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.format.manifest import StepRecord
 
-__all__ = ["History", "history_of"]
+__all__ = ["FailureHistory", "failure_history"]
 
 _FAILURES = "failures"
 _TRAINED = "trained_seconds"
@@ -23,7 +23,7 @@ _MOST = 2.0**53
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class FailureHistory:
     """What happened to a store's trainers before this one."""
 
     failures: int = 0
@@ -45,7 +45,7 @@ class History:
         }
 
 
-def history_of(newest: StepRecord | None, dead: Iterable[Holder]) -> History:
+def failure_history(newest: StepRecord | None, dead: Iterable[Holder]) -> FailureHistory:
     """What the newest step tells, and the leases of the dead found at opening.
 
     A trainer has a lease on every tier and counts once. One that was counted before counts no more, though its
@@ -59,7 +59,7 @@ def history_of(newest: StepRecord | None, dead: Iterable[Holder]) -> History:
         if holder.taken_at >= saved_at or _saved(holder, newest)
     }.values()
     since = sum(max(0.0, holder.renewed_at - max(saved_at, holder.taken_at)) for holder in last)
-    return History(
+    return FailureHistory(
         before.failures + len(last), before.trained_seconds + since, before.stalled_seconds, before.lost_seconds + since
     )
 
@@ -71,14 +71,14 @@ def _saved(holder: Holder, record: StepRecord | None) -> bool:
     )
 
 
-def _stored(record: StepRecord | None) -> History:
+def _stored(record: StepRecord | None) -> FailureHistory:
     """Of a step that an older version saved, or that holds no numbers: nothing."""
     if record is None:
-        return History()
+        return FailureHistory()
     try:
         failures = int(record.provenance.get(_FAILURES, "0"))
         times = [float(record.provenance.get(name, "0")) for name in (_TRAINED, _STALLED, _LOST)]
     except ValueError:
-        return History()
+        return FailureHistory()
     sound = all(0 <= number <= _MOST for number in (failures, *times))
-    return History(failures, *times) if sound else History()
+    return FailureHistory(failures, *times) if sound else FailureHistory()

@@ -27,7 +27,7 @@ class Membership:
 
     rank: int = 0
     size: int = 1
-    neighbours: tuple[int, ...] = (0,)
+    local_ranks: tuple[int, ...] = (0,)
     """The ranks of this machine, this one included."""
     streamed: dict[StepId, Streamed] = field(default_factory=dict)
     """This rank's parts of steps that RAM could not hold, until they are committed."""
@@ -41,7 +41,7 @@ class Membership:
     @property
     def is_first_of_node(self) -> bool:
         """Whether this rank answers for what former ranks left on its machine."""
-        return self.neighbours[0] == self.rank
+        return self.local_ranks[0] == self.rank
 
     def packs_streamed_to(self, tier: Tier) -> set[str]:
         """Packs of a tier to which saves of several ranks refer that are not committed there yet."""

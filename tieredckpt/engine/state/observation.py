@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tieredckpt.engine.state.branch import Branch, Origin
-from tieredckpt.engine.state.failures import History
+from tieredckpt.engine.state.failures import FailureHistory
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepRecord
@@ -24,7 +24,7 @@ class Observation:
     now: Callable[[], float] = time.time
     """Seconds since the epoch."""
     observed: Observed = field(init=False)
-    history: History = field(default_factory=History)
+    history: FailureHistory = field(default_factory=FailureHistory)
     """What is known of the trainers before this one."""
     signals: set[str] = field(default_factory=set)
     """What the trainer has raised; changed from its thread, or from a signal handler there."""

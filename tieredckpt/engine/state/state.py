@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
-from tieredckpt.engine.notify import Pulse
+from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
-from tieredckpt.engine.state.failures import history_of
+from tieredckpt.engine.state.failures import failure_history
 from tieredckpt.engine.state.identity import Identity
 from tieredckpt.engine.state.membership import Membership
 from tieredckpt.engine.state.observation import Observation
-from tieredckpt.engine.state.step_table import Roll
+from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
@@ -33,7 +33,7 @@ from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
 from tieredckpt.policy.views import StepViews
 
 if TYPE_CHECKING:
-    from tieredckpt.engine.agent.client_spill import AgentsTiers
+    from tieredckpt.engine.agent.client_spill import AgentSpill
     from tieredckpt.engine.restoring.source import ChosenStep
 
 __all__ = ["Role", "State", "numbers"]
@@ -60,25 +60,25 @@ class State:
     """The threads that copy, digest and encode."""
     scratch: Scratch
     read_only: bool
-    changed: Pulse = field(default_factory=Pulse)
+    changed: Notification = field(default_factory=Notification)
     """Beats whenever a step or a tier changed."""
     branch: Branch = field(default_factory=Branch)
     identity: Identity = field(default_factory=Identity)
     observation: Observation = field(default_factory=Observation)
     membership: Membership = field(default_factory=Membership)
     role: Role = Role.WHOLE
-    agents_tiers: AgentsTiers | None = None
+    agent_spill: AgentSpill | None = None
     """At a trainer with an agent: how it streams to tiers that the agent manages."""
     chosen: ChosenStep | None = None
     """Of several ranks: the step that all restore at present, or restored last."""
-    looked_on: dict[StepId, ChosenStep] = field(default_factory=dict)
+    read_only_steps: dict[StepId, ChosenStep] = field(default_factory=dict)
     """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
     look_anew: Callable[[], Awaitable[None]] | None = None
     """Where nothing is written: makes what is known fresh."""
-    _roll: Roll = field(init=False)
+    _roll: StepTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roll = Roll(self.tiers, _described)
+        self._roll = StepTable(self.tiers, _described)
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -139,8 +139,8 @@ class State:
         self.branch.last_serial = max(self.branch.last_serial, *serials, 0) + (
             limits.in_force.serials_skipped if blind else 0
         )
-        left_behind = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.left_behind]
-        self.observation.history = history_of(records[newest] if newest else None, [*left_behind, *dead])
+        stale_holders = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.stale_holders]
+        self.observation.history = failure_history(records[newest] if newest else None, [*stale_holders, *dead])
 
     def adopt_if_gone(self, step: StepId) -> None:
         """Continue from the newest save that is left, as after a restart, where the newest of the branch is no more."""
@@ -195,7 +195,7 @@ class State:
         level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING
         _log.log(level, "tier %r failed, next try in %.1f s: %s", tier.name, delay, error)
         self.events.emit(TierFailed(tier.name, error, delay))
-        self.changed.beat()
+        self.changed.notify()
 
     # -- views for policies -------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class State:
             raise
         finally:
             tier.promotions -= 1
-            self.changed.beat()
+            self.changed.notify()
 
     def observe(self, step: int | None = None) -> Observed:
         """What schedules see; see `Observation.observe`."""
@@ -260,7 +260,7 @@ class State:
         lag = 0.0 if again else self.observation.observe_promotion(record, tier)
         seconds = time.monotonic() - begin
         self.events.emit(StepPromoted(record.step, record.serial, tier.name, record.nbytes, written, seconds, lag))
-        self.changed.beat()
+        self.changed.notify()
 
 
 def _described(step: StepId, record: StepRecord, tiers: tuple[str, ...], on_line: bool) -> StepView:

@@ -11,7 +11,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policy.views import StepView
 
-__all__ = ["Called", "Line", "Roll", "on"]
+__all__ = ["Called", "Line", "StepTable", "on"]
 
 Line = tuple[tuple[int, int], ...]
 """Serials, as inclusive ranges that ascend."""
@@ -27,7 +27,7 @@ class Called:
     """As policies see them, in the same order, all of age 0."""
 
 
-class Roll:
+class StepTable:
     """What is the same from one question to the next, though there may be ten thousand steps and many questions.
 
     ``describe`` gives the view of a step from its record, the names of the tiers that hold it, and whether it is on
@@ -75,7 +75,7 @@ class Roll:
 
     def _anew(self, line: Line) -> Called:
         """The same, found out from the tiers alone, while another call is renewing what is known."""
-        roll = Roll(self._tiers, self._describe)
+        roll = StepTable(self._tiers, self._describe)
         roll._line = line
         roll._renew(roll._all())
         return roll._called

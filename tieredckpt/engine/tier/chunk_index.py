@@ -14,14 +14,14 @@ from tieredckpt.format.digest import SIZE
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import RECORD
 
-__all__ = ["KnownChunks"]
+__all__ = ["ChunkIndex"]
 
 _HALVES = struct.Struct(">QQ")
 _SPARES = 8
 """Copies of one chunk that are remembered; packs may list any number."""
 
 
-class KnownChunks(MutableMapping[bytes, Extent]):
+class ChunkIndex(MutableMapping[bytes, Extent]):
     """Where each chunk lies, by digest.
 
     A million chunks take 36 MB and as many milliseconds to fill in; as objects in a dict they would take ten times
@@ -78,14 +78,14 @@ class KnownChunks(MutableMapping[bytes, Extent]):
         again[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
         first = ~again
         self._columns(high[first], low[first], offset[first], length[first], path[first])
-        spares: dict[bytes, list[Extent]] = {}
+        duplicates: dict[bytes, list[Extent]] = {}
         for row in np.flatnonzero(again).tolist():
             digest = _HALVES.pack(high[row], low[row])
             extent = Extent(self._paths[path[row]], int(offset[row]), int(length[row]))
-            known = spares.setdefault(digest, [])
+            known = duplicates.setdefault(digest, [])
             if extent not in known and extent != self[digest] and len(known) < _SPARES:
                 known.append(extent)
-        return {digest: extents for digest, extents in spares.items() if extents}
+        return {digest: extents for digest, extents in duplicates.items() if extents}
 
     def _row(self, digest: bytes) -> int | None:
         """Where the columns have a chunk that is not gone."""

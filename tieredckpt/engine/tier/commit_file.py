@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.concurrency import in_thread, outlast
-from tieredckpt.engine.tier.half_deleted import HalfDeleted
+from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.format import layout, ocdbt
@@ -110,7 +110,9 @@ async def retract(tier: Tier, step: StepId) -> None:
             await tier.store.delete(layout.manifest_key(step.step, step.serial))
         except (TierUnavailable, asyncio.CancelledError):
             if (held := tier.held.get(step)) is not None:
-                tier.condemn(step, HalfDeleted(f"tier {tier.name!r}: {step} was being deleted when that failed", held))
+                tier.quarantine(
+                    step, IndeterminateDelete(f"tier {tier.name!r}: {step} was being deleted when that failed", held)
+                )
             raise
         btree_key = tier.drop(step)
         if btree_key is not None:

@@ -9,10 +9,10 @@ from tieredckpt.errors import TierUnavailable
 if TYPE_CHECKING:
     from tieredckpt.engine.tier.tier import Held
 
-__all__ = ["HalfDeleted"]
+__all__ = ["IndeterminateDelete"]
 
 
-class HalfDeleted(TierUnavailable):
+class IndeterminateDelete(TierUnavailable):
     """Stands among the damaged steps of a tier, with the step as it was held."""
 
     def __init__(self, message: str, held: Held) -> None:

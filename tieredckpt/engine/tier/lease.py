@@ -94,7 +94,7 @@ class Lease:
         self._ttl = ttl
         self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
         self._taken_at = time.time()
-        self.left_behind: list[Holder] = []
+        self.stale_holders: list[Holder] = []
         """Holders that died with their lease, found here."""
 
     async def acquire(self) -> None:
@@ -144,7 +144,7 @@ class Lease:
                 found.append((holder, info.key))
             else:
                 await self.store.delete(info.key)
-                self.left_behind.append(holder)
+                self.stale_holders.append(holder)
         return found
 
     async def _is_alive(self, holder: Holder, info: BlobInfo) -> bool:

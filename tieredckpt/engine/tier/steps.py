@@ -135,7 +135,7 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         self._own: dict[StepId, tuple[float, frozenset[str]]] = {}
         self._any: dict[StepId, tuple[float, frozenset[str]]] = {}
 
-    def condemn(self, step: StepId, error: TieredCkptError, packs: Iterable[str], *, exactly: bool = False) -> None:
+    def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str], *, exactly: bool = False) -> None:
         """Count a step among them; ``packs`` are ``exactly`` those that it uses, or all that there are."""
         self[step] = error
         self._own.pop(step, None)

@@ -19,7 +19,7 @@ from tieredckpt.config import TierConfig, TierKind
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine import limits
 from tieredckpt.engine.tier.catalog_cache import Catalogued
-from tieredckpt.engine.tier.chunk_index import KnownChunks
+from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.slab_index import SlabIndex
@@ -74,11 +74,11 @@ class Tier:
     unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = field(default_factory=list)
     """Steps retracted from RAM, by their chunks, that another process may still be reading: what tells, and where."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
-    chunks: KnownChunks = field(default_factory=KnownChunks)
+    chunks: ChunkIndex = field(default_factory=ChunkIndex)
     """The dedupe index of a durable tier: every chunk in its packs."""
-    spares: dict[bytes, list[Extent]] = field(default_factory=dict)
+    duplicates: dict[bytes, list[Extent]] = field(default_factory=dict)
     """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
-    proven: set[bytes] = field(default_factory=set)
+    verified: set[bytes] = field(default_factory=set)
     """Chunks of earlier processes that are intact where ``chunks`` has them, read or vouched for by a step."""
     packs: Sizes[str] = field(default_factory=Sizes)
     """Size of every pack, by key; those of the slab are not counted."""
@@ -93,7 +93,7 @@ class Tier:
     """How many readers each step has."""
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted: held no more, for whoever looks for another copy."""
-    dismissed: set[StepId] = field(default_factory=set)
+    tombstones: set[StepId] = field(default_factory=set)
     """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
@@ -253,7 +253,7 @@ class Tier:
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
         steps = (self.held, self.parts, self.damaged, self.doubtful, self.index_bytes, self.indexes, self._packs_of)
-        packs = (self.packs, self.chunks, self.spares, self.proven, self.unlisted, self.orphans, self.unread)
+        packs = (self.packs, self.chunks, self.duplicates, self.verified, self.unlisted, self.orphans, self.unread)
         for known in (*steps, *packs, self.catalogued):
             known.clear()
 
@@ -281,7 +281,7 @@ class Tier:
                     raise Corrupt(f"tier {self.name!r}: the folder of {step} holds {found.record.id}")
             except Corrupt as error:
                 if step in self.held and not self.held[step].whole:
-                    self.condemn(step, error)  # as if it had been read at opening
+                    self.quarantine(step, error)  # as if it had been read at opening
                 raise
         self.indexes.remember(step, found)
         return found
@@ -325,7 +325,7 @@ class Tier:
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.doubtful.discard(step)
-        self.dismissed.discard(step)
+        self.tombstones.discard(step)
         self.catalogued.forget(step)
         self.index_bytes[step] = nbytes
         self.indexes.remember(step, StepIndex(record, dict(arrays)))
@@ -357,11 +357,11 @@ class Tier:
         except (Corrupt, NotFound):
             return False
 
-    def condemn(self, step: StepId, error: TieredCkptError) -> None:
+    def quarantine(self, step: StepId, error: TieredCkptError) -> None:
         """Count a step as not held: its commit turned out unreadable."""
         if self.held.pop(step, None) is not None:
             packs = self._packs_of.pop(step, None)
-            self.damaged.condemn(step, error, self.packs if packs is None else packs, exactly=packs is not None)
+            self.damaged.quarantine(step, error, self.packs if packs is None else packs, exactly=packs is not None)
             self.catalogued.forget(step)
             self.indexes.pop(step, None)
 
@@ -381,4 +381,4 @@ class Tier:
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guards_packs``."""
         self.chunks.pop(digest, None)
-        self.proven.discard(digest)
+        self.verified.discard(digest)

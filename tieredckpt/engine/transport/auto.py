@@ -11,11 +11,11 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import kind_of
-from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.errors import Invalid
 
-__all__ = ["coordinator_of", "find_coordinator", "ranks_of_environment"]
+__all__ = ["communicator_of", "find_communicator", "ranks_of_environment"]
 
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
@@ -26,17 +26,17 @@ _LAUNCHERS = {
 """By launcher: the variables of a process's rank and of the number of processes, and one that tells it is there."""
 
 
-def coordinator_of(ranks: Coordinator | str | None, config: StoreConfig) -> Coordinator | None:
-    """The coordinator that ``ranks`` of `CheckpointStore.open` means; None for one process alone. Raises `Invalid`."""
+def communicator_of(ranks: Communicator | str | None, config: StoreConfig) -> Communicator | None:
+    """The communicator that ``ranks`` of `CheckpointStore.open` means; None for one process alone. Raises `Invalid`."""
     if ranks == "auto":
-        return find_coordinator(config)
-    if ranks is None or isinstance(ranks, Coordinator):
+        return find_communicator(config)
+    if ranks is None or isinstance(ranks, Communicator):
         return ranks
-    raise Invalid(f"ranks is 'auto', None (this process alone) or a coordinator, not {ranks!r}")
+    raise Invalid(f"ranks is 'auto', None (this process alone) or a communicator, not {ranks!r}")
 
 
-def find_coordinator(config: StoreConfig, environment: Mapping[str, str] = os.environ) -> Coordinator | None:
-    """The coordinator of the engine that this process is part of; None for a process alone.
+def find_communicator(config: StoreConfig, environment: Mapping[str, str] = os.environ) -> Communicator | None:
+    """The communicator of the engine that this process is part of; None for a process alone.
 
     In this order: torch.distributed, jax.distributed and MPI, where they are loaded and initialised for more than
     one process; what a launcher says in the environment, with messages through the nearest slower tier.
@@ -47,35 +47,35 @@ def find_coordinator(config: StoreConfig, environment: Mapping[str, str] = os.en
     return _of_torch(config) or _of_jax(config) or _of_mpi(config) or _of_environment(config, environment)
 
 
-def _of_torch(config: StoreConfig) -> Coordinator | None:
+def _of_torch(config: StoreConfig) -> Communicator | None:
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    from tieredckpt.engine.transport.torch import TorchRanks
+    from tieredckpt.engine.transport.torch import TorchCommunicator
 
-    return TorchRanks(name=config.identity)
+    return TorchCommunicator(name=config.identity)
 
 
-def _of_jax(config: StoreConfig) -> Coordinator | None:
+def _of_jax(config: StoreConfig) -> Communicator | None:
     distributed = sys.modules.get("jax._src.distributed")
     job = getattr(distributed, "global_state", None)
     if job is None or job.client is None or job.num_processes == 1:
         return None
-    from tieredckpt.engine.transport.jax import JaxRanks
+    from tieredckpt.engine.transport.jax import JaxCommunicator
 
-    return JaxRanks(name=config.identity)
+    return JaxCommunicator(name=config.identity)
 
 
-def _of_mpi(config: StoreConfig) -> Coordinator | None:
+def _of_mpi(config: StoreConfig) -> Communicator | None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
         return None
-    from tieredckpt.engine.transport.mpi import MpiRanks
+    from tieredckpt.engine.transport.mpi import MpiCommunicator
 
-    return MpiRanks(name=config.identity)
+    return MpiCommunicator(name=config.identity)
 
 
-def _of_environment(config: StoreConfig, environment: Mapping[str, str]) -> Coordinator | None:
+def _of_environment(config: StoreConfig, environment: Mapping[str, str]) -> Communicator | None:
     found = ranks_of_environment(environment)
     if found is None:
         return None

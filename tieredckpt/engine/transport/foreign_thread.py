@@ -42,7 +42,7 @@ class Aside:
         has not begun by then never does.
         """
         if self._closed:
-            raise Closed("the coordinator of the ranks was closed, with the store it belonged to")
+            raise Closed("the communicator of the ranks was closed, with the store it belonged to")
         if self._thread.ident is None:
             self._thread.start()
         outcome: Future[T] = Future()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tieredckpt.concurrency import in_thread, note, whole
-from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.transport.foreign_thread import Aside
 from tieredckpt.errors import Closed, RanksUnavailable
 
@@ -71,16 +71,16 @@ class _Lane:
 
 
 class GlooBulk:
-    """`Coordinator.send` and `Coordinator.receive` for a coordinator that can only post.
+    """`Communicator.send` and `Communicator.receive` for a communicator that can only post.
 
     Args:
-        messages: the coordinator. Two ranks tell each other by it that both are there, before gloo lets them wait
+        messages: the communicator. Two ranks tell each other by it that both are there, before gloo lets them wait
             for each other.
         connect: gives a store of torch.distributed in which only groups of this session meet; called on threads.
         device: from `find_device`.
     """
 
-    def __init__(self, messages: Coordinator, connect: Callable[[], Any], device: Any) -> None:
+    def __init__(self, messages: Communicator, connect: Callable[[], Any], device: Any) -> None:
         self._messages = messages
         self._connect = connect
         self._device = device
@@ -180,7 +180,7 @@ class GlooBulk:
 
     @property
     def rank(self) -> int:
-        """That of the coordinator."""
+        """That of the communicator."""
         return self._messages.rank
 
     # -- one transfer -------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _copy(source: memoryview, to: memoryview) -> None:
 
 
 def _closed() -> Closed:
-    return Closed("the coordinator of the ranks was closed, with the store it belonged to")
+    return Closed("the communicator of the ranks was closed, with the store it belonged to")
 
 
 _living: WeakSet[GlooBulk] = WeakSet()

@@ -15,17 +15,17 @@ from tieredckpt.engine.transport.foreign_thread import Aside
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.errors import Invalid, RanksUnavailable
 
-__all__ = ["JaxRanks"]
+__all__ = ["JaxCommunicator"]
 
 _CALL_TIMEOUT = 60.0
 
 
-class JaxRanks(Mailbox):
-    """A coordinator for a training that has called `jax.distributed.initialize`; raises `Invalid` elsewhere.
+class JaxCommunicator(Mailbox):
+    """A communicator for a training that has called `jax.distributed.initialize`; raises `Invalid` elsewhere.
 
     Args:
         name: the ranks that use the same one meet.
-        node: see `Coordinator`.
+        node: see `Communicator`.
     """
 
     def __init__(self, *, name: str = "tieredckpt", node: str | None = None) -> None:

@@ -5,9 +5,9 @@ digits of this process and this session, so that nothing a process of the past w
 other's cards, ranks that open say hello in the one box with a fixed name:
 
 1. A rank puts its card into ``hello``, again and again, until it is welcomed.
-2. When the leader has heard every rank, it sends all of them a welcome with a new session. A card that a dead
+2. When rank 0 has heard every rank, it sends all of them a welcome with a new session. A card that a dead
    process left in ``hello`` is heard as well; the rank's next hello replaces it, and a new session begins.
-3. A rank that is welcomed answers. When all have, the leader tells them to go: the session is open.
+3. A rank that is welcomed answers. When all have, rank 0 tells them to go: the session is open.
 
 Letters of another session are dropped, those of this one that come before its "go" are kept. A long message goes as
 several letters: no store carries values of any size.
@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from tieredckpt.concurrency import together
-from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing, node_of_this_process
+from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable, TieredCkptError
 from tieredckpt.format.merging import show_ranks
@@ -45,7 +45,7 @@ _HELLO = "hello"
 _HELLO_AGAIN = 1.0
 """Seconds after which a rank that nobody welcomed says hello once more."""
 _GO_WITHIN = 5.0
-"""Seconds after which one that was welcomed and not told to go does: that leader may be dead."""
+"""Seconds after which one that was welcomed and not told to go does: rank 0 may be dead."""
 _CARRIER_TIMEOUT = 30.0
 """Seconds that the carrier may take for one letter, or for a look into a box."""
 _POSTS_AT_ONCE = 16
@@ -107,12 +107,12 @@ _read_letter = msgspec.msgpack.Decoder(_Letter).decode
 
 
 class Mailbox:
-    """A coordinator over a carrier.
+    """A communicator over a carrier.
 
     Args:
         carrier: takes the letters; it is closed with this.
         rank, size: this process among all.
-        node: see `Coordinator`.
+        node: see `Communicator`.
         fastest, slowest: bounds of the seconds between two looks into the box.
     """
 
@@ -137,7 +137,7 @@ class Mailbox:
         self._slowest = max(slowest, size * 0.0005)
         self._card = secrets.token_hex(8)
         self._cards: list[str] = []
-        """By rank; while the ranks meet, a follower knows the leader's alone."""
+        """By rank; while the ranks meet, a follower knows rank 0's alone."""
         self.session = ""
         """The session's random name, the same at every rank; empty before it is open."""
         self._inbox = Inbox()
@@ -154,17 +154,17 @@ class Mailbox:
     async def open(self, *, timeout: float) -> None:
         """Meet all other ranks; see the module."""
         early: list[_Letter] = []
-        heard: set[int] = {LEADER}
+        heard: set[int] = {COORDINATOR}
         try:
             async with asyncio.timeout(timeout):
-                self.session = await (self._lead(heard) if self.rank == LEADER else self._follow(early))
+                self.session = await (self._lead(heard) if self.rank == COORDINATOR else self._follow(early))
         except TimeoutError:
             trouble = f" ({self._inbox.trouble})" if self._inbox.trouble is not None else ""
-            if self.rank != LEADER:
+            if self.rank != COORDINATOR:
                 raise RanksUnavailable(
-                    f"rank {self.rank} of {self.size} was not told to go by rank {LEADER} within {timeout:.1f} s"
+                    f"rank {self.rank} of {self.size} was not told to go by rank {COORDINATOR} within {timeout:.1f} s"
                     f"{trouble}; do all ranks open the store, and was every one started?",
-                    [LEADER],
+                    [COORDINATOR],
                 ) from self._inbox.trouble
             missing = sorted(set(range(self.size)) - heard)
             raise RanksMissing(
@@ -177,7 +177,7 @@ class Mailbox:
 
     async def _lead(self, heard: set[int]) -> str:
         """Nobody posts before it is told to go, so nothing but answers comes meanwhile."""
-        cards = {LEADER: self._card}
+        cards = {COORDINATOR: self._card}
         session = ""
         idle = _Idle(self._fastest, self._slowest)
         while True:
@@ -188,9 +188,9 @@ class Mailbox:
                 cards[hello.rank] = hello.card
             if len(cards) == self.size and (news or not session):
                 session = secrets.token_hex(8)
-                heard.intersection_update({LEADER})
+                heard.intersection_update({COORDINATOR})
                 self._cards = [cards[rank] for rank in range(self.size)]
-                await self._put_all(_Letter("welcome", session, LEADER, cards=self._cards[:1]))
+                await self._put_all(_Letter("welcome", session, COORDINATOR, cards=self._cards[:1]))
             answers = [letter for letter in await self._look() if letter.session == session]
             heard.update(letter.source for letter in answers if letter.kind == "here")
             if session and len(heard) == self.size:
@@ -201,7 +201,7 @@ class Mailbox:
                 idle.over()
             await asyncio.sleep(idle.pause)
         await self._carried(self._carrier.drop(_HELLO))
-        await self._put_all(_Letter("go", session, LEADER, cards=self._cards))
+        await self._put_all(_Letter("go", session, COORDINATOR, cards=self._cards))
         return session
 
     async def _follow(self, early: list[_Letter]) -> str:
@@ -218,7 +218,7 @@ class Mailbox:
             for letter in letters:
                 if letter.kind == "welcome" and letter.cards:
                     self._cards = [letter.cards[0]]
-                    await self._put(LEADER, _Letter("here", letter.session, self.rank))
+                    await self._put(COORDINATOR, _Letter("here", letter.session, self.rank))
                     hello_at = time.monotonic() + _GO_WITHIN
                 if letter.kind == "go" and len(letter.cards) == self.size:
                     self._cards = letter.cards
@@ -278,17 +278,17 @@ class Mailbox:
 
     async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Refused: letters are small."""
-        raise Invalid(f"this coordinator sends nothing in bulk, and nothing to rank {to}: it can only post")
+        raise Invalid(f"this communicator sends nothing in bulk, and nothing to rank {to}: it can only post")
 
     async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Refused: letters are small."""
-        raise Invalid(f"this coordinator receives nothing in bulk, and nothing from rank {source}")
+        raise Invalid(f"this communicator receives nothing in bulk, and nothing from rank {source}")
 
     def check_open(self) -> None:
         """Raise `Closed` after `close`, and `Invalid` before `open`."""
         self._inbox.check_open()
         if not self.session:
-            raise Invalid(f"the coordinator of rank {self.rank} is not open")
+            raise Invalid(f"the communicator of rank {self.rank} is not open")
 
     async def _look_while_somebody_waits(self) -> None:
         await asyncio.sleep(0)  # who made this task waits from then on

@@ -27,7 +27,7 @@ from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.engine.transport.foreign_thread import Aside
 from tieredckpt.errors import Invalid, RanksUnavailable
 
-__all__ = ["MpiRanks"]
+__all__ = ["MpiCommunicator"]
 
 T = TypeVar("T")
 Piece: TypeAlias = npt.NDArray[np.uint8]
@@ -40,7 +40,7 @@ _BACK_OFF = 1.5
 _PATIENCE = 0.05
 """The pause between two looks for messages, as a share of the time in which none has come."""
 _LAST_POSTS = 1.0
-"""Seconds that messages which are still leaving are given when the coordinator is closed."""
+"""Seconds that messages which are still leaving are given when the communicator is closed."""
 
 _MESSAGE_TAG = 0
 _FIRST_BULK_TAG = 1
@@ -60,12 +60,12 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Message).decode
 
 
-class MpiRanks:
-    """A coordinator for a training under MPI, over all its processes; raises `Invalid` elsewhere.
+class MpiCommunicator:
+    """A communicator for a training under MPI, over all its processes; raises `Invalid` elsewhere.
 
     Args:
         name: the ranks that use the same one meet.
-        node: see `Coordinator`.
+        node: see `Communicator`.
     """
 
     def __init__(self, *, name: str = "tieredckpt", node: str | None = None) -> None:
@@ -276,7 +276,7 @@ class MpiRanks:
     def _check_open(self) -> None:
         self._inbox.check_open()
         if self._comm is None:
-            raise Invalid(f"the coordinator of rank {self.rank} is not open")
+            raise Invalid(f"the communicator of rank {self.rank} is not open")
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         try:

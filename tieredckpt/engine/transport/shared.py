@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore
 from tieredckpt.concurrency import together
-from tieredckpt.engine.ranks.communicator import LEADER
+from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.errors import Closed, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.format import layout
@@ -27,13 +27,13 @@ _READS_AT_ONCE = 16
 
 
 class SharedStore(Mailbox):
-    """A coordinator over a blob store that all ranks see.
+    """A communicator over a blob store that all ranks see.
 
     Args:
-        open_store: opens this rank's own store; it is closed with the coordinator.
+        open_store: opens this rank's own store; it is closed with the communicator.
         rank, size: this process among all.
         name: the ranks that use the same one meet; of letters, digits, ``-``, ``_`` and ``.``.
-        node: see `Coordinator`.
+        node: see `Communicator`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SharedStore(Mailbox):
             what = f"the store that carries messages between the ranks could not be opened within {timeout:.1f} s"
             raise RanksUnavailable(what) from None
         await super().open(timeout=max(0.0, timeout - (time.monotonic() - begin)))
-        if self.rank == LEADER:
+        if self.rank == COORDINATOR:
             with suppress(TieredCkptError):  # the next job tries again
                 await self._objects.sweep(spare=self.boxes)
 
@@ -82,7 +82,7 @@ class _Objects:
     @property
     def _store(self) -> BlobStore:
         if self._opened is None:
-            raise Closed("the coordinator of the ranks is not open")
+            raise Closed("the communicator of the ranks is not open")
         return self._opened
 
     async def put(self, box: str, name: str, letter: bytes) -> None:

@@ -20,7 +20,7 @@ from tieredckpt.engine.transport.gloo import GlooBulk
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.errors import Invalid, RanksUnavailable
 
-__all__ = ["StoreCarrier", "TorchRanks"]
+__all__ = ["StoreCarrier", "TorchCommunicator"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -28,12 +28,12 @@ _CALL_TIMEOUT = 60.0
 _GLOO_TIMEOUT = 30.0
 
 
-class TorchRanks(Mailbox):
-    """A coordinator for a training whose default process group is initialised; raises `Invalid` elsewhere.
+class TorchCommunicator(Mailbox):
+    """A communicator for a training whose default process group is initialised; raises `Invalid` elsewhere.
 
     Args:
         name: the ranks that use the same one meet.
-        node: see `Coordinator`.
+        node: see `Communicator`.
         bulk: whether to `send` and `receive`, over gloo.
     """
 
@@ -71,8 +71,8 @@ class TorchRanks(Mailbox):
             aside.close()
         prefix = f"tieredckpt/gloo/{self.session}"
         self._gloo = GlooBulk(self, lambda: dist.PrefixStore(prefix, _connection(self._store)), device)
-        neighbours = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
-        await asyncio.gather(*(self._gloo.meet(peer, timeout=timeout) for peer in neighbours))
+        local_ranks = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+        await asyncio.gather(*(self._gloo.meet(peer, timeout=timeout) for peer in local_ranks))
 
     async def close(self) -> None:
         """End what is under way, and leave the session."""
@@ -92,7 +92,7 @@ class TorchRanks(Mailbox):
     def _bulk(self) -> GlooBulk:
         self.check_open()
         if not self.bulk or self._gloo is None:
-            raise Invalid("this coordinator sends nothing in bulk: gloo does not work between its ranks")
+            raise Invalid("this communicator sends nothing in bulk: gloo does not work between its ranks")
         return self._gloo
 
 

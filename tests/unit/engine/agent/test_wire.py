@@ -12,7 +12,7 @@ import pytest
 from support.scenes import SOON
 
 from tieredckpt.engine.agent import wire
-from tieredckpt.engine.agent.messages import Answer, FromAgent, Progress
+from tieredckpt.engine.agent.messages import FromAgent, Progress, Response
 from tieredckpt.engine.agent.wire import SOCKET, Parted, Silent, Wire, accept, connect, listen
 from tieredckpt.errors import Conflict
 
@@ -37,7 +37,7 @@ async def test_frames_arrive_whole_and_in_their_order_in_a_folder_with_a_long_na
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
     assert len(str(folder / SOCKET)) > 107
-    large = Answer(1, os.urandom(3 << 20), None)
+    large = Response(1, os.urandom(3 << 20), None)
     async with joined(folder) as (one, other), asyncio.timeout(SOON):
         assert one.peer == other.peer == os.getpid()
         assert one.peer_lives()

@@ -23,7 +23,7 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, files
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.posix.paths import new_temporary
-from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.keeping.collector import Collected
 from tieredckpt.engine.opening.connect import connect
@@ -373,13 +373,13 @@ async def test_tidying_goes_on_after_a_failure_that_nobody_foresaw(
     again = threading.Event()
     bugs = [RuntimeError("a bug")]
 
-    async def collect(_: ByHand) -> list[Collected]:
+    async def collect(_: Admin) -> list[Collected]:
         if bugs:
             raise bugs.pop()
         again.set()
         return []
 
-    monkeypatch.setattr(ByHand, "collect", collect)
+    monkeypatch.setattr(Admin, "collect", collect)
     settings = config({"disk": folder(place.disk)}, grace=0.1, lease_ttl=0.05)
     async with CheckpointStore.open(settings):
         assert await asyncio.to_thread(again.wait, SOON)

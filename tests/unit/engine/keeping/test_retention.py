@@ -193,7 +193,7 @@ async def test_that_a_step_has_come_is_told_before_it_is_told_to_have_left(
         async def evicted_at_once(state: State, step: StepId) -> AsyncIterator[StepSource]:
             async with opened(state, step) as source:
                 yield source
-            await store._life.engine.by_hand.evict(1, "disk")
+            await store._life.engine.admin.evict(1, "disk")
 
         monkeypatch.setattr(StepSource, "open", evicted_at_once)
         await store.promote(1, "disk")

@@ -20,7 +20,7 @@ from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.saving.snapshot import Snapshot
-from tieredckpt.engine.state.failures import History, history_of
+from tieredckpt.engine.state.failures import History, failure_history
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid
@@ -141,7 +141,7 @@ async def test_flush_waits_for_a_step_that_waits_for_a_promotion_by_hand(
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(1, tree(1))
         monkeypatch.setattr(copy_step, "write_packs", hold_up)
-        by_hand = asyncio.create_task(store.promote(1, "disk"))
+        admin = asyncio.create_task(store.promote(1, "disk"))
         await held_up.wait()
         store.signal("preempt")
         flushing = asyncio.create_task(store.flush())
@@ -151,7 +151,7 @@ async def test_flush_waits_for_a_step_that_waits_for_a_promotion_by_hand(
         go_on.set()
         await flushing
         assert await store.where(1) == ("ram", "disk", "far")
-        await by_hand
+        await admin
 
 
 async def test_the_newest_step_goes_to_the_tier_that_waits_for_a_signal(shared_memory: Path, tmp_path: Path) -> None:
@@ -277,4 +277,4 @@ def record(process: int, saved_at: float, **provenance: str) -> StepRecord:
 def test_each_trainer_that_died_counts_once(
     newest: StepRecord | None, dead: Iterable[Holder], expected: History
 ) -> None:
-    assert history_of(newest, dead) == expected
+    assert failure_history(newest, dead) == expected

@@ -91,7 +91,7 @@ def reads(store: CheckpointStore) -> tuple[int, int]:
 def known(tier: Tier) -> dict[str, Any]:
     """All that a store knows of a tier, however it came to know it."""
     extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.chunks.items()}
-    for digest, places in tier.spares.items():
+    for digest, places in tier.duplicates.items():
         extents.setdefault(digest, set()).update(places)
     steps = {
         step: (each.btree_key, each.record.saved_at, each.record.nbytes, each.record.metrics, each.record.line)
@@ -237,7 +237,7 @@ async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> N
     async with place.opened(read_only=True) as store:
         assert reads(store)[1] == 0
         assert known(tier_of(store, "disk")) == before
-        assert len(tier_of(store, "disk").spares) == 4
+        assert len(tier_of(store, "disk").duplicates) == 4
 
 
 async def test_a_commit_that_changed_since_is_read_and_not_believed(place: Place) -> None:

@@ -298,7 +298,7 @@ async def test_ranks_of_one_name_and_different_folders_share_nothing(place: Plac
     async def run(name: str, step: int | None) -> list[int | None]:
         world = World(2, nodes=["a", "a"])
         stores = [
-            CheckpointStore.open(place.at(name, promote="never", label="run"), ranks=c) for c in world.coordinators()
+            CheckpointStore.open(place.at(name, promote="never", label="run"), ranks=c) for c in world.communicators()
         ]
         await asyncio.gather(*stores)
         found = await asyncio.gather(*(store.restore() for store in stores))
@@ -320,10 +320,10 @@ async def test_a_uuid_is_made_up_only_if_no_rank_has_ram(place: Place) -> None:
     async def run(nodes: list[str], step: int | None) -> list[int | None]:
         world = World(2, nodes=nodes)
         stores = []
-        for node, coordinator in zip(nodes, world.coordinators(), strict=True):
+        for node, communicator in zip(nodes, world.communicators(), strict=True):
             near = ram(place.shared_memory, path=place.shared_memory / node, capacity=12 * CHUNK)
             tiers = {"ram": near, "disk": folder(place.base / "file" / "p")}
-            stores.append(CheckpointStore.open(config(tiers), ranks=coordinator))
+            stores.append(CheckpointStore.open(config(tiers), ranks=communicator))
         await asyncio.gather(*stores)
         found = [None, None]
         if step is not None:

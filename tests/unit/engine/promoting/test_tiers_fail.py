@@ -17,7 +17,7 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, folde
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix import store as posix
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.admin import ByHand
+from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.tier.lease import Lease
@@ -539,7 +539,7 @@ async def test_work_that_fails_as_it_is_stopped_does_not_keep_the_store_from_clo
     if work == "promoting":
         monkeypatch.setattr(alone, "copy_step", fail_when_stopped)
     elif work == "collecting":
-        monkeypatch.setattr(ByHand, "collect", fail_when_stopped)
+        monkeypatch.setattr(Admin, "collect", fail_when_stopped)
     else:
         monkeypatch.setattr(Lease, "renew", fail_when_stopped)
     often = two_tiers.model_copy(update={"lease_ttl": 0.03, "grace": 0.03})

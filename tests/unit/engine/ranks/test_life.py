@@ -40,7 +40,7 @@ class Place:
     def stores(self, world: World, *, capacity: str = "16 MiB", **settings: Any) -> list[CheckpointStore]:
         tiers = {"ram": ram(self.shared_memory / "a", capacity=capacity), "disk": folder(self.disk)}
         chosen = config(tiers, **({"name": "test", "rank_deadline": DEADLINE} | settings))
-        return [CheckpointStore.open(chosen, ranks=coordinator) for coordinator in world.coordinators()]
+        return [CheckpointStore.open(chosen, ranks=communicator) for communicator in world.communicators()]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Pla
     try:
         world = World(3, nodes=["a"] * 3)
         chosen = config(tiers, name="test", rank_deadline=SOON)
-        stores = [CheckpointStore.open(chosen, ranks=coordinator) for coordinator in world.coordinators()]
+        stores = [CheckpointStore.open(chosen, ranks=communicator) for communicator in world.communicators()]
         found = await outcomes(stores)
         assert all(isinstance(each, Conflict) for each in found)
         assert "rank 1" in str(found[0])
@@ -78,7 +78,7 @@ async def test_what_is_true_for_all_ranks_is_said_once_by_the_leader(
 ) -> None:
     tiers = {"ram": ram(small_tmpfs, capacity="128 MiB"), "disk": folder(place.disk)}  # more than there is
     chosen = config(tiers, name="test", rank_deadline=SOON)
-    stores = [CheckpointStore.open(chosen, ranks=each) for each in World(3, nodes=["a"] * 3).coordinators()]
+    stores = [CheckpointStore.open(chosen, ranks=each) for each in World(3, nodes=["a"] * 3).communicators()]
     await asyncio.gather(*stores)
     said = [record.getMessage() for record in caplog.records if "memfd" in record.getMessage()]
     await asyncio.gather(*(store.close() for store in stores))

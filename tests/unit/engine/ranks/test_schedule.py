@@ -12,7 +12,7 @@ import pytest
 from support.cohort import Cohort, cohort, part
 from support.limits import limit
 
-from tieredckpt.events import CommitFailed, StepAgreed
+from tieredckpt.events import CommitFailed, StepCommitted
 
 SIZE = 3
 
@@ -61,7 +61,7 @@ async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_a
         assert len(saved[0]) >= 2
         await ranks.all(lambda store, rank: store.flush())
         for heard in ranks.heard:
-            assert [event.step for event in heard.of(StepAgreed)] == saved[0]
+            assert [event.step for event in heard.of(StepCommitted)] == saved[0]
             assert heard.of(CommitFailed) == []
 
 

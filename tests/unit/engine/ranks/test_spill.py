@@ -17,7 +17,7 @@ from support.scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
-from tieredckpt.events import StepAgreed
+from tieredckpt.events import StepCommitted
 
 SIZE = 3
 
@@ -166,7 +166,7 @@ async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobo
         ranks.let_wait(DEADLINE)
         ranks.world.kill(0, "post", topic="todo/*")
         checkpoints = await ranks.save(1)
-        await ranks.heard[1].first(StepAgreed)
+        await ranks.heard[1].first(StepCommitted)
         async with asyncio.timeout(SOON):
             for wait in (checkpoints[1].reached("disk"), ranks[1].flush()):
                 with pytest.raises(RanksUnavailable, match="rank 0 is silent"):
@@ -183,7 +183,7 @@ async def test_only_some_ranks_need_to_stream(shared_memory: Path, tmp_path: Pat
         saves = await ranks.all(lambda store, rank: store.save(1, trees[rank]))
         assert [save.saved.tier for save in saves if save.saved is not None] == ["ram", "ram", "disk"]
         await ranks.reached(saves, "disk")
-        await asyncio.gather(*(heard.first(StepAgreed) for heard in ranks.heard))
+        await asyncio.gather(*(heard.first(StepCommitted) for heard in ranks.heard))
         assert [await store.where(1) for store in ranks.stores] == [("disk",)] * SIZE
         restored = await ranks.restored(keys=["epoch", "w", "common"])
         assert all(each is not None for each in restored)

@@ -97,7 +97,7 @@ def assert_pieces(found: Sharded, whole: Array) -> None:
 
 
 @st.composite
-def wholes(draw: st.DrawFn) -> Array:
+def merged_steps(draw: st.DrawFn) -> Array:
     if draw(st.booleans()):
         return np.asarray(draw(arrays()))
     shape = draw(st.sampled_from([(9000,), (97, 60), (64, 64), (5, 33, 21), (2, 3, 4, 99), (1, 2500)]))
@@ -111,7 +111,7 @@ def wholes(draw: st.DrawFn) -> Array:
 def test_any_pieces_come_back_as_any_others_and_whole_and_in_stock_tensorstore(
     blocking: SyncStore, data: st.DataObject
 ) -> None:
-    whole = data.draw(wholes())
+    whole = data.draw(merged_steps())
     saved, wanted, filled = (data.draw(cuts(whole.shape)) for _ in range(3))
     some = [box for box in wanted if data.draw(st.booleans())] or wanted
     step = max((info.step for info in blocking.steps()), default=0) + 1

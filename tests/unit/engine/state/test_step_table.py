@@ -11,7 +11,7 @@ from support.records import first_record
 
 from tieredckpt.config import PosixTier
 from tieredckpt.engine.state.state import _described
-from tieredckpt.engine.state.step_table import Line, Roll
+from tieredckpt.engine.state.step_table import Line, StepTable
 from tieredckpt.engine.tier.steps import Sizes
 from tieredckpt.engine.tier.tier import Held, Tier
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -51,7 +51,7 @@ class RollMachine(RuleBasedStateMachine):
         super().__init__()
         config = PosixTier(name="any", path="/nowhere")
         self.tiers = [Tier(name, index, config, _nowhere) for index, name in enumerate("abc")]
-        self.roll = Roll(self.tiers, _described)
+        self.roll = StepTable(self.tiers, _described)
         self.line: Line = ()
         self.version = 0
 

@@ -1,4 +1,4 @@
-"""`KnownChunks` is a dict of extents by digest, whatever is done with it, and knows the packs besides."""
+"""`ChunkIndex` is a dict of extents by digest, whatever is done with it, and knows the packs besides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tieredckpt.engine.tier.chunk_index import KnownChunks
+from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import RECORD
 
@@ -40,7 +40,7 @@ class KnownChunksMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = KnownChunks()
+        self.known = ChunkIndex()
         self.model: dict[bytes, Extent] = {}
 
     @initialize(found=entries)
@@ -53,15 +53,15 @@ class KnownChunksMachine(RuleBasedStateMachine):
         self._fill(found)
 
     def _fill(self, found: list[tuple[bytes, Extent]]) -> None:
-        spares = self.known.fill(PATHS, *as_footers(found))
+        duplicates = self.known.fill(PATHS, *as_footers(found))
         listed: dict[bytes, set[Extent]] = {}
         for digest, at in found:
             listed.setdefault(digest, set()).add(at)
         for digest, places in listed.items():
-            kept = spares.get(digest, [])
+            kept = duplicates.get(digest, [])
             assert {self.known[digest], *kept} <= places
             assert len({self.known[digest], *kept}) == len(kept) + 1 == min(len(places), 9)
-        assert spares.keys() == {digest for digest, places in listed.items() if len(places) > 1}
+        assert duplicates.keys() == {digest for digest, places in listed.items() if len(places) > 1}
         self.model = {digest: self.known[digest] for digest in listed}
         self.filled = dict(self.model)
 
@@ -108,10 +108,10 @@ class KnownChunksMachine(RuleBasedStateMachine):
     @rule(paths=st.lists(st.sampled_from(PATHS), unique=True), besides=entries)
     def is_listed_as_it_was_filled_in(self, paths: list[str], besides: list[tuple[bytes, Extent]]) -> None:
         counts, table = self.known.listed(paths, besides)
-        again = KnownChunks()
-        spares = again.fill(paths, counts, table)
+        again = ChunkIndex()
+        duplicates = again.fill(paths, counts, table)
         wanted = {entry for entry in [*self.model.items(), *besides] if entry[1].path in paths}
-        found = {*again.items(), *((digest, at) for digest, places in spares.items() for at in places)}
+        found = {*again.items(), *((digest, at) for digest, places in duplicates.items() for at in places)}
         assert found <= wanted
         assert again.keys() == {digest for digest, _ in wanted}
 
@@ -129,7 +129,7 @@ TestKnownChunks = KnownChunksMachine.TestCase
 
 @given(entries)
 def test_what_is_filled_in_takes_the_place_of_all_before(found: list[tuple[bytes, Extent]]) -> None:
-    known = KnownChunks()
+    known = ChunkIndex()
     known.fill(PATHS, *as_footers([(b"\7" * 16, Extent(PATHS[0], 0, 1))]))
     known[b"\1" * 16] = Extent(PATHS[0], 0, 1)
     known.fill(PATHS, *as_footers(found))

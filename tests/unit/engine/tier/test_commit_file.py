@@ -16,7 +16,7 @@ from support.scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.repairing.repair import heal_index
+from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
@@ -43,7 +43,7 @@ class Scene:
     async def copied(self, *, again: bool) -> int:
         """Promote the step: once more with ``again``, else only where it is missing or damaged."""
         engine = self.store._life.engine
-        copying = copy_step(engine.state, engine.by_hand._collector, self.step, self.tier, again=again)
+        copying = copy_step(engine.state, engine.admin._collector, self.step, self.tier, again=again)
         return await self.store._life.loop.call(copying)
 
     async def held_up(
@@ -52,7 +52,7 @@ class Scene:
         """The step on its way to being committed anew, held before the put of its manifest or ``after`` it."""
         held = disk.hold("put", key=MANIFEST, after=after)
         if damaged:
-            await self.condemn()
+            await self.quarantine()
         anew = asyncio.create_task(self.copied(again=not damaged))
         await held.reached()
         return held, anew
@@ -69,11 +69,11 @@ class Scene:
         await evicting
         return verifying
 
-    async def condemn(self) -> None:
+    async def quarantine(self) -> None:
         """As if the commit had been misread just now."""
 
         async def misread() -> None:
-            self.tier.condemn(self.step, Corrupt("misread"))
+            self.tier.quarantine(self.step, Corrupt("misread"))
 
         await self.store._life.loop.call(misread())
 
@@ -128,7 +128,7 @@ async def test_a_step_that_was_evicted_before_it_is_committed_anew_stays_away(
     scene: Scene, faults: FaultyTiers, damaged: bool
 ) -> None:
     if damaged:
-        await scene.condemn()
+        await scene.quarantine()
     written = faults["disk"].hold("put", key="packs/*")
     scene.tier.chunks.clear()  # so that its chunks are written anew, which takes time
     anew = asyncio.create_task(scene.copied(again=not damaged))
@@ -177,7 +177,7 @@ async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_
     scene: Scene, faults: FaultyTiers
 ) -> None:
     held, anew = await scene.held_up(faults["disk"])
-    await scene.condemn()
+    await scene.quarantine()
     held.release()
     await anew
     assert await scene.is_held()
@@ -186,7 +186,7 @@ async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_
 async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_told_once_to_be_gone(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    await scene.condemn()
+    await scene.quarantine()
     read = faults["disk"].hold("get", key=MANIFEST, after=True)
     verifying = asyncio.create_task(scene.store.verify(1, "disk"))
     await read.reached()
@@ -280,7 +280,7 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
 async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_mended(scene: Scene) -> None:
     await scene.store.evict(1, "disk")
     engine = scene.store._life.engine
-    mending = heal_index(engine.state, engine.by_hand._collector, scene.step, scene.tier, Corrupt("misread"))
+    mending = repair_index(engine.state, engine.admin._collector, scene.step, scene.tier, Corrupt("misread"))
     await scene.store._life.loop.call(mending)
     assert await scene.is_gone()
     assert scene.step not in scene.tier.damaged

@@ -13,7 +13,7 @@ from reliability.ranks import World
 
 from tieredckpt import Invalid, StoreConfig
 from tieredckpt.engine.ranks.communicator import node_of_this_process
-from tieredckpt.engine.transport.auto import coordinator_of, find_coordinator, ranks_of_environment
+from tieredckpt.engine.transport.auto import communicator_of, find_communicator, ranks_of_environment
 from tieredckpt.engine.transport.shared import SharedStore
 
 LAUNCHED = {
@@ -38,7 +38,7 @@ def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_ranks_of_a_launcher_speak_through_the_shared_tier(launcher: str, config: StoreConfig) -> None:
     assert ranks_of_environment(LAUNCHED[launcher]) == (launcher, 2, 4)
-    found = find_coordinator(config, LAUNCHED[launcher])
+    found = find_communicator(config, LAUNCHED[launcher])
     assert isinstance(found, SharedStore)
     assert (found.rank, found.size, found.bulk) == (2, 4, False)
 
@@ -55,13 +55,13 @@ def test_ranks_of_a_launcher_speak_through_the_shared_tier(launcher: str, config
     ],
 )
 def test_a_process_without_others_is_alone(environment: Mapping[str, str], config: StoreConfig) -> None:
-    assert find_coordinator(config, environment) is None
+    assert find_communicator(config, environment) is None
 
 
 def test_ranks_without_a_shared_tier_are_told_what_to_do() -> None:
     config = StoreConfig(name="alone", tiers=({"kind": "ram", "name": "ram"},))
     with pytest.raises(Invalid, match="PMI started 4 processes, and the store has no tier that they share"):
-        find_coordinator(config, LAUNCHED["PMI"])
+        find_communicator(config, LAUNCHED["PMI"])
 
 
 def test_engines_that_are_loaded_and_not_initialised_do_not_count(
@@ -74,17 +74,17 @@ def test_engines_that_are_loaded_and_not_initialised_do_not_count(
     }
     for name, module in idle.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert find_coordinator(config, {}) is None
+    assert find_communicator(config, {}) is None
 
 
 def test_what_is_given_is_taken(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED["PMI"].items():
         monkeypatch.setenv(name, value)
-    assert coordinator_of(None, config) is None
-    mine = World(2).coordinator(1)
-    assert coordinator_of(mine, config) is mine
+    assert communicator_of(None, config) is None
+    mine = World(2).communicator(1)
+    assert communicator_of(mine, config) is mine
     with pytest.raises(Invalid, match="'auto', None"):
-        coordinator_of("torchrun", config)
+        communicator_of("torchrun", config)
 
 
 def test_a_node_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

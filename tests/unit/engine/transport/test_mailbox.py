@@ -182,7 +182,7 @@ async def test_wherever_a_rank_dies_while_they_meet_its_next_process_meets_the_o
 
 
 class Slow(Office):
-    """An office far from the leader."""
+    """An office far from rank 0."""
 
     async def put(self, box: str, name: str, letter: bytes) -> None:
         if box != "hello" and not box.startswith("0-"):

@@ -1,8 +1,8 @@
-"""Brings a step of many ranks to a shared tier: the leader orders, every rank writes its part, the leader commits.
+"""Brings a step of many ranks to a shared tier: rank 0 orders, every rank writes its part, rank 0 commits.
 
-The leader knows from the parts which rank has which chunk, and what the tier has already. So it tells every rank
+rank 0 knows from the parts which rank has which chunk, and what the tier has already. So it tells every rank
 which chunks to write, each chunk to one of the ranks that have it, so that all write about as much. A rank writes
-them as packs and then its part, durably, and answers. The leader reads the parts, merges them and writes the one
+them as packs and then its part, durably, and answers. Rank 0 reads the parts, merges them and writes the one
 commit. Whatever fails before that, on whatever rank, leaves nothing that a reader would see.
 """
 
@@ -31,10 +31,10 @@ from tieredckpt.engine.ranks.commit.parts import (
     merge_parts,
     share_out,
 )
-from tieredckpt.engine.ranks.commit.vote import Agreement
-from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
-from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.messages import Done, Failed, Promote
+from tieredckpt.engine.ranks.commit.vote import Votes
+from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.messages import Aborted, Done, Promote
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
@@ -61,14 +61,14 @@ _PARALLEL_READS = 16
 class Commits:
     """Orders promotions and carries them out, as one rank does. Lives on the engine's loop."""
 
-    def __init__(self, state: State, collector: Collector, team: Team, agreement: Agreement) -> None:
+    def __init__(self, state: State, collector: Collector, team: Group, votes: Votes) -> None:
         self._state = state
         self._collector = collector
         self._team = team
-        self._agreement = agreement
+        self._agreement = votes
         self._ordered = 0
         self.homes: dict[StepId, dict[int, int]] = {}
-        """At the leader, of steps of former runs: who answers for each part now, by the rank that saved it."""
+        """At rank 0, of steps of former runs: who answers for each part now, by the rank that saved it."""
         self.folders: dict[StepId, dict[int, Tier]] = {}
         """Of steps of former runs: the RAM with each part that this rank answers for."""
         self._carrying_out: dict[tuple[StepId, str], asyncio.Task[None]] = {}
@@ -76,7 +76,7 @@ class Commits:
         self.written: dict[tuple[StepId, str], int] = {}
         """Bytes of the packs that this rank wrote of a step to a tier."""
 
-    # -- the leader ---------------------------------------------------------------------------------------
+    # -- rank 0 ---------------------------------------------------------------------------------------
 
     async def promote(self, step: StepId, tier: Tier) -> int:
         """Bring a step to a shared tier; the bytes of the packs that all ranks wrote.
@@ -117,7 +117,7 @@ class Commits:
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
-            self._team.tell(Failed(step.step, step.serial, tier.name, ranks, str(error)))
+            self._team.tell(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
 
@@ -169,11 +169,11 @@ class Commits:
         for part in parts:
             todo[homes.get(part, part)][part] = b"".join(shares.get(part, ()))
         for rank in team.others:
-            await team.coordinator.post([rank], f"todo/{number}", encode(todo[rank]))
+            await team.communicator.post([rank], f"todo/{number}", encode(todo[rank]))
         team.tell(Promote(number, step.step, step.serial, tier.name))
         largest = max((sum(sizes[digest] for digest in share) for share in shares.values()), default=0)
         patience = team.deadline + largest / tier.config.min_bandwidth
-        mine = asyncio.ensure_future(self._contribute(step, tier, todo[LEADER]))
+        mine = asyncio.ensure_future(self._contribute(step, tier, todo[COORDINATOR]))
         missing: Sequence[int] = ()
         try:
             came = await team.gather(f"done/{number}", b"", timeout=patience)
@@ -183,8 +183,8 @@ class Commits:
             mine.cancel()
             await outlast(asyncio.gather(mine, return_exceptions=True))
             raise
-        done: dict[int, Done] = {rank: decode(data, Done) for rank, data in came.items() if rank != LEADER}
-        done[LEADER] = await mine
+        done: dict[int, Done] = {rank: decode(data, Done) for rank, data in came.items() if rank != COORDINATOR}
+        done[COORDINATOR] = await mine
         for each in done.values():
             tier.add_packs(WrittenPacks(sizes=each.packs))
         if missing:
@@ -195,7 +195,7 @@ class Commits:
             )
         for rank, each in sorted(done.items()):
             if each.failure is not None:
-                text = each.failure.text if rank == LEADER else f"rank {rank}: {each.failure.text}"
+                text = each.failure.text if rank == COORDINATOR else f"rank {rank}: {each.failure.text}"
                 raise Failure(each.failure.kind, text, each.failure.ranks or (rank,)).error()
         return [done[rank] for rank in sorted(done)]
 
@@ -220,7 +220,7 @@ class Commits:
 
         await together([read(rank) for rank in parts])
 
-        kept = self._agreement.wholes.get(step)
+        kept = self._agreement.merged_steps.get(step)
 
         def merged() -> StepIndex:
             whole = without_places(merge_parts(parts)) if kept is None else kept
@@ -237,7 +237,7 @@ class Commits:
     # -- every rank ---------------------------------------------------------------------------------------
 
     def carry_out(self, order: Promote) -> None:
-        """Write what the leader ordered, beside everything else, and answer it. An older order for it there ends."""
+        """Write what rank 0 ordered, beside everything else, and answer it. An older order for it there ends."""
         step = StepId(order.serial, order.step)
         self._carrying_out = {what: task for what, task in self._carrying_out.items() if not task.done()}
         before = self._carrying_out.get((step, order.tier))
@@ -249,12 +249,12 @@ class Commits:
         if before is not None:
             await outlast(asyncio.gather(before, return_exceptions=True))
         team, tier = self._team, self._state.tier(order.tier)
-        data = await team.coordinator.take(LEADER, f"todo/{order.number}", timeout=team.deadline)
+        data = await team.communicator.take(COORDINATOR, f"todo/{order.number}", timeout=team.deadline)
         todo: dict[int, bytes] = decode(data, dict[int, bytes])
         async with tier.guards_packs:
             with self._state.promoting(tier):
                 done = await self._contribute(step, tier, todo)
-        await team.coordinator.post([LEADER], f"done/{order.number}", encode(done))
+        await team.communicator.post([COORDINATOR], f"done/{order.number}", encode(done))
 
     async def _contribute(self, step: StepId, tier: Tier, todo: Mapping[int, bytes]) -> Done:
         """Write the packs and parts that are asked of this rank."""
@@ -281,11 +281,11 @@ class Commits:
         return Done(written.sizes, found, time.monotonic() - begin, failure)
 
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
-        """The packs of a part that was streamed to the tier when it was saved, which the leader does not know."""
+        """The packs of a part that was streamed to the tier when it was saved, which rank 0 does not know."""
         streamed = self._state.membership.streamed.get(step)
         if streamed is None or streamed.tier is not tier:
             return {}
-        with suppress(TieredCkptError):  # a pack that is gone is missed by the leader, who says so
+        with suppress(TieredCkptError):  # a pack that is gone is missed by rank 0, who says so
             return {path: (await tier.store.stat(path)).size for path in streamed.packs}
         return {}
 

@@ -19,7 +19,7 @@ from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Whole", "Wholes", "placed", "without_places"]
+__all__ = ["MergedStep", "MergedSteps", "placed", "without_places"]
 
 _KEPT = 2
 """Steps that are kept: the one that tiers are given, and the one that was saved meanwhile."""
@@ -39,16 +39,16 @@ class _Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class MergedStep:
     """A step of all its ranks, wherever its chunks may lie."""
 
     record: StepRecord
     arrays: Mapping[str, _Array]
 
 
-def without_places(index: StepIndex) -> Whole:
+def without_places(index: StepIndex) -> MergedStep:
     """What of a merged step is the same on every tier."""
-    return Whole(
+    return MergedStep(
         index.record,
         {
             key: _Array(
@@ -64,7 +64,7 @@ def without_places(index: StepIndex) -> Whole:
 
 
 def placed(
-    whole: Whole, written: Mapping[bytes, Extent], there: Mapping[bytes, Extent], encoding: Encoding
+    whole: MergedStep, written: Mapping[bytes, Extent], there: Mapping[bytes, Extent], encoding: Encoding
 ) -> StepIndex:
     """The step on a tier, where the ranks have ``written`` chunks of it, and others were ``there`` before.
 
@@ -91,16 +91,16 @@ def placed(
     return StepIndex(whole.record, arrays)
 
 
-class Wholes:
+class MergedSteps:
     """The last steps that the ranks have agreed on, each until it has left RAM or newer ones have come.
 
     Lives on the engine's loop.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[StepId, Whole] = {}
+        self._kept: dict[StepId, MergedStep] = {}
 
-    def keep(self, whole: Whole) -> None:
+    def keep(self, whole: MergedStep) -> None:
         """Keep a step, in place of the oldest."""
         self._kept[whole.record.id] = whole
         while len(self._kept) > _KEPT:
@@ -110,6 +110,6 @@ class Wholes:
         """Let a step go."""
         self._kept.pop(step, None)
 
-    def get(self, step: StepId) -> Whole | None:
+    def get(self, step: StepId) -> MergedStep | None:
         """A step that is kept."""
         return self._kept.get(step)

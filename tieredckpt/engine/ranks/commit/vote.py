@@ -1,7 +1,7 @@
 """Makes one step of what every rank has saved by itself: all have their parts and they fit, or there is no step.
 
-A save returns without a word to anybody. Behind it, every rank tells the leader what it has: step, serial and
-its part, which names all chunks by their digests. Once all have, and their parts fit together, the leader tells
+A save returns without a word to anybody. Behind it, every rank tells rank 0 what it has: step, serial and
+its part, which names all chunks by their digests. Once all have, and their parts fit together, rank 0 tells
 *agreed*: from then on the step counts as held. Otherwise it tells *failed*: every rank lets its part go, and all
 continue with one serial, so that the next save works.
 
@@ -19,19 +19,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
-from tieredckpt.engine.ranks.commit.merged import Whole, Wholes, without_places
+from tieredckpt.engine.ranks.commit.merged import MergedStep, MergedSteps, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
-from tieredckpt.engine.ranks.communicator import LEADER, RanksMissing
-from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.messages import Agreed, Failed, Save
+from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.messages import Aborted, Committed, Save
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import Failure, brief, decode, encode
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
-from tieredckpt.events import CommitFailed, StepAgreed
+from tieredckpt.events import CommitFailed, StepCommitted
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["Agreement", "Missed", "Steps"]
+__all__ = ["Missed", "Steps", "Votes"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -43,7 +43,7 @@ class Missed(Exception):
     """The other ranks have given this save up already."""
 
 
-class Agreement:
+class Votes:
     """What the ranks agree on after each save, as one of them sees it. Lives on the engine's loop.
 
     ``commit_streamed`` commits a step on the shared tier to which ranks have streamed their parts. ``gone`` gives the
@@ -55,7 +55,7 @@ class Agreement:
         self,
         state: State,
         evictor: Evictor,
-        team: Team,
+        team: Group,
         commit_streamed: Callable[[StepId, str, Mapping[int, bytes]], Awaitable[None]],
         gone: Callable[[], Steps],
         forget: Callable[[Steps], Awaitable[None]],
@@ -67,9 +67,9 @@ class Agreement:
         self._gone = gone
         self._forget = forget
         self.parts: dict[StepId, dict[int, bytes]] = {}
-        """At the leader: the encoded parts of the steps that RAM holds, by rank."""
-        self.wholes = Wholes()
-        """At the leader: what the parts make together."""
+        """At rank 0: the encoded parts of the steps that RAM holds, by rank."""
+        self.merged_steps = MergedSteps()
+        """At rank 0: what the parts make together."""
         self._restores = 0
         """Number of the last restore."""
         self._saves: Counter[int] = Counter()
@@ -77,11 +77,11 @@ class Agreement:
         self._saving: set[str] = set()
         """Attempts that are being copied here."""
         self._announced: dict[str, StepId] = {}
-        """Attempts of which this rank has its part, and that the leader has not decided on."""
+        """Attempts of which this rank has its part, and that rank 0 has not decided on."""
         self._missed: dict[str, str] = {}
         """Attempts that failed before this rank had its part of them, and why."""
         self._open: set[str] = set()
-        """At the leader: the attempts that it is deciding on."""
+        """At rank 0: the attempts that it is deciding on."""
 
     # -- this rank's saves --------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Agreement:
         if (reason := self._missed.pop(attempt, None)) is not None:
             raise Missed(reason)
         self._saving.add(attempt)
-        if self._team.leads:
+        if self._team.coordinates:
             self._open.add(attempt)
         return attempt
 
@@ -103,7 +103,7 @@ class Agreement:
         self._missed.clear()
 
     def saved(self, attempt: str, step: StepId, index: StepIndex, tier: str | None) -> None:
-        """Tell the leader, behind the training, that this rank has its part: in RAM, or streamed to ``tier``."""
+        """Tell rank 0, behind the training, that this rank has its part: in RAM, or streamed to ``tier``."""
         self._saving.discard(attempt)
         self._announced[attempt] = step
         self._state.membership.undecided.add(step)
@@ -120,14 +120,14 @@ class Agreement:
         await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
-        """Tell the leader, behind the training, that this rank has nothing."""
+        """Tell rank 0, behind the training, that this rank has nothing."""
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
         save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
         self._team.start(self._say(attempt, StepId(0, step), save), f"agreement on step {step}")
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
-        if self._team.leads:
+        if self._team.coordinates:
             await self._decide(attempt, step, save)
             return
         deadline = asyncio.get_running_loop().time() + self._team.patience
@@ -138,20 +138,20 @@ class Agreement:
             return
         while attempt in self._announced and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await self._state.changed.wait(left)
-        self._doubt(attempt, step, f"rank {LEADER} has not decided on it within {self._team.deadline:g} s")
+        self._doubt(attempt, step, f"rank {COORDINATOR} has not decided on it within {self._team.deadline:g} s")
 
     def _doubt(self, attempt: str, step: StepId, reason: str) -> None:
-        """Wait no more; the part stays, should the leader come back and decide."""
+        """Wait no more; the part stays, should rank 0 come back and decide."""
         if attempt in self._announced:
-            self._team.missed([LEADER])
+            self._team.missed([COORDINATOR])
             self._state.membership.undecided.discard(step)
             self._state.branch.failed(step)
-            self._fail(step, (LEADER,), reason)
+            self._fail(step, (COORDINATOR,), reason)
 
-    # -- the leader's decision ----------------------------------------------------------------------------
+    # -- rank 0's decision ----------------------------------------------------------------------------
 
     async def _decide(self, attempt: str, step: StepId, mine: Save) -> None:
-        saves = {LEADER: mine}
+        saves = {COORDINATOR: mine}
         try:
             await self._gather(attempt, saves)
             parts = {rank: save.part for rank, save in saves.items()}
@@ -159,7 +159,7 @@ class Agreement:
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
-            failed = Failed(
+            failed = Aborted(
                 step=step.step,
                 serial=max(save.serial for save in saves.values()),
                 tier=None,
@@ -170,23 +170,23 @@ class Agreement:
                 open=tuple(self._open),
             )
             self._team.tell(failed)
-            await self.apply_failed(failed)
+            await self.apply_aborted(failed)
             return
         self._open.discard(attempt)
-        self.wholes.keep(whole)
+        self.merged_steps.keep(whole)
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        agreed = Agreed(attempt, brief(whole.record), tier is None, tuple(self._open))
+        agreed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open))
         self._team.tell(agreed)
-        await self.apply_agreed(agreed)
+        await self.apply_committed(agreed)
         if tier is not None:
             await self._commit_streamed(step, tier, parts)
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """What every rank has to say of its save; raises when not all have saved the same step."""
         team = self._team
-        mine = encode(saves[LEADER])
+        mine = encode(saves[COORDINATOR])
         missing: Sequence[int] = ()
         try:
             came = await team.gather(f"saved/{attempt}", mine)
@@ -205,24 +205,24 @@ class Agreement:
         if len(serials) > 1:
             late = [rank for rank, save in saves.items() if save.serial != max(serials)]
             raise RanksUnavailable(f"{_named(late)} skipped a save before; from now on all count alike again", late)
-        other = [rank for rank, save in saves.items() if save.origin != saves[LEADER].origin]
+        other = [rank for rank, save in saves.items() if save.origin != saves[COORDINATOR].origin]
         if other:
             raise Conflict(
-                f"{_named(other)} not restored last what rank {LEADER} has; restore is a call of all ranks: make it on "
-                f"all of them again"
+                f"{_named(other)} not restored last what rank {COORDINATOR} has; restore is a call of all ranks: make "
+                f"it on all of them again"
             )
         streamed = {save.tier for save in saves.values() if save.tier is not None}
         if len(streamed) > 1:
             raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
 
     def _after(self, saves: Mapping[int, Save]) -> int:
-        """The serial that all ranks continue from; the leader may have a save less than the others."""
+        """The serial that all ranks continue from; rank 0 may have a save less than the others."""
         known = max(self._state.branch.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
-        return known if saves[LEADER].serial else known + 1
+        return known if saves[COORDINATOR].serial else known + 1
 
     # -- what was decided ---------------------------------------------------------------------------------
 
-    async def apply_agreed(self, agreed: Agreed) -> None:
+    async def apply_committed(self, agreed: Committed) -> None:
         """Count the step as held; without all parts in RAM, it is once it was committed on a shared tier."""
         step = agreed.record.id
         self._announced.pop(agreed.attempt, None)
@@ -234,11 +234,11 @@ class Agreement:
             self._state.tiers[0].agree(agreed.record)
         else:
             self._state.membership.undecided.add(step)  # until it is on the tier
-        self._state.events.emit(StepAgreed(step.step, step.serial, agreed.record.nbytes))
+        self._state.events.emit(StepCommitted(step.step, step.serial, agreed.record.nbytes))
         await self._forget_older(step, agreed.open)
-        self._state.changed.beat()
+        self._state.changed.notify()
 
-    async def apply_failed(self, failed: Failed) -> None:
+    async def apply_aborted(self, failed: Aborted) -> None:
         """Let this rank's part go, and continue with the serial that all others continue with."""
         self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
         if failed.attempt in self._announced:
@@ -266,7 +266,7 @@ class Agreement:
         if failure is not None:
             self._state.membership.failed[step] = failure
         await self._evictor.let_part_go(step, self._state.tiers[0])
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:
         self._fail(self._announced[attempt], ranks, reason)
@@ -281,16 +281,16 @@ class Agreement:
         if step.serial:
             self._state.membership.failed[step] = _not_committed(step, reason)
         self._state.events.emit(CommitFailed(step.step, step.serial, None, tuple(ranks), reason))
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     async def _forget_older(self, step: StepId, opened: Sequence[str]) -> None:
-        """Give up what this rank saved before and the leader did not: it decides in the order of its own saves."""
+        """Give up what this rank saved before and rank 0 did not: it decides in the order of its own saves."""
         for attempt, before in tuple(self._announced.items()):
-            if before.serial and before < step and attempt not in opened and not self._team.leads:
-                await self._give_up(attempt, (LEADER,), f"rank {LEADER} has not saved it")
+            if before.serial and before < step and attempt not in opened and not self._team.coordinates:
+                await self._give_up(attempt, (COORDINATOR,), f"rank {COORDINATOR} has not saved it")
 
 
-def _merged(parts: Mapping[int, bytes]) -> Whole:
+def _merged(parts: Mapping[int, bytes]) -> MergedStep:
     return without_places(merge_parts(parts))
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
@@ -53,7 +53,7 @@ MakeRoom = Callable[[Tier, Callable[[], bool]], Awaitable[object]]
 class Transfer:
     """One part on its way from one rank to another; both sides say the same."""
 
-    coordinator: Coordinator
+    communicator: Communicator
     number: int
     """New for every transfer between the two."""
     timeout: float
@@ -92,22 +92,22 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
         RanksUnavailable: the other rank does not answer.
         Refused: the other rank says why it cannot keep it.
     """
-    coordinator = transfer.coordinator
+    communicator = transfer.communicator
     try:
         async with pinned(tier, step):
             index = await tier.load_index(step)
-            await coordinator.post([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
+            await communicator.post([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
             lacks = await _take_answer(transfer, "lacks", to)
             sent = await _send(transfer, tier, index, lacks, to, pace)
             await _take_answer(transfer, "kept", to)
             return sent
     except NotFound:
-        await coordinator.post([to], transfer.topic("offer"), b"")
+        await communicator.post([to], transfer.topic("offer"), b"")
         raise
 
 
 async def _take_answer(transfer: Transfer, what: str, source: int) -> list[bytes]:
-    data = await transfer.coordinator.take(source, transfer.topic(what), timeout=transfer.timeout)
+    data = await transfer.communicator.take(source, transfer.topic(what), timeout=transfer.timeout)
     answer: _Answer = decode(data, _Answer)
     if answer.failure is not None:
         raise Refused(source, answer.failure)
@@ -136,7 +136,7 @@ async def _send(transfer: Transfer, tier: Tier, index: StepIndex, lacks: Sequenc
         nbytes = extents[digest].length
         await pace.take(nbytes)
         memory = memoryview(chunk_in_ram(tier, extents[digest]))
-        await transfer.coordinator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
+        await transfer.communicator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
         sent += nbytes
     return sent
 
@@ -150,8 +150,8 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
         NoSpace: it does not fit, with the numbers; the other rank is told.
         Corrupt: what came is not what was saved; the other rank is told.
     """
-    coordinator = transfer.coordinator
-    offer = await coordinator.take(source, transfer.topic("offer"), timeout=transfer.timeout)
+    communicator = transfer.communicator
+    offer = await communicator.take(source, transfer.topic("offer"), timeout=transfer.timeout)
     if not offer:
         raise NotFound(f"rank {source} let the part go that it was to give")
     told = "lacks"
@@ -181,7 +181,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
 
 
 async def _tell(transfer: Transfer, what: str, to: int, answer: _Answer) -> None:
-    await transfer.coordinator.post([to], transfer.topic(what), encode(answer))
+    await transfer.communicator.post([to], transfer.topic(what), encode(answer))
 
 
 def _sizes(arrays: Mapping[str, PartArray]) -> dict[bytes, int]:
@@ -292,7 +292,7 @@ async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Itera
     try:
         for digest in lacks:
             _, memory = taken.extents[digest]
-            await transfer.coordinator.receive(source, memoryview(memory), tag=transfer.tag, timeout=transfer.timeout)
+            await transfer.communicator.receive(source, memoryview(memory), tag=transfer.tag, timeout=transfer.timeout)
             checking.add(asyncio.create_task(_check(state, taken, digest, memory)))
             if len(checking) > _AHEAD:
                 done, checking = await asyncio.wait(checking, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
 """Keeps the newest step in the RAM of several nodes, behind the training: who gives what to whom, and when.
 
-The leader knows which rank has which part, in its own RAM or kept for another. Whenever a newer step was agreed on,
+rank 0 knows which rank has which part, in its own RAM or kept for another. Whenever a newer step was agreed on,
 or parts are missing where they should be, it orders the copies of one step, and every rank carries out those that
 it gives or takes. Older copies go when all of a newer step has arrived, so that a whole step is always there.
 """
@@ -24,10 +24,10 @@ from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config.tiers import RamTier
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.opening.scan import survey
+from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.ranks.commit.commit import Commits
-from tieredckpt.engine.ranks.communicator import LEADER, exchange, gather
-from tieredckpt.engine.ranks.group import Team, consult
+from tieredckpt.engine.ranks.communicator import COORDINATOR, exchange, gather
+from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Replicate, Replicated
 from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
 from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
@@ -39,7 +39,7 @@ from tieredckpt.events import Event, ReplicationFailed, StepEvicted, StepReplica
 from tieredckpt.format.manifest import StepId
 from tieredckpt.units import format_size
 
-__all__ = ["Replicas", "replica_folder"]
+__all__ = ["Replication", "replica_folder"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -69,14 +69,14 @@ class _Copied(msgspec.Struct, frozen=True):
     """Those that it is for."""
 
 
-class Replicas:
-    """What one rank does so that parts survive the loss of a node. Lives on the engine's loop; the leader leads."""
+class Replication:
+    """What one rank does so that parts survive the loss of a node. Lives on the engine's loop; rank 0 leads."""
 
     def __init__(
         self,
         state: State,
         collector: Collector,
-        team: Team,
+        team: Group,
         commits: Commits,
         config: RamTier,
     ) -> None:
@@ -91,9 +91,9 @@ class Replicas:
         self.kept: dict[int, Tier] = {}
         """The tiers that hold the parts of other ranks, by rank."""
         self._has: dict[StepId, dict[int, set[int]]] = {}
-        """At the leader: by step and part, the ranks that have it."""
+        """At rank 0: by step and part, the ranks that have it."""
         self._tried: set[StepId] = set()
-        """At the leader: steps whose copies failed; the next step is tried again."""
+        """At rank 0: steps whose copies failed; the next step is tried again."""
         self._ordered = 0
         self._unsubscribe: Callable[[], None] = lambda: None
 
@@ -115,7 +115,7 @@ class Replicas:
         racks = await self._racks()
         standing = [racks[node] if racks is not None else node for node in dict.fromkeys(team.nodes)]
         possible = copies_possible(standing, self._config.replicas)
-        if not team.coordinator.bulk:
+        if not team.communicator.bulk:
             possible = 1
             _log.warning(
                 "parts are not replicated, for these ranks send nothing in bulk: use torch.distributed or MPI for that"
@@ -127,14 +127,14 @@ class Replicas:
             )
         self._placed = place_ranks(team.nodes, possible, racks)
         self._unsubscribe = self._state.events.subscribe(self._hear)
-        if await consult(team, "replicas/open", self._open_all(), self._learn) == _LACKING:
+        if await vote(team, "replicas/open", self._open_all(), self._learn) == _LACKING:
             self._placed = ()
             _log.warning("parts are not replicated until the store is opened again: a rank has no memory for them")
 
     async def _racks(self) -> dict[str, str] | None:
         """The rack of every node, where any has one that is named; others are racks of their own."""
         mine = encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
-        told = await exchange(self._team.coordinator, "replicas/rack", mine, timeout=self._team.deadline)
+        told = await exchange(self._team.communicator, "replicas/rack", mine, timeout=self._team.deadline)
         named: dict[str, str | None] = {}
         for node, data in zip(self._team.nodes, told, strict=True):
             named[node] = decode(data, str | None)
@@ -159,17 +159,17 @@ class Replicas:
 
     def _check_fits(self) -> None:
         """Raise `Invalid` if this machine has not the memory for its own parts and those that it keeps."""
-        capacity, ranks = self._config.capacity, len(self._team.neighbours)
+        capacity, ranks = self._config.capacity, len(self._team.local_ranks)
         limit, source = memory_limit()
         if isinstance(capacity, int) and self.copies > 1 and capacity * ranks * self.copies > limit:
             raise Invalid(
-                f"{self.copies} replicas of {ranks} ranks on {self._team.coordinator.node} with a capacity of "
+                f"{self.copies} replicas of {ranks} ranks on {self._team.communicator.node} with a capacity of "
                 f"{format_size(capacity)} each take {format_size(capacity * ranks * self.copies)}, and {source} is "
                 f"{format_size(limit)}; lower `capacity` or `replicas` of tier {self._own.name!r}"
             )
 
     async def _learn(self, said: dict[int, bytes]) -> bytes:
-        """At the leader: which rank has what; or that some rank cannot keep anything, so that none does."""
+        """At rank 0: which rank has what; or that some rank cannot keep anything, so that none does."""
         if _LACKING in said.values():
             return _LACKING
         for rank, data in said.items():
@@ -188,7 +188,7 @@ class Replicas:
             raise TierUnavailable(f"tier {own.name!r} could not be opened there")
         folder = replica_folder(Path(own.ram.location), ward)
         capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
-        sharers = len(self._team.neighbours) * self._config.replicas
+        sharers = len(self._team.local_ranks) * self._config.replicas
 
         async def connect() -> RamStore:
             return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
@@ -198,7 +198,7 @@ class Replicas:
         assert self._state.identity.marker is not None
         if marker != self._state.identity.marker:
             await tier.mark(self._state.identity.marker)
-        await survey(tier)
+        await scan_tier(tier)
         tier.set_apart()
         tier.marker = self._state.identity.marker
 
@@ -216,7 +216,7 @@ class Replicas:
                 await tier.blobs.close()
         self.kept.clear()
 
-    # -- the leader ---------------------------------------------------------------------------------------
+    # -- rank 0 ---------------------------------------------------------------------------------------
 
     def saved(self, step: StepId) -> None:
         """All ranks have agreed on a step, so each has its own part of it."""
@@ -227,7 +227,7 @@ class Replicas:
         self._has.setdefault(step, {}).setdefault(part, set()).add(rank)
 
     async def lead(self) -> None:
-        """Order copies whenever some are missing, until cancelled. Of the leader alone."""
+        """Order copies whenever some are missing, until cancelled. Of rank 0 alone."""
         if self.copies == 1:
             return
         while True:
@@ -265,7 +265,7 @@ class Replicas:
         mine = encode(await self._copy(order))
         ranks: tuple[int, ...] = ()
         try:
-            came = await gather(self._team.coordinator, topic, mine, timeout=patience)
+            came = await gather(self._team.communicator, topic, mine, timeout=patience)
             for data in came.values():
                 copied: _Copied = decode(data, _Copied)
                 sent += copied.sent
@@ -295,12 +295,12 @@ class Replicas:
     # -- every rank ---------------------------------------------------------------------------------------
 
     def apply_order(self, order: Replicate) -> None:
-        """Do what an order of the leader asks of this rank, behind everything else."""
+        """Do what an order of rank 0 asks of this rank, behind everything else."""
         self._team.start(self._copy_and_tell(order), f"copies of step {order.step}")
 
     async def _copy_and_tell(self, order: Replicate) -> None:
         copied = encode(await self._copy(order))
-        await self._team.coordinator.post([LEADER], f"replicas/done/{order.number}", copied)
+        await self._team.communicator.post([COORDINATOR], f"replicas/done/{order.number}", copied)
 
     async def _copy(self, order: Replicate) -> _Copied:
         step = StepId(order.serial, order.step)
@@ -325,7 +325,7 @@ class Replicas:
 
     def _transfer(self, order: Replicate, part: int) -> Transfer:
         number = order.number * self._team.size + part
-        return Transfer(self._team.coordinator, number, self._team.deadline)
+        return Transfer(self._team.communicator, number, self._team.deadline)
 
     async def _give(self, order: Replicate, step: StepId, part: int, to: int) -> int:
         here = [
@@ -342,7 +342,7 @@ class Replicas:
             return
         step = await keep(self._state, transfer, self._own, source, self._collector.make_room)
         self._own.agree(self._own.held[step].record if step in self._own.held else self._own.parts[step].record)
-        self._state.changed.beat()
+        self._state.changed.notify()
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
         """What goes to make room: never the step of which all copies are known to be there, or else the newest."""
@@ -380,4 +380,4 @@ class Replicas:
                 except TieredCkptError as error:
                     _log.warning("a copy of %s stays: %s", older, error)
         self._state.events.emit(StepReplicated(news.step, news.serial, news.copies, news.sent, news.seconds))
-        self._state.changed.beat()
+        self._state.changed.notify()

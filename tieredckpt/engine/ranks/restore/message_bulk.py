@@ -9,19 +9,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.errors import RanksUnavailable
 
-__all__ = ["Posted"]
+__all__ = ["MessageBulk"]
 
 _PIECE = 1 << 20
 
 
-class Posted:
-    """Sends and receives as a `Coordinator` with bulk does, by the messages of one that has none."""
+class MessageBulk:
+    """Sends and receives as a `Communicator` with bulk does, by the messages of one that has none."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, communicator: Communicator) -> None:
+        self._coordinator = communicator
         self._sent: Counter[tuple[int, int]] = Counter()
         """Pieces so far, by the receiver and the tag."""
         self._received: Counter[tuple[int, int]] = Counter()

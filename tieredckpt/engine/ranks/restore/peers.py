@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.restore.message_bulk import Posted
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
 from tieredckpt.engine.ranks.restore.plan import Stock, Task
-from tieredckpt.engine.ranks.restore.transfer import Passing, Terms, agree_on_tasks, decline
+from tieredckpt.engine.ranks.restore.transfer import ChunkTransfer, Terms, agree_on_tasks, decline
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.restoring.source import Near, StepSource
 from tieredckpt.engine.state.state import State
@@ -19,7 +19,7 @@ from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Sharing"]
+__all__ = ["PeerExchange"]
 
 _ROUNDS = 3
 _TAGS = 8192
@@ -30,10 +30,10 @@ _TRANSFERS_IN_DEADLINE = 4
 Bytes = npt.NDArray[np.uint8]
 
 
-class Sharing:
+class PeerExchange:
     """One rank's end of restores that all ranks make together. Lives on the engine's loop."""
 
-    def __init__(self, state: State, team: Team) -> None:
+    def __init__(self, state: State, team: Group) -> None:
         self._state = state
         self._team = team
         self._restore = 0
@@ -46,9 +46,9 @@ class Sharing:
     def leave(self, *, within: bool = False) -> list[int]:
         """Take no part in what is left of a restore that has failed here; the exchanges to `decline`.
 
-        With ``within``, the one that is under way is among them at the leader: no other rank can go on without it.
+        With ``within``, the one that is under way is among them at rank 0: no other rank can go on without it.
         """
-        under_way = within and self._team.leads and self._round > 0
+        under_way = within and self._team.coordinates and self._round > 0
         first = self._number + (0 if under_way else 1)
         self._round = _ROUNDS
         return list(range(first, self._number + 1))
@@ -56,7 +56,7 @@ class Sharing:
     async def decline(self, exchanges: Sequence[int]) -> None:
         """Let the others not wait for this rank in exchanges that it takes no part in."""
         for number in exchanges:
-            await decline(self._team.coordinator, number)
+            await decline(self._team.communicator, number)
 
     @property
     def _number(self) -> int:
@@ -79,40 +79,40 @@ class Sharing:
             wanted.setdefault(piece.chunk.digest, []).append(piece)
         place = _Place(source, wanted, source.near or {})
         came: dict[bytes, str] = {}
-        rotten: set[bytes] = set()
+        corrupt: set[bytes] = set()
         # Once more as long as there is something to do: who was given what is damaged gets it from another.
         while self._round < _ROUNDS:
-            tasks = await self._agree(source, place, came.keys(), rotten)
+            tasks = await self._agree(source, place, came.keys(), corrupt)
             if tasks is None:
                 self._round = _ROUNDS
                 break
             passing = self._passing(place)
             came |= await passing.run(tasks)
-            rotten |= passing.rotten
+            corrupt |= passing.corrupt
         for digest, name in came.items():
             sources[name] = sources.get(name, 0) + sum(piece.wanted for piece in wanted[digest])
         return [piece for piece in pieces if piece.chunk.digest not in came]
 
     async def _agree(
-        self, source: StepSource, place: _Place, came: Collection[bytes], rotten: Collection[bytes]
+        self, source: StepSource, place: _Place, came: Collection[bytes], corrupt: Collection[bytes]
     ) -> list[Task] | None:
         team, again = self._team, self._round > 0
         needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
         # What is near and needed all the same is damaged here.
-        has = [digest for digest in place.near if digest not in place.wanted and digest not in rotten]
+        has = [digest for digest in place.near if digest not in place.wanted and digest not in corrupt]
         # Messages alone are for what cannot be had otherwise.
-        worth = team.coordinator.bulk or not self._is_shared(source.step)
+        worth = team.communicator.bulk or not self._is_shared(source.step)
         stock = Stock(needs, has) if worth else Stock({})
         terms = Terms(group=self._state.config.restore_group, reads=not again, worth=worth)
         self._round += 1
         timeout = team.deadline / _TRANSFERS_IN_DEADLINE if again else team.deadline
-        return await agree_on_tasks(team.coordinator, self._number, stock, terms, timeout=timeout)
+        return await agree_on_tasks(team.communicator, self._number, stock, terms, timeout=timeout)
 
-    def _passing(self, place: _Place) -> Passing:
+    def _passing(self, place: _Place) -> ChunkTransfer:
         team = self._team
-        return Passing(
+        return ChunkTransfer(
             rank=team.rank,
-            bulk=team.coordinator if team.coordinator.bulk else Posted(team.coordinator),
+            bulk=team.communicator if team.communicator.bulk else MessageBulk(team.communicator),
             tag=2 * (self._number % _TAGS),
             timeout=team.deadline / _TRANSFERS_IN_DEADLINE,
             scratch=self._state.scratch,

@@ -2,7 +2,7 @@
 
 Every chunk comes from a rank that has it in RAM, if there is one; else one of those that need it reads it from a
 slower tier and passes it on to the others. Who has it and who reads it is chosen so that all give and read the
-same number of bytes. The leader makes the plan; `tieredckpt.engine.ranks.restore.transfer` carries it out.
+same number of bytes. Rank 0 makes the plan; `tieredckpt.engine.ranks.restore.transfer` carries it out.
 
 All ranks do what concerns them in one common order. That no transfer waits for a later one, anywhere, is why the
 memory in flight may be bounded and nothing locks up.
@@ -26,7 +26,7 @@ __all__ = ["Stock", "Task", "decode_stock", "decode_tasks", "encode_stock", "enc
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What one rank tells the leader: chunks that it needs and has no way to in RAM, and those that it can give."""
+    """What one rank tells rank 0: chunks that it needs and has no way to in RAM, and those that it can give."""
 
     needs: Mapping[bytes, int]
     """Bytes of each, by digest; in the order in which they lie on the slower tier."""

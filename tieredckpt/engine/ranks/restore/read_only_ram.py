@@ -19,12 +19,12 @@ from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["look_on", "seen_in_ram"]
+__all__ = ["open_read_only_ram", "seen_in_ram"]
 
 _log = logging.getLogger("tieredckpt")
 
 
-async def look_on(state: State) -> None:
+async def open_read_only_ram(state: State) -> None:
     """Where nothing is written: count steps as held by RAM of which all parts are in folders of ranks here.
 
     Those that were counted before, and are not whole any more, count no more.
@@ -58,16 +58,16 @@ async def look_on(state: State) -> None:
             _log.info("%s is not whole in the RAM of this machine: %s", step, error)
             continue
         whole[step] = ChosenStep(step, first, merged, partial(near, state, step))
-    for step in state.looked_on:
+    for step in state.read_only_steps:
         if step not in whole and not first.has_own(step):
             first.drop(step)
-    state.looked_on = whole
+    state.read_only_steps = whole
     for step, chosen in whole.items():
         first.held.setdefault(step, Held(chosen.index.record, ""))
 
 
 def seen_in_ram(state: State) -> Hashable:
-    """What tells that `look_on` would find something else than the last time; blocking, and reads no step."""
+    """A token that changes when `open_read_only_ram` would find something else. Blocks; reads no step."""
     if state.config.ram is None or state.identity.marker is None:
         return None
     found: list[Hashable] = [state.identity.marker.store]

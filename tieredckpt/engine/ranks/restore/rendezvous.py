@@ -1,6 +1,6 @@
 """How ranks come together for a restore: it begins once all ranks call for it, and who gives up says so.
 
-A rank that calls `restore` tells the leader, and waits. The leader, when it restores itself, waits until all have
+A rank that calls `restore` tells rank 0, and waits. Rank 0, when it restores itself, waits until all have
 asked, and calls the roll, for some may have given up meanwhile. Once all are there it tells them one number, by which
 everything that belongs to this restore is named. So whatever became of earlier ones, on whatever ranks, the next one
 that all call is the same for all.
@@ -12,37 +12,43 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from tieredckpt.engine.notify import Pulse
-from tieredckpt.engine.ranks.communicator import LEADER
-from tieredckpt.engine.ranks.group import Team
-from tieredckpt.engine.ranks.messages import Asks, Here, Met, RollCall, Withdraws
+from tieredckpt.engine.notify import Notification
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.messages import (
+    RendezvousComplete,
+    RendezvousOpened,
+    RestoreJoined,
+    RestoreRequested,
+    RestoreWithdrawn,
+)
 from tieredckpt.errors import RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["Meeting"]
+__all__ = ["Rendezvous"]
 
 
-class Meeting:
+class Rendezvous:
     """One rank's way to the others when it restores. Lives on the engine's loop.
 
     ``met`` is called on every rank, with the number of a restore, once all ranks have asked for it; ``absent``
     where this rank has given up meanwhile, and the others are not to wait for it.
     """
 
-    def __init__(self, team: Team, met: Callable[[int], None], absent: Callable[[int], None]) -> None:
+    def __init__(self, team: Group, met: Callable[[int], None], absent: Callable[[int], None]) -> None:
         self._team = team
         self._met = met
         self._absent = absent
         self._asked = 0
         """How often this rank has asked."""
-        self._waiting: asyncio.Future[Met] | None = None
+        self._waiting: asyncio.Future[RendezvousComplete] | None = None
         self._asking: dict[int, int] = {}
-        """At the leader: the ranks that wait, and how often each has asked."""
+        """At rank 0: the ranks that wait, and how often each has asked."""
         self._called: dict[int, int] = {}
         """Those of them that were called, by the ask that was meant."""
         self._here: set[int] = set()
         """Those that have answered."""
-        self._came = Pulse()
+        self._came = Notification()
         self._number = 0
 
     async def meet(self) -> int:
@@ -50,7 +56,7 @@ class Meeting:
 
         Raises `RanksUnavailable` when some do not come within the deadline; then it begins on none.
         """
-        met = await (self._gather() if self._team.leads else self._ask())
+        met = await (self._gather() if self._team.coordinates else self._ask())
         if met.missing:
             raise RanksUnavailable(
                 f"{show_ranks(met.missing)} did not call restore within {self._team.deadline:g} s, so none has "
@@ -59,7 +65,7 @@ class Meeting:
             )
         return met.number
 
-    async def _gather(self) -> Met:
+    async def _gather(self) -> RendezvousComplete:
         self._called.clear()
         self._here.clear()
         with suppress(TimeoutError):
@@ -71,7 +77,7 @@ class Meeting:
         if not missing:
             self._number += 1
             self._met(self._number)
-        met = Met(self._number, dict(self._asking), missing)
+        met = RendezvousComplete(self._number, dict(self._asking), missing)
         self._asking.clear()
         self._team.tell(met)
         return met
@@ -82,55 +88,55 @@ class Meeting:
             asks = {rank: ask for rank, ask in self._asking.items() if self._called.get(rank) != ask}
             if asks:
                 self._called |= asks
-                self._team.tell(RollCall(asks))
+                self._team.tell(RendezvousOpened(asks))
 
-    async def _ask(self) -> Met:
+    async def _ask(self) -> RendezvousComplete:
         self._asked += 1
-        waiting: asyncio.Future[Met] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[RendezvousComplete] = asyncio.get_running_loop().create_future()
         self._waiting = waiting
-        self._team.report(Asks(self._asked))
+        self._team.report(RestoreRequested(self._asked))
         try:
             async with asyncio.timeout(self._team.patience):
                 return await waiting
         except BaseException as error:
             if waiting.cancelled():
-                self._team.report(Withdraws(self._asked))
+                self._team.report(RestoreWithdrawn(self._asked))
             elif not waiting.result().missing:
                 self._absent(waiting.result().number)
             if not isinstance(error, TimeoutError):
                 raise
             raise RanksUnavailable(
-                f"rank {LEADER} did not call restore within {self._team.deadline:g} s, or has died; it is a call of "
-                "all ranks: make it on all of them again",
-                [LEADER],
+                f"rank {COORDINATOR} did not call restore within {self._team.deadline:g} s, or has died; it is a call "
+                "of all ranks: make it on all of them again",
+                [COORDINATOR],
             ) from None
         finally:
             self._waiting = None
 
-    def heard(self, rank: int, said: Asks | Here | Withdraws) -> None:
-        """At the leader: a rank asks for a restore, is still there when it was called, or asks no more."""
+    def heard(self, rank: int, said: RestoreRequested | RestoreJoined | RestoreWithdrawn) -> None:
+        """At rank 0: a rank asks for a restore, is still there when it was called, or asks no more."""
         match said:
-            case Asks():
+            case RestoreRequested():
                 self._asking[rank] = said.number
                 self._here.discard(rank)
-            case Here() if self._asking.get(rank) == said.number:
+            case RestoreJoined() if self._asking.get(rank) == said.number:
                 self._here.add(rank)
-            case Withdraws() if self._asking.get(rank) == said.number:
+            case RestoreWithdrawn() if self._asking.get(rank) == said.number:
                 del self._asking[rank]
                 self._here.discard(rank)
-        self._came.beat()
+        self._came.notify()
 
-    def apply(self, said: RollCall | Met) -> None:
-        """At other ranks: the leader has waited for all, and calls or answers who has asked."""
-        if isinstance(said, Met) and not said.missing:
+    def apply(self, said: RendezvousOpened | RendezvousComplete) -> None:
+        """At other ranks: rank 0 has waited for all, and calls or answers who has asked."""
+        if isinstance(said, RendezvousComplete) and not said.missing:
             self._met(said.number)
         if self._team.rank not in said.asks:
             return
         waiting = self._waiting if said.asks[self._team.rank] == self._asked else None
         if waiting is not None and not waiting.done():
-            if isinstance(said, Met):
+            if isinstance(said, RendezvousComplete):
                 waiting.set_result(said)
             else:
-                self._team.report(Here(self._asked))
-        elif isinstance(said, Met) and not said.missing:  # given up after it was called
+                self._team.report(RestoreJoined(self._asked))
+        elif isinstance(said, RendezvousComplete) and not said.missing:  # given up after it was called
             self._absent(said.number)

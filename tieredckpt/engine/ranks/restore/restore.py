@@ -1,6 +1,6 @@
-"""Restores of several ranks: all take one step, which the leader chooses, and all succeed or none does.
+"""Restores of several ranks: all take one step, which rank 0 chooses, and all succeed or none does.
 
-Once all have called for it (`rendezvous`), the leader tells with its choice the index of the whole
+Once all have called for it (`rendezvous`), rank 0 tells with its choice the index of the whole
 step, so that nobody else reads it. Each rank then reads the chunks that it needs, from RAM of its machine where they
 are there, and says how that ended. A rank that is cancelled on the way says so, and the others fail at once.
 """
@@ -17,14 +17,14 @@ import msgspec
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.ranks.commit.parts import merge_parts
-from tieredckpt.engine.ranks.commit.vote import Agreement, Steps
-from tieredckpt.engine.ranks.communicator import LEADER
-from tieredckpt.engine.ranks.group import Team, bow_out, consult
+from tieredckpt.engine.ranks.commit.vote import Steps, Votes
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.group import Group, bow_out, vote
 from tieredckpt.engine.ranks.messages import Chosen
 from tieredckpt.engine.ranks.node_ram import near
 from tieredckpt.engine.ranks.open import Opening
-from tieredckpt.engine.ranks.restore.peers import Sharing
-from tieredckpt.engine.ranks.restore.rendezvous import Meeting
+from tieredckpt.engine.ranks.restore.peers import PeerExchange
+from tieredckpt.engine.ranks.restore.rendezvous import Rendezvous
 from tieredckpt.engine.restoring.lookup import Wanted
 from tieredckpt.engine.restoring.source import ChosenStep
 from tieredckpt.engine.state.state import State
@@ -35,7 +35,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
 
-__all__ = ["Restores"]
+__all__ = ["CollectiveRestores"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -54,19 +54,19 @@ class _Asked(msgspec.Struct, frozen=True):
     gone: Steps
 
 
-class Restores:
+class CollectiveRestores:
     """Chooses with the other ranks what to restore. Lives on the engine's loop.
 
     ``look_up`` finds a step as a store of one rank does; ``gone`` gives what has left this rank's RAM since it was
-    asked before, ``still_gone`` takes back what the leader may not have heard, and ``forget`` counts such steps of
+    asked before, ``still_gone`` takes back what rank 0 may not have heard, and ``forget`` counts such steps of
     other ranks as not held there.
     """
 
     def __init__(
         self,
         state: State,
-        team: Team,
-        agreement: Agreement,
+        team: Group,
+        votes: Votes,
         opening: Opening,
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
         gone: Callable[[], Steps],
@@ -75,14 +75,14 @@ class Restores:
     ) -> None:
         self._state = state
         self._team = team
-        self._agreement = agreement
+        self._agreement = votes
         self._opening = opening
         self._look_up = look_up
         self._gone = gone
         self._still_gone = still_gone
         self._forget = forget
-        self.meeting = Meeting(team, agreement.restore_begins, self._stay_away)
-        self._sharing = Sharing(state, team)
+        self.rendezvous = Rendezvous(team, votes.restore_begins, self._stay_away)
+        self._sharing = PeerExchange(state, team)
         self._guards_restore = asyncio.Lock()
         self._number = 0
         """Of the restore under way, the same on all ranks."""
@@ -97,12 +97,12 @@ class Restores:
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that all ranks restore, and its record; once in a restore.
 
-        Raises as the leader's search; `Invalid` where the ranks do not want the same.
+        Raises as rank 0's search; `Invalid` where the ranks do not want the same.
         """
         topic = f"restore/{self._number}"
         gone = self._gone()
         try:
-            verdict = await consult(self._team, topic, _said(_Asked(wanted, gone)), self._choose)
+            verdict = await vote(self._team, topic, _said(_Asked(wanted, gone)), self._choose)
         except BaseException:
             self._still_gone(gone)
             raise
@@ -142,10 +142,10 @@ class Restores:
             return b""
 
         async with self._guards_restore:
-            self._number = await self.meeting.meet()
+            self._number = await self.rendezvous.meet()
             self._found = self._begun = self._reading = False
             try:
-                await consult(self._team, f"restored/{self._number}", mine(), _agree)
+                await vote(self._team, f"restored/{self._number}", mine(), _agree)
             finally:
                 self._state.chosen = None
         return result[0]
@@ -159,7 +159,7 @@ class Restores:
                 raise failure
             return b""
 
-        await consult(self._team, f"reading/{self._number}", ready(), _agree)
+        await vote(self._team, f"reading/{self._number}", ready(), _agree)
         self._reading = True
 
     # -- who gives up -------------------------------------------------------------------------------------
@@ -186,11 +186,11 @@ class Restores:
         asked: dict[int, _Asked] = {rank: decode(data, _Asked) for rank, data in said.items()}
         for each in asked.values():
             await self._forget(each.gone)
-        ours = asked[LEADER].wanted
+        ours = asked[COORDINATOR].wanted
         for rank, each in asked.items():
             if each.wanted != ours:
                 raise Invalid(
-                    f"rank {rank} restores {_shown(each.wanted)}, rank {LEADER} {_shown(ours)}; "
+                    f"rank {rank} restores {_shown(each.wanted)}, rank {COORDINATOR} {_shown(ours)}; "
                     f"all ranks restore one step, whole or not, with one `resume`"
                 )
         found = await self._look_up(ours.step)
@@ -224,18 +224,18 @@ class Restores:
         return index.manifest, index.btree, btree_key
 
     async def _pass_index(self, topic: str, chosen: Chosen) -> tuple[bytes, bytes]:
-        """The index of the chosen step, which the leader has, at all ranks."""
+        """The index of the chosen step, which rank 0 has, at all ranks."""
         team, total = self._team, sum(chosen.sizes)
         count = -(-total // _PIECE)
-        if team.leads:
+        if team.coordinates:
             data = self._index[0] + self._index[1]
             self._index = (b"", b"", "")
             for piece in range(count):
                 part = data[piece * _PIECE : (piece + 1) * _PIECE]
-                await team.coordinator.post(team.others, f"{topic}/index/{piece}", part)
+                await team.communicator.post(team.others, f"{topic}/index/{piece}", part)
         else:
             pieces = [
-                await team.coordinator.take(LEADER, f"{topic}/index/{piece}", timeout=team.deadline)
+                await team.communicator.take(COORDINATOR, f"{topic}/index/{piece}", timeout=team.deadline)
                 for piece in range(count)
             ]
             data = b"".join(pieces)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.ranks.communicator import LEADER, Coordinator, RanksMissing, gather
+from tieredckpt.engine.ranks.communicator import COORDINATOR, Communicator, RanksMissing, gather
 from tieredckpt.engine.ranks.restore.plan import (
     Stock,
     Task,
@@ -33,7 +33,7 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, RanksUnavailable, TieredCkptError
 from tieredckpt.format.digest import digest_array
 
-__all__ = ["PEERS", "Bulk", "Passing", "Terms", "agree_on_tasks", "decline"]
+__all__ = ["PEERS", "Bulk", "ChunkTransfer", "Terms", "agree_on_tasks", "decline"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -47,18 +47,18 @@ _IN_FLIGHT = 32
 
 
 class Bulk(Protocol):
-    """What carries bytes between ranks: a `Coordinator` that can, or what takes its place."""
+    """What carries bytes between ranks: a `Communicator` that can, or what takes its place."""
 
     async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """See `Coordinator.send`."""
+        """See `Communicator.send`."""
 
     async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """See `Coordinator.receive`."""
+        """See `Communicator.receive`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the leader plans an exchange by; what other ranks say does not count."""
+    """What rank 0 plans an exchange by; what other ranks say does not count."""
 
     group: int | None = None
     reads: bool = True
@@ -68,37 +68,37 @@ class Terms:
 
 
 async def agree_on_tasks(
-    coordinator: Coordinator, number: int, stock: Stock, terms: Terms, *, timeout: float
+    communicator: Communicator, number: int, stock: Stock, terms: Terms, *, timeout: float
 ) -> list[Task] | None:
     """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
 
-    Ranks that do not answer in time take no part. None where no rank has anything to do, or the leader is silent.
+    Ranks that do not answer in time take no part. None where no rank has anything to do, or rank 0 is silent.
     """
     topic = f"exchange/{number}/stock"
-    if coordinator.rank == LEADER:
+    if communicator.rank == COORDINATOR:
         try:
-            came = await gather(coordinator, topic, encode_stock(stock), timeout=timeout)
+            came = await gather(communicator, topic, encode_stock(stock), timeout=timeout)
         except RanksMissing as error:
             _log.warning("%s; they take no part in the exchange of chunks", error)
             came = error.came
         messages = await in_thread(_plan, came, terms) if terms.worth else dict.fromkeys(came, b"")
-        for rank in range(1, coordinator.size):
-            await coordinator.post([rank], f"exchange/{number}/tasks", messages.get(rank, b""))
-        return _tasks(messages[LEADER])
+        for rank in range(1, communicator.size):
+            await communicator.post([rank], f"exchange/{number}/tasks", messages.get(rank, b""))
+        return _tasks(messages[COORDINATOR])
     try:
-        await gather(coordinator, topic, encode_stock(stock), timeout=timeout)
-        return _tasks(await coordinator.take(LEADER, f"exchange/{number}/tasks", timeout=2 * timeout))
+        await gather(communicator, topic, encode_stock(stock), timeout=timeout)
+        return _tasks(await communicator.take(COORDINATOR, f"exchange/{number}/tasks", timeout=2 * timeout))
     except (RanksUnavailable, Corrupt) as error:
         _log.warning("chunks are not exchanged among the ranks, but read: %s", error)
         return None
 
 
-async def decline(coordinator: Coordinator, number: int) -> None:
-    """Take no part in an exchange that the others may be at; of the leader, let there be none."""
-    if coordinator.rank == LEADER:
-        await coordinator.post(range(1, coordinator.size), f"exchange/{number}/tasks", b"")
+async def decline(communicator: Communicator, number: int) -> None:
+    """Take no part in an exchange that the others may be at; of rank 0, let there be none."""
+    if communicator.rank == COORDINATOR:
+        await communicator.post(range(1, communicator.size), f"exchange/{number}/tasks", b"")
     else:
-        await coordinator.post([LEADER], f"exchange/{number}/stock", encode_stock(Stock({})))
+        await communicator.post([COORDINATOR], f"exchange/{number}/stock", encode_stock(Stock({})))
 
 
 def _tasks(message: bytes) -> list[Task] | None:
@@ -151,7 +151,7 @@ class _Turn:
 
 
 @dataclass
-class Passing:
+class ChunkTransfer:
     """One rank's end of an exchange. Lives on the engine's loop."""
 
     rank: int
@@ -171,7 +171,7 @@ class Passing:
     """Copies a chunk's verified bytes to where they are wanted; runs on the pool."""
     came: dict[bytes, str] = field(default_factory=dict)
     """Where each chunk that was placed came from: the name of a tier, or `PEERS`."""
-    rotten: set[bytes] = field(default_factory=set)
+    corrupt: set[bytes] = field(default_factory=set)
     """Chunks that this rank was to give, and has not as they were saved."""
     _lanes: dict[tuple[int, bool], _Lane] = field(default_factory=dict)
 
@@ -214,7 +214,7 @@ class Passing:
         held = self.held(task.digest)
         if held is not None and held.size == task.nbytes and digest_array(held) == task.digest:
             return held
-        self.rotten.add(task.digest)
+        self.corrupt.add(task.digest)
         # Answered with what will be refused: the others are not to wait for nothing.
         return np.zeros(task.nbytes, np.uint8)
 

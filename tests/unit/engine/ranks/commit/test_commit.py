@@ -239,8 +239,8 @@ async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_
         held = ranks.faulty(0).hold("put", key="steps/*/parts/*")
 
         async def misread() -> None:
-            disk.condemn(state.find(1), Corrupt("misread"))
-            state.changed.beat()
+            disk.quarantine(state.find(1), Corrupt("misread"))
+            state.changed.notify()
 
         await ranks[0]._life.loop.call(misread())
         await held.reached()
@@ -283,7 +283,7 @@ async def test_an_order_that_was_given_up_does_not_spoil_the_next(place: Place) 
 async def test_a_crash_of_the_leader_between_any_two_writes_leaves_a_whole_step_or_none(
     shared_memory: Path, tmp_path: Path
 ) -> None:
-    """At its n-th write to the shared tier the leader dies, for every n there is."""
+    """At its n-th write to the shared tier rank 0 dies, for every n there is."""
     for nth in range(1, 20):
         place = Place(shared_memory / str(nth), tmp_path / str(nth))
         async with place.open(2, crashing=True) as ranks:
@@ -305,7 +305,7 @@ async def test_a_crash_of_the_leader_between_any_two_writes_leaves_a_whole_step_
                 assert_whole(restored, 1)
         if last:
             return
-    pytest.fail("the leader has no end of writes")
+    pytest.fail("rank 0 has no end of writes")
 
 
 @pytest.mark.parametrize("fault", ["damaged", "not to be seen"])
@@ -375,7 +375,7 @@ async def test_a_tier_that_is_not_shared_is_refused(place: Place, shared_memory:
     world = World(2, nodes=["a", "a"])
     stores = [
         CheckpointStore.open(
-            config({"disk": folder(tmp_path / f"disk{rank}")}, rank_deadline=SOON), ranks=world.coordinator(rank)
+            config({"disk": folder(tmp_path / f"disk{rank}")}, rank_deadline=SOON), ranks=world.communicator(rank)
         )
         for rank in range(2)
     ]

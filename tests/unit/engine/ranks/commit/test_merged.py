@@ -107,7 +107,7 @@ async def test_a_step_is_merged_once_for_all_tiers_and_anew_where_newer_ones_hav
 
         return merge
 
-    monkeypatch.setattr(vote, "merge_parts", counted("agreement"))
+    monkeypatch.setattr(vote, "merge_parts", counted("votes"))
     monkeypatch.setattr(commit, "merge_parts", counted("commit"))
     tiers = {
         "ram": ram(shared_memory, on_close="keep"),

@@ -17,7 +17,7 @@ from support.scenes import SOON
 
 from tieredckpt import Shard
 from tieredckpt.errors import NotFound, RanksUnavailable
-from tieredckpt.events import CommitFailed, SaveSkipped, StepAgreed
+from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted
 from tieredckpt.testing.faulty import Hold
 
 SIZE = 3
@@ -54,10 +54,10 @@ async def test_a_step_counts_when_every_rank_has_its_part_of_it(place: Place) ->
         for store in ranks.stores:
             with pytest.raises(NotFound):
                 await store.where(1)
-        assert not any(heard.of(StepAgreed) for heard in ranks.heard)
+        assert not any(heard.of(StepCommitted) for heard in ranks.heard)
         last = await ranks.save(1, ranks=[2])
         await ranks.reached([*first, *last], "ram")
-        agreed = [heard.of(StepAgreed) for heard in ranks.heard]
+        agreed = [heard.of(StepCommitted) for heard in ranks.heard]
         assert agreed[0] == agreed[1] == agreed[2]
         assert agreed[0][0].nbytes == sum(array.nbytes for array in arrays(part(1, 0, 1))) + (SIZE - 1) * 40
 
@@ -98,7 +98,9 @@ async def test_a_rank_that_lags_past_the_deadline_costs_that_step_alone(place: P
         else:
             (leader,) = await ranks.save(1, ranks=[0])  # which finds that the others have it
             await leader.reached("ram")
-            await asyncio.gather(*(heard.first(StepAgreed) for heard in ranks.heard))  # till then they have given it up
+            await asyncio.gather(
+                *(heard.first(StepCommitted) for heard in ranks.heard)
+            )  # till then they have given it up
             await ranks.reached(checkpoints, "ram")
             await works(ranks, 2)
 
@@ -148,15 +150,15 @@ async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
 ) -> None:
     limit(monkeypatch, send_again=0.02)
     async with place.open() as ranks:
-        coordinator = ranks[0]._life.engine.mode.ranked.team.coordinator
-        post, failures = coordinator.post, iter([1, 2])
+        communicator = ranks[0]._life.engine.mode.ranked.team.communicator
+        post, failures = communicator.post, iter([1, 2])
 
         async def fails_at_first(to: Collection[int], topic: str, data: bytes) -> None:
             if topic.startswith("log/") and next(failures, None) is not None:
                 raise RanksUnavailable("by script")
             await post(to, topic, data)
 
-        monkeypatch.setattr(coordinator, "post", fails_at_first)
+        monkeypatch.setattr(communicator, "post", fails_at_first)
         await works(ranks, 1)
         await works(ranks, 2)
 
@@ -168,7 +170,7 @@ async def test_a_rank_that_hangs_before_it_hears_what_was_decided_catches_up(pla
         await held.reached()
         checkpoints = await ranks.save(2)
         await ranks.reached([checkpoints[0], checkpoints[2]], "ram")
-        assert [event.step for event in ranks.heard[1].of(StepAgreed)] == [1]
+        assert [event.step for event in ranks.heard[1].of(StepCommitted)] == [1]
         held.release()
         await ranks.reached(checkpoints, "disk")
 

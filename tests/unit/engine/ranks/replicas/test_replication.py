@@ -42,7 +42,7 @@ STORE = "12345678-1234-1234-1234-123456789abc"
 class Node:
     """A rank with one RAM tier, and what it needs to give and keep."""
 
-    coordinator: InProcess
+    communicator: InProcess
     state: State
     collector: Collector
 
@@ -111,9 +111,9 @@ async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> A
     """Two ranks that have met, each with RAM of its own."""
     made = []
     with ThreadPoolExecutor(2) as pool:
-        for coordinator in world.coordinators():
+        for communicator in world.communicators():
             settings = config(
-                {"ram": ram(shared_memory, path=shared_memory / f"node-{coordinator.rank}", capacity=capacity)},
+                {"ram": ram(shared_memory, path=shared_memory / f"node-{communicator.rank}", capacity=capacity)},
                 name="test",
             )
             state = State(
@@ -122,11 +122,11 @@ async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> A
             state.identity.marker = StoreMarker(store=STORE)
             connect_ram(state, sharers=1)
             await connect(state, state.tiers[0])
-            made.append(Node(coordinator, state, Collector(state)))
-        await asyncio.gather(*(node.coordinator.open(timeout=SOON) for node in made))
+            made.append(Node(communicator, state, Collector(state)))
+        await asyncio.gather(*(node.communicator.open(timeout=SOON) for node in made))
         yield made[0], made[1]
         for node in made:
-            await node.coordinator.close()
+            await node.communicator.close()
             await node.tier.disconnect()
             node.state.scratch.close()
 
@@ -147,8 +147,8 @@ async def copy(
     giver: Node, keeper: Node, step: StepId, number: int, *, pace: Pace | None = None, timeout: float = SOON
 ) -> tuple[int | BaseException, StepId | BaseException]:
     """What both sides of one transfer return or raise."""
-    given = give(giver.state, Transfer(giver.coordinator, number, timeout), giver.tier, step, 1, pace or Pace(None))
-    kept = keep(keeper.state, Transfer(keeper.coordinator, number, timeout), keeper.tier, 0, no_room)
+    given = give(giver.state, Transfer(giver.communicator, number, timeout), giver.tier, step, 1, pace or Pace(None))
+    kept = keep(keeper.state, Transfer(keeper.communicator, number, timeout), keeper.tier, 0, no_room)
     async with asyncio.timeout(SOON):
         sent, got = await asyncio.gather(given, kept, return_exceptions=True)
     return sent, got
@@ -213,10 +213,10 @@ async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path
     async with nodes(shared_memory, world) as (giver, keeper):
         step = await giver.save(1, tree(1))
         world.kill(0, verb)
-        transfer = Transfer(giver.coordinator, 1, 0.2)
+        transfer = Transfer(giver.communicator, 1, 0.2)
         dead = asyncio.create_task(give(giver.state, transfer, giver.tier, step, 1, Pace(None)))
         with pytest.raises(RanksUnavailable):
-            await keep(keeper.state, Transfer(keeper.coordinator, 1, 0.2), keeper.tier, 0, no_room)
+            await keep(keeper.state, Transfer(keeper.communicator, 1, 0.2), keeper.tier, 0, no_room)
         assert keeper.used == 0
         dead.cancel()
         await asyncio.wait([dead])
@@ -229,9 +229,9 @@ async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb
     async with nodes(shared_memory, world) as (giver, keeper):
         step = await giver.save(1, tree(1))
         world.kill(1, verb)
-        dead = asyncio.create_task(keep(keeper.state, Transfer(keeper.coordinator, 1, 0.2), keeper.tier, 0, no_room))
+        dead = asyncio.create_task(keep(keeper.state, Transfer(keeper.communicator, 1, 0.2), keeper.tier, 0, no_room))
         with pytest.raises(RanksUnavailable):
-            await give(giver.state, Transfer(giver.coordinator, 1, 0.2), giver.tier, step, 1, Pace(None))
+            await give(giver.state, Transfer(giver.communicator, 1, 0.2), giver.tier, step, 1, Pace(None))
         assert not giver.tier.pins
         dead.cancel()
         await asyncio.wait([dead])

@@ -14,7 +14,7 @@ from support.cohort import DEADLINE
 from support.insight import let_wait
 from support.scenes import CHUNK, SOON, Heard, assert_same
 
-from tieredckpt.engine.ranks.restore.transfer import PEERS, Passing
+from tieredckpt.engine.ranks.restore.transfer import PEERS, ChunkTransfer
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.events import StepPromoted
 
@@ -77,15 +77,15 @@ async def test_a_restore_that_fails_on_one_rank_keeps_none_waiting_and_can_be_ma
     await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
         for failing in (1, 0):
-            really = Passing.run
+            really = ChunkTransfer.run
 
-            async def run(self: Passing, tasks: Any, failing: int = failing, really: Any = really) -> Any:
+            async def run(self: ChunkTransfer, tasks: Any, failing: int = failing, really: Any = really) -> Any:
                 if self.rank == failing:
                     raise TierUnavailable("this rank fails in the middle, by script")
                 self.timeout = 0.2
                 return await really(self, tasks)
 
-            monkeypatch.setattr(Passing, "run", run)
+            monkeypatch.setattr(ChunkTransfer, "run", run)
             async with asyncio.timeout(SOON / 2):
                 for end in await asyncio.gather(*(store.restore() for store in stores), return_exceptions=True):
                     assert isinstance(end, TierUnavailable)

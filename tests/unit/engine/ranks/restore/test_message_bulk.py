@@ -10,7 +10,7 @@ import pytest
 from reliability.ranks import InProcess, World
 
 from tieredckpt.engine.ranks.restore import message_bulk
-from tieredckpt.engine.ranks.restore.message_bulk import Posted
+from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
 from tieredckpt.errors import RanksUnavailable
 
 SOON = 20.0
@@ -18,7 +18,7 @@ SOON = 20.0
 
 @asynccontextmanager
 async def pair(world: World) -> AsyncIterator[tuple[InProcess, InProcess]]:
-    one, other = world.coordinators()
+    one, other = world.communicators()
     await asyncio.gather(one.open(timeout=SOON), other.open(timeout=SOON))
     yield one, other
     await asyncio.gather(one.close(), other.close())
@@ -28,7 +28,7 @@ async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(message_bulk, "_PIECE", 1000)
     sent = [bytes([i]) * (700 * i) for i in range(6)]
     async with pair(World(2, bulk=False)) as (one, other):
-        giver, taker = Posted(one), Posted(other)
+        giver, taker = MessageBulk(one), MessageBulk(other)
         got = [bytearray(len(each)) for each in sent]
 
         async def give() -> None:
@@ -45,7 +45,7 @@ async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("silent", [0, 1])
 async def test_a_silent_rank_is_waited_for_until_the_deadline(silent: int) -> None:
-    async with pair(World(2, bulk=False)) as coordinators:
-        alive = Posted(coordinators[1 - silent])
+    async with pair(World(2, bulk=False)) as communicators:
+        alive = MessageBulk(communicators[1 - silent])
         with pytest.raises(RanksUnavailable):
             await (alive.send if silent else alive.receive)(silent, memoryview(bytearray(10)), tag=1, timeout=0.1)

@@ -17,12 +17,12 @@ from tieredckpt.errors import Closed, Corrupt, RanksUnavailable
 
 @pytest.fixture(autouse=True)
 def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the leader waits little longer than the leader does."""
+    """Who waits for rank 0 waits little longer than rank 0 does."""
     limit(monkeypatch, wait_longer=0.2)
 
 
 async def asked(ranks: Cohort, rank: int, times: int = 1) -> None:
-    """Wait until a rank has told the leader so often that it wants to restore, or wants to no more."""
+    """Wait until a rank has told rank 0 so often that it wants to restore, or wants to no more."""
     async with asyncio.timeout(SOON):
         while len([1 for call in ranks.world.calls if call[:2] == (rank, "post") and "log/" in call[2]]) < times:
             await asyncio.sleep(0.005)
@@ -81,7 +81,7 @@ async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
         async with asyncio.timeout(SOON):  # and not after the deadline
             outcomes = await asyncio.gather(*restoring, return_exceptions=True)
         assert isinstance(outcomes.pop(victim), asyncio.CancelledError)
-        if victim == 0 or (verb, topic) != ("take", "restored/*"):  # what the leader has counted as done is done
+        if victim == 0 or (verb, topic) != ("take", "restored/*"):  # what rank 0 has counted as done is done
             for outcome in outcomes:
                 assert isinstance(outcome, RanksUnavailable)
                 assert f"rank {victim} has given up" in str(outcome)

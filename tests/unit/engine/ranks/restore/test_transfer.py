@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reliability.ranks import InProcess, World
 
 from tieredckpt.engine.ranks.restore.plan import Stock
-from tieredckpt.engine.ranks.restore.transfer import PEERS, Passing, Terms, agree_on_tasks
+from tieredckpt.engine.ranks.restore.transfer import PEERS, ChunkTransfer, Terms, agree_on_tasks
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.digest import digest
@@ -41,7 +41,7 @@ def chunks(count: int, seed: int = 0, largest: int = 20_000) -> dict[bytes, Byte
 class Rank:
     """One rank of an exchange, and what it got."""
 
-    coordinator: InProcess
+    communicator: InProcess
     needs: Mapping[bytes, int]
     ram: Mapping[bytes, Bytes]
     saved: Mapping[bytes, Bytes]
@@ -67,10 +67,10 @@ class Rank:
 
     async def run(self, number: int = 1, group: int | None = None, timeout: float = SOON) -> None:
         stock = Stock(self.needs, list(self.ram))
-        tasks = await agree_on_tasks(self.coordinator, number, stock, Terms(group), timeout=timeout) or []
-        passing = Passing(
-            self.coordinator.rank,
-            self.coordinator,
+        tasks = await agree_on_tasks(self.communicator, number, stock, Terms(group), timeout=timeout) or []
+        passing = ChunkTransfer(
+            self.communicator.rank,
+            self.communicator,
             number,
             timeout,
             self.scratch,
@@ -105,22 +105,22 @@ async def ranks(
     """All ranks of a world, that have met."""
     made = [
         Rank(
-            coordinator,
-            {name: saved[name].size for name in needs.get(coordinator.rank, [])},
-            {name: saved[name] for name in has.get(coordinator.rank, [])},
+            communicator,
+            {name: saved[name].size for name in needs.get(communicator.rank, [])},
+            {name: saved[name] for name in has.get(communicator.rank, [])},
             saved,
             Scratch(scratch),
             pool,
         )
-        for coordinator in world.coordinators()
+        for communicator in world.communicators()
     ]
-    await asyncio.gather(*(rank.coordinator.open(timeout=SOON) for rank in made))
+    await asyncio.gather(*(rank.communicator.open(timeout=SOON) for rank in made))
     try:
         yield made
         assert [rank.scratch.slab.used for rank in made] == [0] * world.size, "memory was not given back"
     finally:
         for rank in made:
-            await rank.coordinator.close()
+            await rank.communicator.close()
             rank.scratch.close()
 
 
@@ -143,7 +143,7 @@ async def test_everybody_gets_every_chunk_through_little_memory(
             needed_near = Counter(
                 name
                 for other in all_ranks
-                if group is None or other.coordinator.rank // group == rank.coordinator.rank // group
+                if group is None or other.communicator.rank // group == rank.communicator.rank // group
                 for name in other.needs
             )
             alone = {name for name in rank.needs if name not in in_ram and needed_near[name] == 1}
@@ -214,7 +214,7 @@ async def test_a_rank_that_dies_costs_the_others_what_they_read_themselves(
     async with ranks(world, pool, saved, {rank: list(saved) for rank in range(4)}, {}) as all_ranks:
         world.kill(2, verb, nth=nth)
         dead = asyncio.create_task(all_ranks[2].run(timeout=MISSED))
-        alive = [rank for rank in all_ranks if rank.coordinator.rank != 2]
+        alive = [rank for rank in all_ranks if rank.communicator.rank != 2]
         async with asyncio.timeout(SOON):
             await asyncio.gather(*(rank.run(timeout=MISSED) for rank in alive))
         for rank in alive:

@@ -1,4 +1,4 @@
-"""What every rank does in `test_coordinators`: speaks with the others, while it trains."""
+"""What every rank does in `test_communicators`: speaks with the others, while it trains."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distributed.launch import Rank, rank_of_this_process
 
 from tieredckpt import RanksUnavailable, StoreConfig
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.ranks.communicator import Coordinator, barrier, broadcast, exchange, gather
-from tieredckpt.engine.transport.auto import coordinator_of
+from tieredckpt.engine.ranks.communicator import Communicator, barrier, broadcast, exchange, gather
+from tieredckpt.engine.transport.auto import communicator_of
 
 DEADLINE = 60.0
 WAITING: list[asyncio.Task[None]] = []
@@ -30,30 +30,30 @@ def config_of(me: Rank) -> StoreConfig:
     return StoreConfig(name="speaking", tiers=({"kind": "posix", "name": "disk", "path": me.arguments["disk"]},))
 
 
-async def speak(me: Rank, coordinator: Coordinator) -> dict[str, Any]:
+async def speak(me: Rank, communicator: Communicator) -> dict[str, Any]:
     """Messages of many kinds and sizes, and bulk where there is any."""
     rank, size = me.rank, me.size
     count = me.arguments.get("messages", 200)
     begin = time.monotonic()
     for number in range(count):
-        said = await exchange(coordinator, f"exchange/{number}", f"{rank}:{number}".encode(), timeout=DEADLINE)
+        said = await exchange(communicator, f"exchange/{number}", f"{rank}:{number}".encode(), timeout=DEADLINE)
         assert said == [f"{other}:{number}".encode() for other in range(size)]
     seconds = time.monotonic() - begin
     large = os.urandom(1) * LARGE if rank == 0 else None
-    got = await broadcast(coordinator, "large", large, timeout=DEADLINE)
+    got = await broadcast(communicator, "large", large, timeout=DEADLINE)
     assert len(got) == LARGE
-    came = await gather(coordinator, "pieces", got[:rank], timeout=DEADLINE)
+    came = await gather(communicator, "pieces", got[:rank], timeout=DEADLINE)
     assert came == ({other: got[:other] for other in range(size)} if rank == 0 else {})
-    await coordinator.post([(rank + 1) % size], "ring", bytes([rank]))
-    assert await coordinator.take((rank - 1) % size, "ring", timeout=DEADLINE) == bytes([(rank - 1) % size])
+    await communicator.post([(rank + 1) % size], "ring", bytes([rank]))
+    assert await communicator.take((rank - 1) % size, "ring", timeout=DEADLINE) == bytes([(rank - 1) % size])
     nbytes = 0
-    if coordinator.bulk:
-        nbytes = await pass_round(rank, size, coordinator)
-    await barrier(coordinator, "end", timeout=DEADLINE)
-    return {"bulk": coordinator.bulk, "nbytes": nbytes, "exchanges_a_second": count / seconds}
+    if communicator.bulk:
+        nbytes = await pass_round(rank, size, communicator)
+    await barrier(communicator, "end", timeout=DEADLINE)
+    return {"bulk": communicator.bulk, "nbytes": nbytes, "exchanges_a_second": count / seconds}
 
 
-async def pass_round(rank: int, size: int, coordinator: Coordinator) -> int:
+async def pass_round(rank: int, size: int, communicator: Communicator) -> int:
     """Each rank sends the next one several parcels at once, the larger ones first."""
     sizes = [20_000_000, 5_000_001, 1, 0]
     mine = [bytes([rank + 10 * index]) * n for index, n in enumerate(sizes)]
@@ -62,8 +62,8 @@ async def pass_round(rank: int, size: int, coordinator: Coordinator) -> int:
     async with asyncio.TaskGroup() as group:
         for index in range(len(sizes)):
             tag = 7 if index < 2 else index  # two with one tag come in the order in which they were sent
-            group.create_task(coordinator.send(following, memoryview(mine[index]), tag=tag, timeout=DEADLINE))
-            group.create_task(coordinator.receive(before, memoryview(theirs[index]), tag=tag, timeout=DEADLINE))
+            group.create_task(communicator.send(following, memoryview(mine[index]), tag=tag, timeout=DEADLINE))
+            group.create_task(communicator.receive(before, memoryview(theirs[index]), tag=tag, timeout=DEADLINE))
     for index, n in enumerate(sizes):
         assert theirs[index] == bytes([before + 10 * index]) * n, f"parcel {index}"
     return sum(sizes)
@@ -95,7 +95,7 @@ def training(me: Rank) -> Callable[[], Any]:
 
 def train_until(done: threading.Event, me: Rank) -> int:
     """Collectives in a loop until every rank's engine has done what it had to do."""
-    step, agree = training(me), agreement(me)
+    step, agree = training(me), votes(me)
     steps = 0
     while True:
         for _ in range(20):
@@ -105,7 +105,7 @@ def train_until(done: threading.Event, me: Rank) -> int:
             return steps
 
 
-def agreement(me: Rank) -> Callable[[bool], bool]:
+def votes(me: Rank) -> Callable[[bool], bool]:
     """Whether all ranks say so, by a collective."""
     if me.engine == "torch":
         import torch
@@ -128,11 +128,11 @@ def agreement(me: Rank) -> Callable[[bool], bool]:
     return agree
 
 
-async def opened(me: Rank) -> Coordinator:
-    coordinator = coordinator_of("auto", config_of(me))
-    assert (coordinator.rank, coordinator.size) == (me.rank, me.size)
-    await coordinator.open(timeout=DEADLINE)
-    return coordinator
+async def opened(me: Rank) -> Communicator:
+    communicator = communicator_of("auto", config_of(me))
+    assert (communicator.rank, communicator.size) == (me.rank, me.size)
+    await communicator.open(timeout=DEADLINE)
+    return communicator
 
 
 def speak_beside_training(me: Rank) -> None:
@@ -142,9 +142,9 @@ def speak_beside_training(me: Rank) -> None:
     async def work() -> dict[str, Any]:
         told: dict[str, Any] = {}
         for _ in range(me.arguments.get("sessions", 1)):
-            coordinator = await opened(me)
-            told = await speak(me, coordinator) | {"kind": type(coordinator).__name__}
-            await coordinator.close()
+            communicator = await opened(me)
+            told = await speak(me, communicator) | {"kind": type(communicator).__name__}
+            await communicator.close()
         return told
 
     done = threading.Event()
@@ -179,10 +179,10 @@ def left_behind(me: Rank) -> list[str]:
 
 async def outlive(me: Rank) -> None:
     """The last rank dies or hangs; the others are told within the deadline, and go on."""
-    coordinator = await opened(me)
+    communicator = await opened(me)
     if me.arguments["bulk"]:
-        await pass_round(me.rank, me.size, coordinator)
-    await barrier(coordinator, "begin", timeout=DEADLINE)
+        await pass_round(me.rank, me.size, communicator)
+    await barrier(communicator, "begin", timeout=DEADLINE)
     me.mark("open")
     if me.rank == me.size - 1:
         await asyncio.sleep(3600)
@@ -190,20 +190,20 @@ async def outlive(me: Rank) -> None:
     await let_go(me, "gone")
     begin = time.monotonic()
     try:
-        await exchange(coordinator, "without", b"", timeout=deadline)
+        await exchange(communicator, "without", b"", timeout=deadline)
     except RanksUnavailable as error:
         told: dict[str, Any] = {"missing": list(error.ranks), "seconds": time.monotonic() - begin}
     else:
         told = {"missing": []}
-    await coordinator.post([me.size - 1], "into the void", bytes(1 << 20))  # does not wait for the dead
+    await communicator.post([me.size - 1], "into the void", bytes(1 << 20))  # does not wait for the dead
     others = [rank for rank in range(me.size - 1) if rank != me.rank]
-    await coordinator.post(others, "still", bytes([me.rank]))
-    told["still"] = [list(await coordinator.take(other, "still", timeout=DEADLINE)) for other in others]
+    await communicator.post(others, "still", bytes([me.rank]))
+    told["still"] = [list(await communicator.take(other, "still", timeout=DEADLINE)) for other in others]
     if me.arguments["bulk"]:
-        told["bulk"] = await bulk_without(me, coordinator)
-        told["cancelled"] = await cancelled_bulk(me, coordinator)
+        told["bulk"] = await bulk_without(me, communicator)
+        told["cancelled"] = await cancelled_bulk(me, communicator)
     begin = time.monotonic()
-    await coordinator.close()
+    await communicator.close()
     me.tell(told | {"closing": time.monotonic() - begin})
     me.mark("outlived")
     await let_go(me, "over")  # mpiexec ends the others when one has ended
@@ -215,7 +215,7 @@ async def let_go(me: Rank, word: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def bulk_without(me: Rank, coordinator: Coordinator) -> list[float]:
+async def bulk_without(me: Rank, communicator: Communicator) -> list[float]:
     """Seconds until transfers with the dead were given up; those with the living go on meanwhile and after."""
     deadline, dead = me.arguments["deadline"], me.size - 1
 
@@ -228,24 +228,24 @@ async def bulk_without(me: Rank, coordinator: Coordinator) -> list[float]:
         raise AssertionError("the dead have answered")
 
     async with asyncio.TaskGroup() as group:
-        sending, receiving = (group.create_task(in_vain(each)) for each in (coordinator.send, coordinator.receive))
-        await pass_round(me.rank, dead, coordinator)
-    await pass_round(me.rank, dead, coordinator)
+        sending, receiving = (group.create_task(in_vain(each)) for each in (communicator.send, communicator.receive))
+        await pass_round(me.rank, dead, communicator)
+    await pass_round(me.rank, dead, communicator)
     return [sending.result(), receiving.result()]
 
 
-async def cancelled_bulk(me: Rank, coordinator: Coordinator) -> float | None:
+async def cancelled_bulk(me: Rank, communicator: Communicator) -> float | None:
     """Seconds that rank 0 needs to cancel a receive under way, whose memory nothing touches afterwards."""
     if me.rank == 1:
-        await coordinator.send(0, memoryview(b"x" * (5 << 20)), tag=3, timeout=DEADLINE)
-        await coordinator.take(0, "cancelled", timeout=DEADLINE)
+        await communicator.send(0, memoryview(b"x" * (5 << 20)), tag=3, timeout=DEADLINE)
+        await communicator.take(0, "cancelled", timeout=DEADLINE)
         with suppress(RanksUnavailable):
-            await coordinator.send(0, memoryview(b"x" * 1000), tag=3, timeout=1.0)
-        await coordinator.post([0], "sent", b"")
+            await communicator.send(0, memoryview(b"x" * 1000), tag=3, timeout=1.0)
+        await communicator.post([0], "sent", b"")
     if me.rank != 0:
         return None
     into = bytearray(9 << 20)  # more than is sent, so that it waits
-    receiving = asyncio.create_task(coordinator.receive(1, memoryview(into), tag=3, timeout=DEADLINE))
+    receiving = asyncio.create_task(communicator.receive(1, memoryview(into), tag=3, timeout=DEADLINE))
     while not into[(5 << 20) - 1] and not receiving.done():  # a thread fills it
         await asyncio.sleep(0.001)
     begin = time.monotonic()
@@ -254,8 +254,8 @@ async def cancelled_bulk(me: Rank, coordinator: Coordinator) -> float | None:
     seconds = time.monotonic() - begin
     assert receiving.cancelled()
     before = bytes(into)
-    await coordinator.post([1], "cancelled", b"")
-    await coordinator.take(1, "sent", timeout=DEADLINE)
+    await communicator.post([1], "cancelled", b"")
+    await communicator.take(1, "sent", timeout=DEADLINE)
     assert into == before
     return seconds
 
@@ -263,7 +263,7 @@ async def cancelled_bulk(me: Rank, coordinator: Coordinator) -> float | None:
 async def leave(me: Rank) -> None:
     """Two stores open at once, in another order on every second rank; nobody closes them or what waits in bulk."""
     configs = [config_of(me).model_copy(update={"name": name}) for name in ("one", "another")]
-    ranks = [coordinator_of("auto", config) for config in configs]
+    ranks = [communicator_of("auto", config) for config in configs]
     await asyncio.gather(*(each.open(timeout=DEADLINE) for each in (ranks if me.rank % 2 else reversed(ranks))))
     said = [f"{each} of {me.rank}".encode() for each in range(2)]
     heard = await asyncio.gather(*(exchange(ranks[each], "hello", said[each], timeout=DEADLINE) for each in range(2)))
@@ -284,23 +284,23 @@ def exit_without_closing(me: Rank) -> None:
 async def meet_again(me: Rank) -> None:
     """The first attempt leaves messages that nobody takes, and is killed; the second must not see them."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    coordinator = await opened(me)
+    communicator = await opened(me)
     everybody = range(me.size)
     if attempt == 0:
         for number in range(20):
-            await coordinator.post(everybody, f"word/{number}", b"first")
-        await barrier(coordinator, "posted", timeout=DEADLINE)
+            await communicator.post(everybody, f"word/{number}", b"first")
+        await barrier(communicator, "posted", timeout=DEADLINE)
         if me.rank == me.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(3600)
-    await coordinator.post(everybody, "word/0", b"second")
-    words = [await coordinator.take(other, "word/0", timeout=DEADLINE) for other in everybody]
+    await communicator.post(everybody, "word/0", b"second")
+    words = [await communicator.take(other, "word/0", timeout=DEADLINE) for other in everybody]
     stale = []
     for other in everybody:
         with suppress(RanksUnavailable):
-            stale.append(str(await coordinator.take(other, "word/1", timeout=0.2)))
-    await barrier(coordinator, "end", timeout=DEADLINE)
-    await coordinator.close()
+            stale.append(str(await communicator.take(other, "word/1", timeout=0.2)))
+    await barrier(communicator, "end", timeout=DEADLINE)
+    await communicator.close()
     me.tell({"words": [word.decode() for word in words], "stale": stale})
 
 

@@ -9,7 +9,7 @@ from distributed.launch import SOON, launch
 
 pytestmark = pytest.mark.timeout(3 * SOON)
 
-PROGRAM = Path(__file__).with_name("coordinator_program.py")
+PROGRAM = Path(__file__).with_name("communicator_program.py")
 DEADLINE = 4.0
 LATE = 30.0
 """Seconds after which nobody would say that a deadline was kept, however busy the machine is."""
@@ -73,7 +73,7 @@ def test_the_others_are_told_within_the_deadline_when_a_rank_is_gone(
             told = job.told(rank)
             assert told["missing"] == [last]
             assert told["seconds"] < DEADLINE + LATE
-            assert rank or told["seconds"] > 0.9 * DEADLINE, "the leader waits, and tells the others"
+            assert rank or told["seconds"] > 0.9 * DEADLINE, "rank 0 waits, and tells the others"
             if bulk:
                 assert len(told["bulk"]) == 2
                 assert max(told["bulk"]) < DEADLINE + LATE

@@ -1,4 +1,4 @@
-"""Every coordinator that can run in one process keeps the contract of `tieredckpt.engine.ranks.communicator`."""
+"""Every communicator that can run in one process keeps the contract of `tieredckpt.engine.ranks.communicator`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from reliability.ranks import World
 
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.engine.ranks.communicator import Coordinator
+from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.engine.transport.shared import SharedStore
-from tieredckpt.testing.communicators import CoordinatorTests
+from tieredckpt.testing.communicators import CommunicatorTests
 
-Processes = Callable[[], list[Coordinator]]
+Processes = Callable[[], list[Communicator]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,21 +28,21 @@ def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
         yield guard
 
 
-class TestInProcess(CoordinatorTests):
+class TestInProcess(CommunicatorTests):
     @pytest.fixture
     def processes(self) -> Processes:
         world = World(4)
-        return lambda: [*world.coordinators()]
+        return lambda: [*world.communicators()]
 
 
-class TestInProcessWithoutBulk(CoordinatorTests):
+class TestInProcessWithoutBulk(CommunicatorTests):
     @pytest.fixture
     def processes(self) -> Processes:
         world = World(2, nodes=["a", "a"], bulk=False)
-        return lambda: [*world.coordinators()]
+        return lambda: [*world.communicators()]
 
 
-class TestSharedFolder(CoordinatorTests):
+class TestSharedFolder(CommunicatorTests):
     @pytest.fixture
     def processes(self, tmp_path: Path) -> Processes:
         async def open_store() -> PosixStore:
@@ -51,7 +51,7 @@ class TestSharedFolder(CoordinatorTests):
         return lambda: [SharedStore(open_store, rank=rank, size=3) for rank in range(3)]
 
 
-class TestSharedKvstore(CoordinatorTests):
+class TestSharedKvstore(CommunicatorTests):
     @pytest.fixture
     def processes(self, tmp_path: Path) -> Processes:
         async def open_store() -> KvStoreBlobs:
@@ -68,7 +68,7 @@ def connections() -> list[Any]:
     return [server, server.clone(), server.clone()]
 
 
-class TestTorchStore(CoordinatorTests):
+class TestTorchStore(CommunicatorTests):
     """Messages through the store of a job that goes on while its ranks are started again."""
 
     @pytest.fixture
