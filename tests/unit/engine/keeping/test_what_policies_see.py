@@ -20,7 +20,7 @@ from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.saving.snapshot import Snapshot
-from tieredckpt.engine.state.failures import History, failure_history
+from tieredckpt.engine.state.failures import FailureHistory, failure_history
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid
@@ -255,26 +255,26 @@ def record(process: int, saved_at: float, **provenance: str) -> StepRecord:
 @pytest.mark.parametrize(
     ("newest", "dead", "expected"),
     [
-        (None, [], History()),
-        (None, [holder(7, 100, 160)], History(1, 60, 0, 60)),
+        (None, [], FailureHistory()),
+        (None, [holder(7, 100, 160)], FailureHistory(1, 60, 0, 60)),
         # One trainer has a lease on every tier.
-        (None, [holder(7, 100, 160), holder(7, 100, 160)], History(1, 60, 0, 60)),
+        (None, [holder(7, 100, 160), holder(7, 100, 160)], FailureHistory(1, 60, 0, 60)),
         # What the step knows, and what its trainer did after it.
         (
             record(7, 150, failures="2", trained_seconds="500", stalled_seconds="5", lost_seconds="70"),
             [holder(7, 100, 160)],
-            History(3, 510, 5, 80),
+            FailureHistory(3, 510, 5, 80),
         ),
         # One that began after that step and saved none.
-        (record(7, 150, failures="2", trained_seconds="500"), [holder(8, 200, 230)], History(3, 530, 0, 30)),
+        (record(7, 150, failures="2", trained_seconds="500"), [holder(8, 200, 230)], FailureHistory(3, 530, 0, 30)),
         # Dead for long, and counted by the one that saved the step.
-        (record(7, 150, failures="2", trained_seconds="500"), [holder(6, 10, 20)], History(2, 500)),
-        (record(7, 150, failures="many", trained_seconds="500"), [], History()),
-        (record(7, 150, failures="-1"), [], History()),
-        (record(7, 150, trained_seconds="nan"), [], History()),
+        (record(7, 150, failures="2", trained_seconds="500"), [holder(6, 10, 20)], FailureHistory(2, 500)),
+        (record(7, 150, failures="many", trained_seconds="500"), [], FailureHistory()),
+        (record(7, 150, failures="-1"), [], FailureHistory()),
+        (record(7, 150, trained_seconds="nan"), [], FailureHistory()),
     ],
 )
 def test_each_trainer_that_died_counts_once(
-    newest: StepRecord | None, dead: Iterable[Holder], expected: History
+    newest: StepRecord | None, dead: Iterable[Holder], expected: FailureHistory
 ) -> None:
     assert failure_history(newest, dead) == expected

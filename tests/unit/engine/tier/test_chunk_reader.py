@@ -31,7 +31,7 @@ async def test_a_chunk_is_read_as_it_was_saved_or_refused(tiers: dict[str, Any],
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(1, saved())
         await store.promote(1, "disk")
-        tier, pool = tier_of(store, name), store._engine.state.pool
+        tier, pool = tier_of(store, name), store._life.engine.state.pool
         digest, where = (await index_of(store, name, 1))["w"].chunks[1]
         assert isinstance(where, Extent)
 
