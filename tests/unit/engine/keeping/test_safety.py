@@ -268,7 +268,7 @@ def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
         for serial in draw(st.sets(st.integers(1, 5))):
             tier.held[StepId(serial, serial)] = Held(None, "")
     cut = draw(st.integers(0, 5))
-    state.line = ((1, cut), (5, 5)) if draw(st.booleans()) else ((1, cut),) if cut else ()
+    state.branch.line = ((1, cut), (5, 5)) if draw(st.booleans()) else ((1, cut),) if cut else ()
     return state
 
 
