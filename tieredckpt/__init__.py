@@ -156,9 +156,9 @@ _HOMES = {
     "tieredckpt.engine.ranks.communicator": ("Communicator",),
     "tieredckpt.engine.repairing.verify": ("Verified",),
     "tieredckpt.engine.saving.save": ("Saved",),
-    "tieredckpt.engine.transport.jax": ("JaxRanks",),
-    "tieredckpt.engine.transport.mpi": ("MpiRanks",),
-    "tieredckpt.engine.transport.torch": ("TorchRanks",),
+    "tieredckpt.engine.transport.jax": ("JaxCommunicator",),
+    "tieredckpt.engine.transport.mpi": ("MpiCommunicator",),
+    "tieredckpt.engine.transport.torch": ("TorchCommunicator",),
     "tieredckpt.events": (
         "ChunkRepaired",
         "CommitFailed",

@@ -74,8 +74,10 @@ class StoreLife:
 
     @property
     def open_engine(self) -> Engine:
-        """The engine. Raises as `loop`."""
+        """The engine. Raises as `loop`; `Closed` also while it is being opened, or if that failed."""
         self.loop  # noqa: B018  # raises
+        if not self.engine.prepared:
+            raise Closed("the store is not open: its opening has not ended, or failed")
         return self.engine
 
     async def call(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tieredckpt.errors import Invalid, TieredCkptError
+from tieredckpt.errors import Closed, Invalid, TieredCkptError
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
@@ -163,6 +163,8 @@ class Preemption:
             step = work.result(max(0.0, left))
         except TimeoutError:
             work.cancel()
+            return kept
+        except Closed:  # inside the block, by the training itself
             return kept
         except TieredCkptError as failure:
             self._why = str(failure)

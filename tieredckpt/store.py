@@ -177,7 +177,7 @@ class CheckpointStore:
         """
         step, given = checked_step(step), checked_metrics(metrics)
         replicated = checked_patterns("replicated", replicated)
-        loop, engine = self._life.loop, self._life.engine
+        loop, engine = self._life.loop, self._life.open_engine
         if capture == "reference":
             begin = engine.captures.begin
             saving = await begin(loop, step, tree, given, overwrite=overwrite, replicated=replicated)
@@ -248,7 +248,7 @@ class CheckpointStore:
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop = self._life.loop
-        restorer = self._life.engine.restorer
+        restorer = self._life.open_engine.restorer
         return await loop.call(restorer.restore(loop, step, keys, like, into, as_, copy=copy, resume=resume))
 
     # -- what there is ------------------------------------------------------------------------------------

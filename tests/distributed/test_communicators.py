@@ -15,7 +15,7 @@ LATE = 30.0
 """Seconds after which nobody would say that a deadline was kept, however busy the machine is."""
 
 RANKS = {"torch": 4, "mpi": 4, "jax": 2, "none": 3}
-KINDS = {"torch": "TorchRanks", "mpi": "MpiRanks", "jax": "JaxRanks", "none": "SharedStore"}
+KINDS = {"torch": "TorchCommunicator", "mpi": "MpiCommunicator", "jax": "JaxCommunicator", "none": "SharedStore"}
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
 from tieredckpt.format.crc import crc32c
-from tieredckpt.format.encoding import PLAIN
+from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
 from tieredckpt.format.merging import merge
@@ -147,7 +147,7 @@ def _use_step(index: StepIndex) -> None:
         assert sum(cell.nbytes for cell in cells(array.grid)) == array.grid.nbytes
         assert len(array.chunks) == array.grid.size
         dtype_name(array.dtype)
-    again = encode_step(index.record, index.arrays, btree_path=BTREE, encoding=PLAIN)
+    again = encode_step(index.record, index.arrays, btree_path=BTREE, encoding=CRC32C)
     assert decode_step(again.manifest, again.btree, BTREE).record == index.record
 
 
@@ -255,6 +255,7 @@ class _Ring:
     """A worker that tells of some folders, and of three servers."""
 
     servers = 3
+    addresses = ("one", "two", "three")
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -266,8 +267,8 @@ class _Ring:
 
 def _decode_ring(names: list[str]) -> None:
     with suppress(TierUnavailable):  # more servers, or fewer
-        complete = asyncio.run(ring.check(_Ring(names), "/store", "chfs:/store", None))  # type: ignore[arg-type]
-        assert not complete or len(set(names)) >= 32
+        found = asyncio.run(ring.check(_Ring(names), "/store", "chfs:/store", None))  # type: ignore[arg-type]
+        assert not found.recorded or len(set(names)) >= 32
 
 
 _NO_FRAME = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -133,7 +133,8 @@ class Service:
             case said.Evict(number, tier):
                 await admin.evict(number, tier)
             case said.Delete(steps, force):
-                await admin.delete_copies(steps, force=force)
+                with self._state.being_deleted(steps):
+                    await admin.delete_copies(steps, force=force)
             case said.Collect():
                 managed = {tier.name for tier in state.tiers if state.manages(tier)}
                 return [each for each in await admin.collect() if each.tier in managed]

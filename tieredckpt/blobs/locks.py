@@ -39,8 +39,15 @@ def lock_file(path: Path, refusal: Callable[[str], str]) -> int:
         holder = os.read(fd, 200).decode(errors="replace") or "another process"
         os.close(fd)
         raise Conflict(refusal(holder)) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BaseException:
+        os.close(fd)  # and with it the lock
+        raise
     return hold(fd)
 
 

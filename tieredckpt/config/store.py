@@ -147,7 +147,8 @@ class StoreConfig(Settings):
 
         The store is told from others by ``name``, or by where the tiers are that outlive the nodes.
         """
-        lasting = [tier.location for tier in self.slower if kind_of(tier).medium == "shared"]
+        shared = [kind_of(tier).location(tier) for tier in self.slower if kind_of(tier).medium == "shared"]
+        lasting = [str(where) for where in shared if where is not None]
         identity = self._identity(lasting) if self.name is not None or lasting else None
         return tuple(tier.located(identity) for tier in self.tiers)
 

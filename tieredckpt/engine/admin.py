@@ -68,9 +68,12 @@ class Admin:
         steps = {found} | {step for step in known if state.on_line(step.serial) and state.on_line(found.serial)}
         if not force:
             check_deletable(state, steps)
-        await self.delete_copies(steps, force=force)
-        for step in steps:
-            state.adopt_if_gone(step)
+        try:
+            with state.being_deleted(steps):
+                await self.delete_copies(steps, force=force)
+        finally:
+            for step in steps:
+                state.adopt_if_gone(step)
 
     async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
         """Delete every copy of steps on the tiers that this process manages, nearest first.

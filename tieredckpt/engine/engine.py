@@ -1,8 +1,7 @@
 """The engine: everything a store does, on one event loop of its own.
 
-The parts, each a module: `connect` makes tiers, `writer` saves, `promoter` and `copier` move steps down,
-`reader` and `source` bring them back, `heal` mends, `evictor`, `collector` and `safety` let go; `ranked` is what
-several ranks do together. This one ties them together and owns their life.
+`mode` is how this process takes part in the store, `saving`, `promoting`, `restoring`, `repairing` and `keeping` do
+the work; this module makes the parts, connects them and owns their life.
 """
 
 from __future__ import annotations
@@ -78,6 +77,8 @@ class Engine:
         self._role = role or (Role.TRAINER if has_agent else Role.WHOLE)
         self._tasks: list[asyncio.Task[None]] = []
         self.promoters: dict[str, Promoter] = {}
+        self.prepared = False
+        """Whether its parts are there; they are made when it starts."""
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class Engine:
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
         self.restorer = Restorer(self.state, self.mode, self.mending.behind)
         self._writer = Writer(self.state, self.collector)
+        self.prepared = True
         self.inventory = Inventory(self.state)
         self.captures = Captures(self.state, self.save)
 
@@ -203,12 +205,13 @@ class Engine:
                 everything in it is on another tier.
             end_calls: ends what uses the tiers besides, before they are let go.
         """
-        done, in_order = False, flush and not self._read_only
+        done = in_order = False
         try:
-            if in_order:
+            if flush and not self._read_only:
                 with suppress(TieredCkptError):
                     await self.flush()
                     done = True
+                in_order = True  # a close that is cancelled waits for nobody else
         finally:
             try:
                 await self.mode.leave(done=done, in_order=in_order)

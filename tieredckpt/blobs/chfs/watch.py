@@ -11,6 +11,7 @@ import asyncio
 
 import msgspec
 
+from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.errors import TieredCkptError
@@ -56,10 +57,10 @@ async def _silence(link: Link, where: str, connect: frames.Connect) -> str:
                 return _changed(link, other, where)
             finally:
                 await other.end("it has told what it found")
-    except TimeoutError:
-        return ""
-    except TieredCkptError as error:
+    except Unanswered as error:
         return str(error)
+    except (TieredCkptError, OSError):  # a time that ran out is one: the second worker tells nothing then
+        return ""
 
 
 def _changed(link: Link, now: Link, where: str) -> str:

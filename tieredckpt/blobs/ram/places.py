@@ -20,7 +20,7 @@ __all__ = ["place_of", "places_of"]
 
 async def places_of(config: StoreConfig) -> dict[str, Place]:
     """By name, where the tiers are that can tell one store from another: not RAM, nor memory of this process."""
-    found = await asyncio.gather(*(place_of(tier) for tier in config.tiers))
+    found = await asyncio.gather(*(place_of(tier) for tier in config.located))
     return {tier.name: place for tier, place in zip(config.tiers, found, strict=True) if place is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.agent import messages as said
@@ -12,7 +13,7 @@ from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.errors import Invalid, NotFound, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["AgentAdmin"]
@@ -46,7 +47,8 @@ class AgentAdmin(Admin):
         """See `Admin.delete_copies`; the agent is first, for it would promote again what RAM still has."""
         for tier in filter(self._state.manages, self._state.tiers):
             check_unread(steps, tier)
-        await self._link.ask(said.Delete(tuple(steps), force))
+        with suppress(*([TierUnavailable] if force else [])):  # then there is no agent, which could promote them again
+            await self._link.ask(said.Delete(tuple(steps), force))
         await super().delete_copies(steps, force=force)
 
     async def collect(self) -> list[Collected]:

@@ -44,7 +44,7 @@ def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[Step
         for held in reversed(other.held):  # as a rule the newest is the last, and settles it
             better = held.serial > step.serial and state.on_line(held.serial)
             other_copy = held == step and other is not tier
-            if (better or other_copy) and held not in other.leaving and held not in without:
+            if (better or other_copy) and held not in other.leaving | state.deleting and held not in without:
                 return True
     return False
 

@@ -48,10 +48,10 @@ class Alone:
     def __init__(self, state: State, collector: Collector) -> None:
         self.state = state
         self.collector = collector
-        self.admin = self._make_by_hand()
+        self.admin = self._make_admin()
         """What people ask for."""
 
-    def _make_by_hand(self) -> Admin:
+    def _make_admin(self) -> Admin:
         return Admin(self.state, self.collector, self.promote)
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Alone:
         return await self.looking(work)
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
-        """See `Engine.look_up`."""
+        """See `tieredckpt.engine.restoring.lookup.look_up`."""
         return await look_up(self.state, wanted.step)
 
     async def begin_reading(self) -> bool:

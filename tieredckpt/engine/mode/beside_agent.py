@@ -28,7 +28,7 @@ class BesideAgent(Alone):
         state.agent_spill = AgentSpill(state, self.link)
         super().__init__(state, collector)
 
-    def _make_by_hand(self) -> Admin:
+    def _make_admin(self) -> Admin:
         return AgentAdmin(self.state, self.collector, self.link)
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:

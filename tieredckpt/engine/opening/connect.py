@@ -12,7 +12,7 @@ from pathlib import Path
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.owner import Place
-from tieredckpt.blobs.ram.places import places_of
+from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
@@ -175,7 +175,13 @@ async def _in_earlier_place(state: State, tier: Tier, store: str | None) -> Stor
     if earlier is None or tier.config == earlier:
         return None
     connect = partial(_connect, earlier, read_only=state.read_only)
-    blobs = await connect()
+    try:
+        blobs = await connect()
+    except TierUnavailable as error:
+        if store is None:
+            raise
+        _log.warning("tier %r: whether the store lies at %s is not known: %s", tier.name, earlier.location, error)
+        return None
     try:
         marker = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
     except (NotFound, Corrupt):
@@ -243,6 +249,8 @@ async def identify(
         if markers[i] is None and tier not in failed and (known or len(slower) == 1 or failed):
             try:
                 markers[i] = await _in_earlier_place(state, tier, next(iter(known), None))
+                if markers[i] is not None and (place := await place_of(tier.config)) is not None:
+                    places[tier.name] = place
             except TieredCkptError as error:
                 failures.append((tier, error))
     failed = [tier for tier, _ in failures]

@@ -86,7 +86,7 @@ async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
 
 
 async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
-    """Learn which steps came to a tier, left it or were committed anew since `survey`; read those alone.
+    """Learn which steps came to a tier, left it or were committed anew since `scan_tier`; read those alone.
 
     Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
     one that comes too late to be listed: it is taken again until nothing has changed.

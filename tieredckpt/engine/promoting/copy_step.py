@@ -20,7 +20,7 @@ from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
-from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
@@ -111,10 +111,18 @@ async def _copy(
                     tier.add_packs(written)  # also those before a failure: the next try refers to them
             # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
             located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
+            if not was_there:
+                check_wanted(step, tier)
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             state.tell_promoted(source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes
+
+
+def check_wanted(step: StepId, tier: Tier) -> None:
+    """Raise `NotFound` before the first commit of a step that was deleted while it was copied."""
+    if step in tier.tombstones:
+        raise NotFound(f"{step} was deleted while it was on its way to tier {tier.name!r}")
 
 
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:

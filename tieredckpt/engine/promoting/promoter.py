@@ -27,8 +27,9 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["Promote", "Promoter", "TellStuck"]
 
 Promote = Callable[[StepId, Tier], Coroutine[Any, Any, int]]
-TellStuck = Callable[[StepId, Tier, Exception], None]
 """Copies a step to a tier; returns the bytes written."""
+TellStuck = Callable[[StepId, Tier, Exception], None]
+"""Tells others that a step cannot come to a tier for now."""
 
 _log = logging.getLogger("tieredckpt")
 

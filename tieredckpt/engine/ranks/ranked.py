@@ -278,6 +278,7 @@ class Ranked:
                 self.votes.parts.pop(step, None)
                 self.votes.merged_steps.forget(step)
                 self._give_back()
+            state.adopt_if_gone(step)  # as the others do
             self.team.tell(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
             self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
@@ -353,6 +354,7 @@ class Ranked:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
         if not tier.shared:
             if step not in tier.held:
+                self._state.adopt_if_gone(step)
                 return
             await self._collector.evictor.let_part_go(step, tier)
             self._give_back()

@@ -130,6 +130,8 @@ class StepSource:
     async def _open(
         cls, state: State, step: StepId, only: Tier | None, chosen: ChosenStep | None
     ) -> AsyncIterator[StepSource]:
+        if step in state.deleting:
+            raise NotFound(f"{step} is being deleted")
         chosen = chosen or (state.read_only_steps.get(step) if only is None else None)
         if chosen is not None:
             async with chosen.near() as near:

@@ -81,7 +81,7 @@ class Branch:
 
     def adopt(self, line: Line, newest: StepId | None) -> None:
         """Continue what was found, as after a restart."""
-        self.line, self.newest = line, newest
+        self.line, self.newest, self.restored_from = line, newest, None
 
     def note(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
         """Note what was restored to train on; the next save decides what becomes of it."""

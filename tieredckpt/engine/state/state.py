@@ -8,7 +8,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +67,8 @@ class State:
     observation: Observation = field(default_factory=Observation)
     membership: Membership = field(default_factory=Membership)
     role: Role = Role.WHOLE
+    deleting: set[StepId] = field(default_factory=set)
+    """Steps that a person deletes at present."""
     agent_spill: AgentSpill | None = None
     """At a trainer with an agent: how it streams to tiers that the agent manages."""
     chosen: ChosenStep | None = None
@@ -147,7 +149,18 @@ class State:
         records = self.records()
         if step == self.branch.newest and step not in records:
             newest = max(records, default=None)
+            if newest is not None and not self.on_line(newest.serial):
+                _log.warning("%s is gone; training continues from %s, which was off the branch", step, newest)
             self.branch.adopt(records[newest].line if newest else (), newest)
+
+    @contextmanager
+    def being_deleted(self, steps: Collection[StepId]) -> Iterator[None]:
+        """Count copies of steps as gone, and begin no read of them, while a person deletes them."""
+        self.deleting.update(steps)
+        try:
+            yield
+        finally:
+            self.deleting.difference_update(steps)
 
     def meet(self, tier: Tier) -> None:
         """Take up what a tier holds that could not be read at start."""

@@ -18,7 +18,7 @@ from functools import partial
 from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
-from tieredckpt.engine.promoting.copy_step import batches, copy_step, have_room
+from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step, have_room
 from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
 from tieredckpt.engine.promoting.pack_writer import write_packs
 from tieredckpt.engine.ranks.commit.merged import placed, without_places
@@ -141,6 +141,8 @@ class Commits:
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
+            if not was_there:
+                check_wanted(step, tier)
             await commit_file.commit(tier, index.record, index.arrays, only_anew=was_there)
             if step in self._state.membership.undecided:  # it did not fit into RAM
                 self._state.branch.committed(index.record)
