@@ -255,3 +255,18 @@ def test_what_a_tiers_code_raises_is_tried_again(settings: StoreConfig, monkeypa
         assert "disk" in store.where(1)
         with pytest.raises(Invalid):
             preemption(store, name="")
+
+
+def test_a_training_that_closes_its_store_before_the_warning_ends_as_one_that_was_in_time(
+    settings: StoreConfig,
+) -> None:
+    def train() -> None:
+        with CheckpointStore.open(settings).sync() as store, preemption(store):
+            store.save(1, tree(1))
+            store.promote(1, "disk")
+            store.close()
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == EXIT_STATUS

@@ -493,3 +493,13 @@ def test_a_callback_that_blocks_is_named_while_others_wait_for_it(
     name = {"listener": r"listener .*test_life\..*block", "policy": r"tier 'disk': promotion policy .*test_life\.Slow"}
     assert re.search(rf"{name[who]} has been running for \d\.\d s", caplog.text)
     assert re.search(rf"{name[who]} took \d\.\d s: it should return at once", caplog.text)
+
+
+async def test_a_store_that_could_not_be_opened_is_closed_to_every_call(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings):
+        second = CheckpointStore.open(settings)
+        with pytest.raises(Conflict):
+            await second
+        for call in (lambda: second.save(1, tree(1)), second.restore, second.flush, second.steps):
+            with pytest.raises(Closed):
+                await call()

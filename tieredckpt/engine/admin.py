@@ -88,6 +88,9 @@ class Admin:
         for tier in tiers:
             tier.tombstones.update(steps)  # else a policy may bring back what has left one tier and not yet the next
         try:
+            for tier in filter(lambda tier: tier.shared and tier.answers, tiers):
+                async with tier.guards_packs:
+                    pass  # a commit under way is seen below; one that comes later sees the tombstone
             for tier in tiers:
                 for step in steps:
                     if tier.keeps(step) and (tier.answers or not force):

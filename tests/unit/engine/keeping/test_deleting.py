@@ -241,3 +241,30 @@ async def test_a_tree_of_one_array_is_enough_to_see_the_order_of_saves(place: Pl
         assert await store.latest_step() == 2
         await store.save(3, {"w": np.zeros(10)}, overwrite=True)
         assert await store.all_steps() == (1, 2, 3)
+
+
+async def test_a_step_that_is_deleted_while_it_is_copied_is_not_committed(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """As beside an agent, or among ranks, where whoever deletes does not see the copy that is being read."""
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
+    async with CheckpointStore.open(settings) as store:
+        hold = faults["disk"].hold("put", key="packs/*")
+        saved = await store.save(1, tree(1))
+        await hold.reached()
+        tier_of(store, "disk").tombstones.add(saved.saved.step)
+        hold.release()
+        await (await store.save(2, tree(2))).reached("disk")
+        assert await store.where(1) == ("ram",)
+
+
+async def test_while_a_step_is_deleted_its_copies_let_no_other_go_and_nobody_reads_them(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with Place(shared_memory, tmp_path, "trainer").opened(1, 2) as store:
+        state = store._life.engine.state
+        with state.being_deleted([state.find(2)]):
+            with pytest.raises(Conflict, match="last good copy"):
+                await store.evict(1, "disk")
+            with pytest.raises(NotFound, match="is being deleted"):
+                await store.restore(2)

@@ -119,7 +119,7 @@ async def test_a_step_is_merged_once_for_all_tiers_and_anew_where_newer_ones_hav
             await ranks.reached(await ranks.save(step), "ram")
         for tier in ("disk", "far"):
             await ranks[0].promote(1, tier)
-    assert merged.count("agreement") == steps
+    assert merged.count("votes") == steps
     assert merged.count("commit") == (0 if steps == 1 else 2)
     async with CheckpointStore.open(config({"far": folder(tmp_path / "far")}), ranks=None) as store:
         assert_whole(await store.restore(1), 1)
