@@ -187,6 +187,20 @@ class CheckpointStore:
         copy = engine.captures.copy(step, tree, given, overwrite=overwrite, replicated=replicated)
         return Checkpoint(step, engine, loop, await loop.call(copy))
 
+    async def prepare(self, tree: Any) -> None:
+        """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
+
+        Call it as soon as shapes are known, in a training that does not begin with a restore: after one, the store
+        knows them by itself.
+
+        Args:
+            tree: as for `save` or the ``like`` of `restore`; nothing of it is read or kept.
+
+        Raises:
+            Invalid: a leaf cannot be stored (named).
+        """
+        await self._life.call(lambda engine: engine.prepare(tree))
+
     async def flush(self) -> None:
         """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
         await self._life.call(lambda engine: engine.flush())

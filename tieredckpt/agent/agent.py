@@ -254,7 +254,7 @@ class Agent:
         else:
             ram.error = None
             state.adopt_line()
-            self._engine.prefault()
+            self._engine.prepare_memory()
         state.changed.notify()
 
     # -- trainers -----------------------------------------------------------------------------------------

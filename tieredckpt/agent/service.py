@@ -63,7 +63,7 @@ class Service:
                 match word:
                     case said.InRam():
                         adopt_ram(self._state, word)
-                        self._engine.prefault()  # of a slab that has grown
+                        self._engine.prepare_memory()  # of a slab that has grown
                     case said.Request():
                         task = asyncio.create_task(self._answer(word), name=f"tieredckpt order {word.number}")
                         self._work[word.number] = task

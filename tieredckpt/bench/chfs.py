@@ -157,7 +157,7 @@ class _Objects:
         os.ftruncate(fd, 2 * self.size)
         self.slab = Slab(fd, 2 * self.size)
         self.slab.reserve(2 * self.size)
-        self.slab.prefault()
+        self.slab.prepare(share=1)
         self._content, self._into = self.slab.array[: self.size], self.slab.array[self.size :]
         self._content[:] = np.random.default_rng().integers(0, 256, self.size, dtype=np.uint8)
 

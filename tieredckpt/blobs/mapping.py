@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,10 @@ _THREADS = 4
 """The kernel clears the pages, on as many threads at most."""
 _REFUSALS = 4
 """After so many strides in a row with a page that could not be had there are taken to be no more."""
+_SLOW = 1.5 / (1 << 30)
+"""Seconds a byte of a processor's time from which huge pages come slowly: 0.1 to 0.3 of it are usual, and 2.4 where a
+host takes idle memory back, which has to find it again in pieces of that size; small pages take 0.6 there."""
+_TRIED_AGAIN_AFTER = 512 << 20
 _ZEROS = bytes(1 << 20)
 
 
@@ -135,8 +140,27 @@ def populate(mapped: npt.NDArray[np.uint8]) -> bool:
     return _advise(mapped.ctypes.data, mapped.nbytes, advice) == 0
 
 
+class _Speed:
+    """How fast the machine gave huge pages lately. Threads that meet here may each try once more."""
+
+    def __init__(self) -> None:
+        self._small = 0
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether to ask for huge pages again; of memory that is taken meanwhile in small ones it is told here."""
+        self._small -= nbytes
+        return self._small < 0
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """Learn from a stride; of less of it nothing, for what each call costs hides the speed."""
+        self._small = _TRIED_AGAIN_AFTER if nbytes > _STRIDE // 2 and seconds > _SLOW * nbytes else 0
+
+
+_speed = _Speed()
+
+
 def _have_huge_pages(fd: int, address: int, offset: int, nbytes: int) -> None:
-    """Fill the part by huge pages, as far as there are any; what lies between their boundaries alone is left out."""
+    """Fill the part by huge pages, as far as they come; what lies between their boundaries alone is left out."""
     first, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
     if first >= end or _collapse(fd, address, range(first, first + HUGE_PAGE, HUGE_PAGE)) == errno.EINVAL:
         return  # a kernel, or a file system, that makes none
@@ -145,8 +169,11 @@ def _have_huge_pages(fd: int, address: int, offset: int, nbytes: int) -> None:
 
     def fill(start: int) -> None:
         nonlocal refused
-        if refused < _REFUSALS:
-            error = _collapse(fd, address, range(start, min(start + _STRIDE, end), HUGE_PAGE))
+        stride = range(start, min(start + _STRIDE, end), HUGE_PAGE)
+        if refused < _REFUSALS and _speed.allows(stride.stop - stride.start):
+            begin = time.thread_time()
+            error = _collapse(fd, address, stride)
+            _speed.note(stride.stop - stride.start, time.thread_time() - begin)
             refused = refused + 1 if error else 0
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:

@@ -213,8 +213,8 @@ class RamTier(TierConfig):
     kind: Literal["ram"] = "ram"
     retain: AnyRetention = Field(default_factory=lambda: parse(Retention, {"kind": "last_n", "n": 1}))
     capacity: Annotated[Size | Literal["auto"], BeforeValidator(_auto_or_size)] = "auto"
-    """Bytes of the slab. ``auto`` takes what two snapshots need at the first save, more only for steps that are
-    retained, wait for their promotion or are being read, and at most a quarter of the memory."""
+    """Bytes of the slab. ``auto`` takes what two snapshots need, more only for steps that are retained, wait for their
+    promotion or are being read, and at most a quarter of the memory."""
     path: AbsolutePath | None = None
     """The shared-memory folder; None for the system's own."""
 

@@ -37,6 +37,7 @@ from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.save import Saved, Writer
+from tieredckpt.engine.saving.snapshot import slab_bytes
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import Role, State
@@ -44,8 +45,8 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
-from tieredckpt.tree.arrays import load_frameworks
-from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.arrays import as_template, load_frameworks
+from tieredckpt.tree.flatten import Flat, skeleton
 
 __all__ = ["Engine"]
 
@@ -131,7 +132,7 @@ class Engine:
         connect_ram(self.state, sharers=_sharers(config.ram, team), folder=self._ram)
         self.admin = self.mode.admin
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
-        self.restorer = Restorer(self.state, self.mode, self.mending.behind)
+        self.restorer = Restorer(self.state, self.mode, self.mending.behind, self.prepare)
         self._writer = Writer(self.state, self.collector)
         self.prepared = True
         self.inventory = Inventory(self.state)
@@ -159,7 +160,7 @@ class Engine:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
         if self._role is not Role.TRAINER:
             self._go_on(keep_tidy(self._config.grace, self.admin.collect), "collect")
-        self.prefault()
+        self.prepare_memory(self._newest_size())
 
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=f"tieredckpt {name}"))
@@ -180,14 +181,30 @@ class Engine:
         await connect(self.state, tier)
         self.state.meet(tier)
         if tier.index == 0:
-            self.prefault()
+            self.prepare_memory(self._newest_size())
             await self.mode.reopened()
 
-    def prefault(self) -> None:
-        """Have RAM's memory mapped, behind everything else."""
+    async def prepare(self, tree: Any) -> None:
+        """Take memory for saves of trees like ``tree``, behind everything else. Raises `Invalid` as flattening does."""
+        self.state.check_writable("take memory")
+        leaves = (await in_thread(skeleton, tree, as_template)).leaves
+        self.prepare_memory(await in_thread(slab_bytes, leaves, self._config.chunk_size))
+
+    def prepare_memory(self, snapshot: int = 0) -> None:
+        """Take RAM's memory that is expected and map it, behind everything else; for two snapshots of that many bytes.
+
+        So a save finds room beside the one before, which may still be on its way to other tiers.
+        """
         ram = self.state.tiers[0].ram
         if ram is not None and not self._read_only:
-            asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)
+            ram.slab.expect(2 * snapshot)
+            asyncio.get_running_loop().run_in_executor(None, ram.slab.prepare)
+
+    def _newest_size(self) -> int:
+        """About as many bytes as this rank's next snapshot takes, by the newest step; 0 where there is none."""
+        newest = self.state.branch.newest
+        record = self.state.records().get(newest) if newest is not None else None
+        return record.nbytes // record.ranks if record is not None and self._role is not Role.AGENT else 0
 
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
         """Copy a step to a tier before older ones that are on their way. Raises as `Admin.promote`."""
@@ -262,13 +279,11 @@ class Engine:
     ) -> Saved:
         """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
         self.state.check_writable("save")
-        reserved = self.state.tiers[0].reserved
         save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, stall=stall)
         saved = await self.mode.save(step, flat, replicated, save, origin)
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
-        if self.state.tiers[0].reserved != reserved:
-            self.prefault()
+        self.prepare_memory()
         return saved
 
     def is_due(self, step: int) -> bool:

@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,12 @@ def test_a_mapping_shows_the_file_at_a_boundary_of_huge_pages(file: int) -> None
         theirs.flags.writeable = True
 
 
+@pytest.fixture(autouse=True)
+def forgotten_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process has learnt of the machine before teaches a test nothing."""
+    monkeypatch.setattr(mapping, "_speed", mapping._Speed())
+
+
 class Kernel:
     """Answers `madvise` with these errors, one for each call, and then with success."""
 
@@ -139,6 +146,21 @@ def test_huge_pages_are_asked_for_until_there_seem_to_be_no_more(
     reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
     assert kernel.calls == calls
     assert had(file) == 16 * MIB
+
+
+def test_small_pages_do_where_huge_ones_come_slowly(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a host that takes idle memory back; they are tried again after a while."""
+    kernel = Kernel()
+    clock = iter(range(1 << 20))
+    monkeypatch.setattr(mapping, "_advise", kernel)
+    monkeypatch.setattr(mapping, "_STRIDE", 2 * HUGE_PAGE)
+    monkeypatch.setattr(mapping, "_TRIED_AGAIN_AFTER", 8 * MIB)
+    monkeypatch.setattr(mapping, "_THREADS", 1)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    reserve(file, map_shared(file, 32 * MIB, writable=True), 0, 32 * MIB)
+    # The first page, then of strides of 4 MiB every third, and what is left at the end.
+    assert kernel.calls == 1 + 3
+    assert had(file) == 32 * MIB
 
 
 def test_where_no_thread_can_be_started_small_pages_do(file: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from tieredckpt.blobs.ram.folder import RANK_FOLDER, shared_memory_root
-from tieredckpt.blobs.ram.slab_meta import slab_bytes
+from tieredckpt.blobs.ram.slab_meta import expected_bytes, slab_bytes
 from tieredckpt.units import format_size
 
-__all__ = ["Quota"]
+__all__ = ["Quota", "expected_elsewhere"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -23,7 +24,7 @@ class Quota:
     """
 
     def __init__(self, folder: Path, total: int) -> None:
-        self._top = folder.parent if folder.name.startswith(RANK_FOLDER) else folder
+        self._top = _top(folder)
         self._total = total
         self._told = False
 
@@ -45,10 +46,26 @@ class Quota:
 
     def _others(self) -> dict[Path, int]:
         """Bytes of the slabs of this user's other stores, by folder."""
-        found = {}
-        for root in {self._top.parent, shared_memory_root()}:
-            for top in root.iterdir() if root.is_dir() else ():
-                if top != self._top and top.is_dir() and not top.is_symlink():
-                    for folder in (top, *top.glob(f"{RANK_FOLDER}*")):
-                        found[folder] = slab_bytes(folder)
+        stores = (folder for folder in _folders(self._top) if self._top not in (folder, folder.parent))
+        found = {folder: slab_bytes(folder) for folder in stores}
         return {folder: size for folder, size in found.items() if size}
+
+
+def expected_elsewhere(folder: Path) -> int:
+    """Bytes of shared memory that this user's slabs in other folders are still to take. Blocking."""
+    top = _top(folder)
+    return sum(expected_bytes(other) for other in _folders(top) if other != folder)
+
+
+def _top(folder: Path) -> Path:
+    """The folder of a store, of which each rank may have one of its own."""
+    return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """Those that this user's RAM tiers may have, where that store and others have them."""
+    for root in {top.parent, shared_memory_root()}:
+        for other in root.iterdir() if root.is_dir() else ():
+            if other.is_dir() and not other.is_symlink():
+                yield other
+                yield from other.glob(f"{RANK_FOLDER}*")

@@ -1,7 +1,8 @@
 """The slab: a file of fixed size, mapped once, from which page-aligned extents are handed out and taken back.
 
 Its memory is reserved before it is used (``fallocate``), so that a full ``/dev/shm`` is an error when the slab
-grows and never a SIGBUS later. See fallocate(2) and madvise(2).
+grows and never a SIGBUS later. It grows in strides, between which extents are handed out. See fallocate(2) and
+madvise(2).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import bisect
 import logging
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from tieredckpt.blobs import mapping
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.mapping import HUGE_PAGE, private_memory
 from tieredckpt.blobs.ram import regions
+from tieredckpt.blobs.space import check_room
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.format.layout import aligned
 from tieredckpt.units import format_size
@@ -30,7 +33,12 @@ __all__ = ["Slab", "aligned"]
 
 _log = logging.getLogger("tieredckpt")
 
-_PREFAULT_STRIDE = 32 << 20
+_MAPPED_AT_ONCE = 32 << 20
+_PREPARED_AT_ONCE = 64 << 20
+_RESERVED_AT_ONCE = 256 << 20
+"""Bytes that are asked for at once, where somebody waits: enough for all threads that clear huge pages."""
+_SHARE = 0.25
+"""Of a processor's time, which memory takes at most that is prepared behind the training."""
 
 
 class Slab:
@@ -69,12 +77,17 @@ class Slab:
             self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
             self._unclosed.atexit = False  # the system closes what there is then, and nobody is to be warned
         self._growing, self._quota = growing, quota
-        self._guards_extents = threading.Lock()
+        self._guards_extents = threading.Condition(threading.Lock())
+        """Notified when the slab has grown, or could not."""
+        self._grows = False
+        """One thread asks for memory, without the lock."""
         self._reserved = reserved
+        self._expected = 0
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
         self._used = 0
-        self._guards_prefault = threading.Lock()
-        self._prefaulted = 0
+        self._guards_preparing = threading.Lock()
+        self._mapped = 0
+        self._ending = threading.Event()
         self._closed = self._unmapped = False
 
     @property
@@ -84,7 +97,7 @@ class Slab:
 
     @property
     def used(self) -> int:
-        """Bytes in extents that are handed out. Takes no lock: growing holds that for as long as memory takes."""
+        """Bytes in extents that are handed out."""
         return self._used
 
     @property
@@ -112,7 +125,9 @@ class Slab:
                         self._free[i : i + 1] = [(offset + need, length - need)] if length > need else []
                         self._used += need
                         return offset
-                if not self._extend(need):
+                if self._grows:
+                    self._guards_extents.wait()  # the extent may lie in what comes
+                elif not self._extend(need):
                     return None
 
     def _extend(self, need: int) -> bool:
@@ -133,21 +148,38 @@ class Slab:
         return False
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory for ``nbytes`` in all, or for as much as the capacity allows.
+        """Take memory until the slab has ``nbytes`` in all, or as much as the capacity allows. Blocking.
+
+        Extents are handed out meanwhile.
 
         Raises:
             NoSpace: shared memory has less left; what the slab has already stays usable.
         """
+        self.check_room(nbytes)
         with self._guards_extents:
-            target = min(self.capacity, aligned(nbytes))
-            if target > self._reserved and not self._grow(target - self._reserved):
-                raise NoSpace(
-                    f"shared memory has no room for a slab of {format_size(target)}; "
-                    f"it has {format_size(self._reserved)} already; choose a smaller capacity for the RAM tier"
-                )
+            while (lacking := min(self.capacity, aligned(nbytes)) - self._reserved) > 0:
+                if self._grows:
+                    self._guards_extents.wait()
+                elif not self._grow(min(lacking, _RESERVED_AT_ONCE)):
+                    raise self._no_space(nbytes)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise `NoSpace` where shared memory has no room for a slab of ``nbytes`` now; takes nothing."""
+        lacking = min(self.capacity, aligned(nbytes)) - self._reserved
+        if lacking > 0 and self._fd is not None:
+            try:
+                check_room(self._fd, lacking)
+            except OSError as error:
+                raise self._no_space(nbytes) from error
+
+    def _no_space(self, nbytes: int) -> NoSpace:
+        return NoSpace(
+            f"shared memory has no room for a slab of {format_size(min(self.capacity, aligned(nbytes)))}; "
+            f"it has {format_size(self._reserved)} already; choose a smaller capacity for the RAM tier"
+        )
 
     def _grow(self, nbytes: int) -> bool:
-        """Have memory for so many bytes more, or up to the end of a huge page."""
+        """Have memory for so many bytes more, or up to the end of a huge page. Lets go of the lock meanwhile."""
         end = self._reserved + nbytes
         whole = min(-(-end // HUGE_PAGE) * HUGE_PAGE, self.capacity) if end >= HUGE_PAGE else end
         return self._grow_to(whole) or (whole > end and self._grow_to(end))
@@ -159,14 +191,26 @@ class Slab:
         if self._closed or not self._may_have(end):
             return False
         start, nbytes = self._reserved, end - self._reserved
+        self._grows = True
+        self._guards_extents.release()
+        try:
+            had = self._have_memory(start, nbytes)
+        finally:
+            self._guards_extents.acquire()
+            self._grows = False
+            self._guards_extents.notify_all()
+        if had:
+            self._give_back(start, nbytes)
+            self._reserved = end
+        return had
+
+    def _have_memory(self, start: int, nbytes: int) -> bool:
         if self._fd is not None:  # private memory comes with its first use
             try:
                 with self._growing(start) if self._growing is not None else nullcontext():
                     mapping.reserve(self._fd, self.array, start, nbytes)
             except OSError:
                 return False
-        self._give_back(start, nbytes)
-        self._reserved = end
         return True
 
     def bytes_at(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -211,14 +255,45 @@ class Slab:
             del self._free[i]
         self._free.insert(i, (start, end - start))
 
-    def prefault(self) -> None:
-        """Map the memory that there is, so that later copies meet no page fault. Blocking; releases the GIL."""
-        with self._guards_prefault:
-            while not self._closed and self._prefaulted < (there := self._there()):
-                end = min(self._prefaulted + _PREFAULT_STRIDE, there)
-                if not mapping.populate(self.array[self._prefaulted : end]):
-                    return  # an old kernel: the first copies fault their pages in themselves
-                self._prefaulted = end
+    def expect(self, nbytes: int) -> None:
+        """Let `prepare` take memory until the slab has ``nbytes`` in all."""
+        self._expected = max(self._expected, min(aligned(nbytes), self.capacity))
+
+    def prepare(self, *, share: float = _SHARE) -> None:
+        """Take the memory that is expected, and map what there is, so that later copies wait for neither.
+
+        Blocking; releases the GIL. Takes at most ``share`` of a processor's time. It ends with the slab, and where
+        there is no more memory; one thread does it for all that call this.
+        """
+        while self._unprepared() and self._guards_preparing.acquire(blocking=False):
+            try:
+                while self._unprepared():
+                    begin = time.monotonic()
+                    self._prepare_some()
+                    self._ending.wait((time.monotonic() - begin) * (1 / share - 1))
+            finally:
+                self._guards_preparing.release()
+
+    def _unprepared(self) -> bool:
+        return not self._closed and (self._mapped < self._there() or self._reserved < self._expected)
+
+    def _prepare_some(self) -> None:
+        if self._mapped < (there := self._there()):
+            end = min(self._mapped + _MAPPED_AT_ONCE, there)
+            # An old kernel cannot: the first copies fault their pages in themselves.
+            self._mapped = end if mapping.populate(self.array[self._mapped : end]) else self.capacity
+            return
+        try:
+            self.check_room(self._expected)
+        except NoSpace:
+            self._expected = 0  # nothing is taken of what does not suffice; a save that needs it says so
+        with self._guards_extents:
+            if self._grows:
+                self._guards_extents.wait()
+                return
+            lacking = min(self._expected, self.capacity) - self._reserved
+            if lacking > 0 and not (self._may_have(self._expected) and self._grow(min(lacking, _PREPARED_AT_ONCE))):
+                self._expected = 0
 
     def _there(self) -> int:
         """Bytes that have their memory; of a slab that another process writes, about as many, for it may grow."""
@@ -229,7 +304,10 @@ class Slab:
     def close(self) -> None:
         """Unmap; views that are still alive keep the memory until they go. Blocking, idempotent."""
         self._closed = True
-        with self._guards_prefault, self._guards_extents:  # who holds them works on the mapping until it has seen that
+        self._ending.set()
+        with self._guards_preparing, self._guards_extents:  # who holds them works on the mapping until it has seen that
+            while self._grows:
+                self._guards_extents.wait()
             if self._unmapped:
                 return
             self._unmapped = True

@@ -23,6 +23,7 @@ __all__ = [
     "GROWING",
     "NOTE_FILES",
     "Note",
+    "expected_bytes",
     "growing",
     "has_slab",
     "read_note",
@@ -52,6 +53,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Its key."""
     capacity: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1, multiple_of=ALIGNMENT)]
     boot_id: str
+    expected: int = 0
+    """Bytes that the slab will have in all, which its writer may still be taking."""
     memfd: int | None = None
     """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
 
@@ -70,6 +73,12 @@ def slab_bytes(folder: Path) -> int:
         with contextlib.suppress(OSError):
             return (folder / note.slab).stat().st_blocks * 512
     return 0
+
+
+def expected_bytes(folder: Path) -> int:
+    """Memory that the slab of a folder is still to take, in bytes. Blocking."""
+    note = read_note(folder)
+    return max(0, note.expected - slab_bytes(folder)) if note is not None and note.memfd is None else 0
 
 
 def has_slab(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.folder import LOCK, check_owner, take
 from tieredckpt.blobs.ram.folder import remove as remove_folder
 from tieredckpt.blobs.ram.owner import OWNER_FILES
-from tieredckpt.blobs.ram.quota import Quota
+from tieredckpt.blobs.ram.quota import Quota, expected_elsewhere
 from tieredckpt.blobs.ram.reader_locks import RETIRED, Retired, StillRead
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.blobs.ram.slab_meta import (
@@ -76,13 +76,13 @@ class RamStore:
     def open(cls, folder: Path, capacity: int | None, *, sharers: int = 1) -> RamStore:
         """Open or create the folder; blocking. ``capacity`` in bytes, None for an automatic one.
 
-        An explicit capacity is reserved at once; an automatic one is grown as saves need it, and leaves room for as
-        many as there are ``sharers`` of the machine, and for this user's other slabs.
+        An explicit capacity is expected by the slab, and taken behind the training; an automatic one is grown as saves
+        need it, and leaves room for as many as there are ``sharers`` of the machine, and for this user's other slabs.
 
         Raises:
             Conflict: another process writes to the folder (named), or it belongs to another user.
             Invalid: the capacity is beyond the memory that this process may use.
-            NoSpace: the memory cannot be reserved.
+            NoSpace: there is no room for the memory.
             TierUnavailable: the folder cannot be made or used.
         """
         limit, source = memory_limit()
@@ -260,8 +260,9 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
         slab, note = _new_slab(folder, capacity, quota)
     try:
         if reserve:
-            slab.reserve(capacity)
-        write_note(folder, note)
+            slab.check_room(capacity)
+            slab.expect(capacity)
+        write_note(folder, replace(note, expected=capacity if reserve else 0))
         notice = _notice(folder, note)
     except BaseException:
         slab.close()
@@ -293,7 +294,7 @@ def _new_slab(folder: Path, capacity: int, quota: Quota | None) -> tuple[Slab, N
         made.mkdir(mode=0o700)
     room = os.statvfs(folder)
     memfd = None
-    if room.f_bavail * room.f_frsize >= capacity:
+    if room.f_bavail * room.f_frsize >= capacity + expected_elsewhere(folder):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     elif hasattr(os, "memfd_create"):
         fd = os.memfd_create("tieredckpt-slab", os.MFD_CLOEXEC)

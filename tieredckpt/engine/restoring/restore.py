@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,7 +23,7 @@ from tieredckpt.engine.restoring.targets import check_memory, empty_targets
 from tieredckpt.engine.restoring.views import damage_of, view_step
 from tieredckpt.engine.state.state import State, numbers
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, TieredCkptError
+from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.events import StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
@@ -87,8 +88,11 @@ class Together(Protocol):
 class Restorer:
     """Restores steps of one store. Lives on the engine's loop."""
 
-    def __init__(self, state: State, together: Together, repair: Repair) -> None:
-        self._state, self._together, self._repair = state, together, repair
+    def __init__(
+        self, state: State, together: Together, repair: Repair, prepare: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        """``prepare`` takes memory for saves of trees like one."""
+        self._state, self._together, self._repair, self._prepare = state, together, repair, prepare
 
     async def restore(
         self,
@@ -107,6 +111,9 @@ class Restorer:
         shape = _Shape(keys, like, into, as_ or "numpy")
         found = await self._together.restoring(partial(self._restore, loop, wanted, shape, copy=copy))
         if found is None:
+            if (first := like if into is None else into) is not None and not self._state.read_only:
+                with suppress(Invalid):  # which the first save says
+                    await self._prepare(first)
             return None
         restored, chosen, record = found
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it

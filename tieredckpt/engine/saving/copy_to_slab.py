@@ -7,10 +7,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
@@ -76,12 +76,15 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     if need > slab.capacity:
         return False
     try:
-        if not slab.reserved:
-            await in_thread(_reserve_for_two, slab, need, pool=state.pool)
-        if not has_room(slab, need):
+        slab.expect(2 * need)  # for two snapshots, so that later saves wait for no memory
+        if not slab.used:
+            slab.check_room(need)
+        elif not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         elif slab.spare < need:
             await _evict_and_not_grow(collector, tier)
+        if slab.spare < need:  # what is there is filled meanwhile
+            state.pool.submit(_grow, slab, slab.used + need)
         while snapshot.pending:
             await copy_cells(state, snapshot, index)
             if snapshot.full:
@@ -102,11 +105,8 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     return True
 
 
-def _reserve_for_two(slab: Slab, nbytes: int) -> None:
-    """An automatic slab takes memory for two snapshots at the first save, so that later ones do not."""
-    try:
-        slab.reserve(2 * nbytes)
-    except NoSpace:
+def _grow(slab: Slab, nbytes: int) -> None:
+    with suppress(NoSpace):  # then it is the next cell that is refused
         slab.reserve(nbytes)
 
 

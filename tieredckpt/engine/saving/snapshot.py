@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest
 from tieredckpt.format.grid import Grid, cell_box, cells, plan, plan_block
 from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes
 
-__all__ = ["Cell", "Copied", "Room", "Snapshot"]
+__all__ = ["Cell", "Copied", "Room", "Snapshot", "slab_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -183,6 +184,13 @@ class Snapshot:
             (done.cell.array, done.cell.ordinal): Chunk(done.digest, Extent(pack, done.offset, done.cell.nbytes))
             for done in self.copied
         }
+
+
+def slab_bytes(leaves: Iterable[ArrayLeaf], chunk_size: int) -> int:
+    """Bytes of a slab that a snapshot of these leaves takes, whose data may be absent."""
+    grids = (_grid(leaf, chunk_size) for leaf in leaves)
+    stored = (grid for grid in grids if grid.size * grid.cell_nbytes > INLINE_MAX)
+    return sum(grid.size * slab_size(grid.cell_nbytes) for grid in stored)
 
 
 def _in_0_and_1(view: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.ram import slab as slabs
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.errors import Corrupt, NoSpace
 
@@ -266,14 +267,107 @@ def test_threads_share_a_slab_without_sharing_extents(slab: Slab) -> None:
     assert slab.used == len(out) * ALIGNMENT
 
 
-def test_prefault_maps_all_that_is_reserved_and_ends_with_the_slab() -> None:
+class Paused:
+    """Answers `mapping.reserve`, one stride at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.strides: list[int] = []
+        self.asked, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+        self._reserve = mapping.reserve
+        monkeypatch.setattr(mapping, "reserve", self)
+
+    def __call__(self, fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
+        self.asked.release()
+        assert self.go_on.acquire(timeout=60)
+        self.strides.append(nbytes)
+        self._reserve(fd, mapped, offset, nbytes)
+
+
+def test_extents_are_handed_out_while_the_slab_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "_RESERVED_AT_ONCE", 2 * MIB)
+    memory = Paused(monkeypatch)
+    with slab_of(6 * MIB) as slab, ThreadPoolExecutor() as pool:
+        growing = pool.submit(slab.reserve, 6 * MIB)
+        memory.go_on.release()
+        assert memory.asked.acquire(timeout=60)
+        assert memory.asked.acquire(timeout=60)  # the second stride is under way
+        assert slab.allocate(MIB) == 0
+        slab.release(0, MIB)
+        assert slab.allocate(2 * MIB) == 0
+        waiting = pool.submit(slab.allocate, 2 * MIB)
+        assert not growing.done()
+        assert not waiting.done()
+        memory.go_on.release()
+        assert waiting.result(60) == 2 * MIB
+        memory.go_on.release()
+        growing.result(60)
+        assert slab.reserved == 6 * MIB
+    assert memory.strides == [2 * MIB] * 3, "who waits takes what comes"
+
+
+def test_memory_is_taken_behind_at_a_share_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "_PREPARED_AT_ONCE", 2 * MIB)
+    with slab_of(10 * MIB) as slab:
+        rests: list[float] = []
+        monkeypatch.setattr(slab._ending, "wait", rests.append)
+        slab.expect(6 * MIB)
+        begin = time.monotonic()
+        slab.prepare(share=0.2)
+        assert slab.reserved == 6 * MIB
+        assert len(rests) >= 3
+        assert sum(rests) <= 4 * (time.monotonic() - begin)
+        assert sum(rests) > 0
+
+
+def test_a_slab_closes_at_once_while_memory_is_taken_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = Slab(memfd(64 * MIB), 64 * MIB)
+    memory = Paused(monkeypatch)
+    monkeypatch.setattr(slabs, "_PREPARED_AT_ONCE", 2 * MIB)
+    slab.expect(64 * MIB)
+    with ThreadPoolExecutor() as pool:
+        preparing = pool.submit(slab.prepare, share=1e-9)  # it would rest for days
+        memory.go_on.release()
+        while not memory.strides:
+            time.sleep(0.001)
+        slab.close()
+        preparing.result(60)
+    assert memory.strides == [2 * MIB]
+
+
+def test_what_is_expected_while_memory_is_taken_is_taken_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Paused(monkeypatch)
+    with slab_of(8 * MIB) as slab, ThreadPoolExecutor() as pool:
+        slab.expect(2 * MIB)
+        preparing = pool.submit(slab.prepare, share=1)
+        assert memory.asked.acquire(timeout=60)
+        slab.expect(100 * MIB)
+        slab.prepare()  # one thread does it for all
+        memory.go_on.release(9)
+        preparing.result(60)
+        assert slab.reserved == slab.capacity == 8 * MIB
+
+
+def test_nothing_is_taken_behind_of_what_would_not_suffice(small_tmpfs: Path) -> None:
+    with (small_tmpfs / "slab").open("w+b") as file:
+        os.ftruncate(file.fileno(), 100 * MIB)
+        slab = Slab(os.dup(file.fileno()), 100 * MIB)
+        slab.expect(65 * MIB)
+        slab.prepare(share=1)
+        assert slab.reserved == 0
+        slab.expect(60 * MIB)
+        slab.prepare(share=1)
+        assert slab.reserved == 60 * MIB
+        slab.close()
+
+
+def test_memory_is_mapped_as_far_as_it_is_there_and_no_more_of_a_closed_slab() -> None:
     with slab_of(8 << 20) as slab:
         slab.reserve(4 << 20)
-        slab.prefault()
+        slab.prepare(share=1)
         slab.reserve(8 << 20)
-        slab.prefault()
+        slab.prepare(share=1)
         assert slab.array[(8 << 20) - 1] == 0
-    slab.prefault()  # closed: nothing to do, and nothing touched
+    slab.prepare(share=1)  # closed: nothing to do, and nothing touched
 
 
 def test_views_outlive_the_slab() -> None:

@@ -75,8 +75,10 @@ async def test_what_it_makes_is_closed_to_others(folder: Path) -> None:
             assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
-async def test_a_capacity_that_was_asked_for_is_reserved_at_once(folder: Path) -> None:
+async def test_a_capacity_that_was_asked_for_is_taken_behind_the_training(folder: Path) -> None:
     async with opened(folder, 3 * MIB) as store:
+        assert store.slab.reserved == 0
+        store.slab.prepare(share=1)
         assert store.slab.reserved == store.slab.capacity == store.traits.object_size == 3 * MIB
         assert (folder / store.slab_key).stat().st_blocks * 512 == 3 * MIB
         assert store.traits.survives is Survives.PROCESS
@@ -279,6 +281,7 @@ async def test_a_slab_grows_to_a_larger_capacity_and_keeps_what_it_holds(folder:
     async with opened(folder, MIB) as store:
         offset = take_extent(store, b"chunk")
     async with opened(folder, 3 * MIB) as store:
+        store.slab.prepare(share=1)
         assert store.slab.reserved == store.slab.capacity == 3 * MIB
         assert await read_extent(store, offset, 5) == b"chunk"
     async with opened(folder, MIB) as store:
@@ -469,6 +472,7 @@ async def test_no_descriptor_stays_open(folder: Path) -> None:
 
 async def test_where_shared_memory_is_too_small_a_memfd_takes_its_place_and_it_is_said(small_tmpfs: Path) -> None:
     async with opened(small_tmpfs / "ram", 128 * MIB) as store:
+        store.slab.prepare(share=1)
         assert store.slab.reserved == 128 * MIB
         assert store.traits.survives is Survives.NOTHING
         found = f"shared memory at {small_tmpfs}/ram has 64 MiB left, too little for the RAM tier's 128 MiB"
@@ -482,6 +486,25 @@ async def test_where_shared_memory_is_too_small_a_memfd_takes_its_place_and_it_i
         await reader.close()
     async with opened(small_tmpfs / "fits", 32 * MIB) as store:
         assert not store.notice
+
+
+async def test_what_other_slabs_are_still_to_take_is_not_there(small_tmpfs: Path) -> None:
+    """Of several ranks that open at once, the last would find no memory at its first save."""
+    async with opened(small_tmpfs / "store" / "rank-0", 40 * MIB) as first:
+        async with opened(small_tmpfs / "store" / "rank-1", 40 * MIB) as second:
+            assert "too little for the RAM tier's 40 MiB" in second.notice
+        first.slab.prepare(share=1)
+        async with opened(small_tmpfs / "store" / "rank-2", 16 * MIB) as third:
+            assert not third.notice
+            third.slab.prepare(share=1)
+            assert (first.slab.reserved, third.slab.reserved) == (40 * MIB, 16 * MIB)
+
+
+async def test_a_capacity_for_which_there_is_no_room_is_refused_when_it_is_opened(small_tmpfs: Path) -> None:
+    async with opened(small_tmpfs / "ram", 16 * MIB) as store:
+        take_extent(store, b"chunk")
+    with pytest.raises(NoSpace, match="shared memory has no room for a slab of 128 MiB; it has"):
+        RamStore.open(small_tmpfs / "ram", 128 * MIB)
 
 
 async def test_what_lay_in_a_memfd_ends_with_it(small_tmpfs: Path) -> None:
