@@ -217,9 +217,9 @@ def names_of(node: ContainerNode) -> Sequence[str | int]:
     return range(len(node.children)) if isinstance(node, _Sequence) else node.keys
 
 
-def walk(structure: Node) -> Iterator[tuple[str, Node]]:
-    """Path and node of everything in ``structure``, parents first; a bare leaf comes with `LEAF_KEY`."""
-    stack = [(ROOT if isinstance(structure, CONTAINERS) else LEAF_KEY, structure)]
+def walk(structure: Node, path: str = ROOT) -> Iterator[tuple[str, Node]]:
+    """Path and node of everything in ``structure``, at ``path``, parents first; a bare leaf comes with `LEAF_KEY`."""
+    stack = [(path if path or isinstance(structure, CONTAINERS) else LEAF_KEY, structure)]
     while stack:
         path, node = stack.pop()
         yield path, node
