@@ -61,8 +61,8 @@ class TrainingState:
                 raise Invalid(f"a part cannot be called {name!r}: a step has something else under it; rename it")
             if isinstance(part, DataLoader) and not _has_state(part):
                 raise Invalid(
-                    f"part {name!r}: a DataLoader does not tell where it is; use torchdata's StatefulDataLoader, or leave it "
-                    f"out and save between epochs"
+                    f"part {name!r}: a DataLoader does not tell where it is; use torchdata's StatefulDataLoader, or "
+                    f"leave it out and save between epochs"
                 )
         self._rng = rng
         self._parts = parts
