@@ -78,7 +78,9 @@ def test_a_training_killed_in_the_middle_goes_on_bit_for_bit(shared_memory: Path
 
 
 @pytest.mark.timeout(4 * SOON)
-def test_ranks_of_fsdp_that_are_killed_go_on_bit_for_bit(tmp_path: Path, shared_memory: Path) -> None:
+def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigkill(
+    tmp_path: Path, shared_memory: Path
+) -> None:
     told = []
     for task in ("die", "resume"):
         arguments = {"task": task, "folder": str(shared_memory)}
@@ -87,13 +89,13 @@ def test_ranks_of_fsdp_that_are_killed_go_on_bit_for_bit(tmp_path: Path, shared_
             assert (status == 0) == (task == "resume"), job.output
             told.append([job.told(rank) for rank in range(2)])
     assert told[0] == told[1]
-    assert told[0][0] != told[0][1]
+    assert told[0][0]["fsdp"] != told[0][1]["fsdp"]
     # Any number of ranks takes the weights; the generators of two are not those of one.
     model = model_of_ranks(3)
     noise = torch.get_rng_state()
     with store_in(shared_memory / "killed") as store:
         assert TrainingState(model=model, optimizer=torch.optim.AdamW(model.parameters()), epoch=0).restore(store)
-    assert weights_of(model) == told[0][0]["weights"]
+    assert weights_of(model) == told[0][0]["fsdp"]["weights"]
     assert torch.equal(torch.get_rng_state(), noise)
 
 

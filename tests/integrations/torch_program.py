@@ -126,31 +126,44 @@ def weights_of(model: Any) -> str:
     return hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in whole)).hexdigest()
 
 
-def sharded(folder: Path, rank: int, *, kill_at: int = 0) -> dict[str, str]:
-    """The same with FSDP2, whose ranks have generators of their own."""
+def parallel(kind: str) -> Any:
+    """A new model, as FSDP2, tensor parallel or DDP have it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = model_of_ranks(7)
+    if kind == "ddp":
+        return torch.compile(torch.nn.parallel.DistributedDataParallel(model), backend="eager")
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model[2]):
         fully_shard(layer)
-    fully_shard(model)
+    return fully_shard(model)
+
+
+def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, kill_at: int = 0) -> dict[str, str]:
+    """The same by ranks, which have generators of their own unless they must compute alike."""
+    model = parallel(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seed(100 + rank)
+    seed(100 + (rank if kind != "tp" else 0))
     state = TrainingState(model=model, optimizer=optimizer, epoch=0)
     with store_in(folder) as store:
         step = state.restore(store) or 0
-        while step < STEPS:
+        while step < until:
             loss = model(torch.randn(4, 8)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             step += 1
             state["epoch"] = step // BATCHES
-            checkpoint = state.save(store, step)
+            checkpoint = state.save(store, step, replicated=["model", "optimizer"] if kind == "ddp" else ())
             if step == kill_at:
                 checkpoint.reached("disk")
                 os.kill(os.getpid(), signal.SIGKILL)
-    assert state["epoch"] == STEPS // BATCHES
+    assert state["epoch"] == until // BATCHES
     return {"digest": digest(*model.parameters(), *moments(optimizer)), "weights": weights_of(model)}
 
 
@@ -161,9 +174,16 @@ def ranks() -> None:
     with rank_of_this_process() as me:
         folder = Path(me.arguments["folder"])
         if me.arguments["task"] == "die":
-            me.tell(sharded(folder / "through", me.rank))
-            sharded(folder / "killed", me.rank, kill_at=KILLED_AT)
-        me.tell(sharded(folder / "killed", me.rank))
+            told = {"fsdp": trained_together(folder / "through", me.rank, "fsdp")}
+            for kind in ("tp", "ddp"):
+                told[kind] = trained_together(folder / f"through-{kind}", me.rank, kind)
+            me.tell(told)
+            trained_together(folder / "killed", me.rank, "fsdp", kill_at=KILLED_AT)
+        told = {"fsdp": trained_together(folder / "killed", me.rank, "fsdp")}
+        for kind in ("tp", "ddp"):
+            trained_together(folder / kind, me.rank, kind, until=KILLED_AT)
+            told[kind] = trained_together(folder / kind, me.rank, kind)
+        me.tell(told)
 
 
 if __name__ == "__main__":
