@@ -63,11 +63,13 @@ if TYPE_CHECKING:
     from tieredckpt.preempt import Preemption, preemption
     from tieredckpt.store import CheckpointStore
     from tieredckpt.sync import SyncStore
+    from tieredckpt.tree.match import AS_SAVED
     from tieredckpt.tree.shards import Shard, Sharded
 
     __version__: str
 
 __all__ = [
+    "AS_SAVED",
     "ArrayInfo",
     "Checkpoint",
     "CheckpointStore",
@@ -186,6 +188,7 @@ _HOMES = {
     ),
     "tieredckpt.store": ("CheckpointStore",),
     "tieredckpt.sync": ("SyncStore",),
+    "tieredckpt.tree.match": ("AS_SAVED",),
     "tieredckpt.tree.shards": (
         "Shard",
         "Sharded",
