@@ -142,8 +142,7 @@ class Chunk(NamedTuple):
     where: Extent | bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayIndex:
+class ArrayIndex(msgspec.Struct, frozen=True):
     """The chunks of one array, in row-major order of its grid."""
 
     grid: Grid
@@ -209,16 +208,21 @@ def encode_step(
     """
     entries: list[tuple[bytes, bytes | Extent]] = []
     digest_parts: list[bytes] = []
-    for key in sorted(arrays, key=str.encode):
+    described: dict[tuple[int, int], bytes] = {}  # arrays of one form share grid and dtype
+    for key in sorted(arrays):  # by code points, which is the order of their UTF-8
         array = arrays[key]
+        grid = array.grid
         prefix = key.encode()
-        metadata = zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, encoding)
+        form = id(grid), id(array.dtype)
+        metadata = described.get(form)
+        if metadata is None:
+            metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, encoding)
         entries.append((prefix + b"/zarr.json", metadata))
-        for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
+        for cell, chunk in zip(cells(grid), array.chunks, strict=True):
             where = chunk.where
-            if isinstance(where, bytes):
-                where = encoding.encode_inline(where, array.grid.itemsize)
-            entries.append((prefix + b"/" + cell_key(cell.index).encode(), where))
+            if type(where) is bytes:
+                where = encoding.encode_inline(where, grid.itemsize)
+            entries.append((b"%s/%s" % (prefix, cell_key(cell.index)), where))
             digest_parts.append(chunk.digest)
     entries += _in_parts(layout.STEP_RECORD, _encode_record(record))
     entries += _in_parts(layout.CHUNK_DIGESTS, b"".join(digest_parts))
@@ -278,10 +282,9 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
             raise Corrupt(f"{where} has metadata outside the index")
         try:
             key = prefix.decode()
-            shape, dtype, cell, encoding = zarr.parse_array_metadata(metadata)
+            grid, dtype, encoding = zarr.parse_array_metadata(metadata)
         except (UnicodeDecodeError, TieredCkptError) as error:
             raise Corrupt(f"{where} has unreadable metadata: {error}") from error
-        grid = Grid(shape, cell, dtype.itemsize)
         if grid.cell_nbytes > MAX_CHUNK:
             raise Corrupt(f"{where} has chunks of {grid.cell_nbytes} bytes; {MAX_CHUNK} are the most")
         end = taken + grid.size * digests.SIZE
@@ -290,7 +293,7 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
         chunks = []
         bounds = encoding.bounds(grid.cell_nbytes)
         for position in cells(grid):
-            value = values.get(prefix + b"/" + cell_key(position.index).encode())
+            value = values.get(prefix + b"/" + cell_key(position.index))
             digest = table[taken : taken + digests.SIZE]
             taken += digests.SIZE
             if isinstance(value, bytes):
