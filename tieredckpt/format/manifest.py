@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from operator import itemgetter
 from typing import Annotated, Any, Final, NamedTuple
@@ -206,38 +207,53 @@ def encode_step(
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
     """
-    entries: list[tuple[bytes, bytes | Extent]] = []
+    names = sorted(arrays)  # by code points, which is the order of their UTF-8
+    values: list[bytes | Extent] = []
     digest_parts: list[bytes] = []
     described: dict[tuple[int, int], bytes] = {}  # arrays of one form share grid and dtype
-    for key in sorted(arrays):  # by code points, which is the order of their UTF-8
-        array = arrays[key]
+    plain = encoding.raw and not encoding.overhead
+    for array in map(arrays.__getitem__, names):
         grid = array.grid
-        prefix = key.encode()
         form = id(grid), id(array.dtype)
         metadata = described.get(form)
         if metadata is None:
             metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, encoding)
-        entries.append((prefix + b"/zarr.json", metadata))
-        for cell, chunk in zip(cells(grid), array.chunks, strict=True):
-            where = chunk.where
-            if type(where) is bytes:
-                where = encoding.encode_inline(where, grid.itemsize)
-            entries.append((b"%s/%s" % (prefix, cell_key(cell.index)), where))
-            digest_parts.append(chunk.digest)
-    entries += _in_parts(layout.STEP_RECORD, _encode_record(record))
-    entries += _in_parts(layout.CHUNK_DIGESTS, b"".join(digest_parts))
-    entries.sort(key=itemgetter(0))
-    return ocdbt.encode(
-        entries,
+        values.append(metadata)
+        if len(array.chunks) != grid.size:
+            raise ValueError(f"an array of {grid.size} cells has {len(array.chunks)} chunks")
+        for digest, where in array.chunks:
+            values.append(where if plain or type(where) is not bytes else encoding.encode_inline(where, grid.itemsize))
+            digest_parts.append(digest)
+    parts = _in_parts(_encode_record(record)), _in_parts(b"".join(digest_parts))
+    values += parts[0] + parts[1]
+    keys, order = _entry_keys(tuple(names), tuple([arrays[name].grid for name in names]), len(parts[0]), len(parts[1]))
+    return ocdbt.encode_values(
+        keys,
+        order(values),
         btree_path,
         uuid=bytes.fromhex(record.store.replace("-", "")),
         commit_time_ns=time.time_ns(),
     )
 
 
-def _in_parts(name: str, value: bytes) -> list[tuple[bytes, bytes | Extent]]:
-    pieces = [value[i : i + _INLINE_VALUE_MAX] for i in range(0, len(value), _INLINE_VALUE_MAX)] or [b""]
-    return [(_part_key(name, i), piece) for i, piece in enumerate(pieces)]
+@lru_cache(maxsize=2)  # of the trees that are saved now; RAM and slower tiers have the same keys
+def _entry_keys(
+    names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int, digest_parts: int
+) -> tuple[ocdbt.Keys, Callable[[list[bytes | Extent]], Sequence[bytes | Extent]]]:
+    """The keys of a step's index, and what puts the values of its arrays, record and digests in their order."""
+    keys: list[bytes] = []
+    for name, grid in zip(names, grids, strict=True):
+        prefix = name.encode() + b"/"
+        keys.append(prefix + b"zarr.json")
+        keys += [prefix + cell_key(cell.index) for cell in cells(grid)]
+    keys += [_part_key(layout.STEP_RECORD, part) for part in range(record_parts)]
+    keys += [_part_key(layout.CHUNK_DIGESTS, part) for part in range(digest_parts)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return ocdbt.Keys([keys[i] for i in order]), itemgetter(*order)  # there are two keys at least
+
+
+def _in_parts(value: bytes) -> list[bytes]:
+    return [value[i : i + _INLINE_VALUE_MAX] for i in range(0, len(value), _INLINE_VALUE_MAX)] or [b""]
 
 
 def _part_key(name: str, part: int) -> bytes:
