@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import count
-from operator import itemgetter
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -33,6 +30,7 @@ from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.step_keys import entry_keys, in_parts, join_parts
 from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
@@ -59,7 +57,6 @@ INLINE_MAX = 4096
 MAX_CHUNK: Final = 1 << 30
 """Bytes of the largest chunk that a configuration allows, so that none is read that memory cannot hold."""
 
-_INLINE_VALUE_MAX = 1 << 20
 _MAX_RECORD = MAX_STRUCTURE_BYTES + (16 << 20)
 _MAX_POLICY_DEPTH = 100
 """Tables and lists inside each other: what is shown to people is walked by recursion."""
@@ -224,9 +221,9 @@ def encode_step(
         for digest, where in array.chunks:
             values.append(where if plain or type(where) is not bytes else encoding.encode_inline(where, grid.itemsize))
             digest_parts.append(digest)
-    parts = _in_parts(_encode_record(record)), _in_parts(b"".join(digest_parts))
+    parts = in_parts(_encode_record(record)), in_parts(b"".join(digest_parts))
     values += parts[0] + parts[1]
-    keys, order = _entry_keys(tuple(names), tuple([arrays[name].grid for name in names]), len(parts[0]), len(parts[1]))
+    keys, order = entry_keys(tuple(names), tuple([arrays[name].grid for name in names]), len(parts[0]), len(parts[1]))
     return ocdbt.encode_values(
         keys,
         order(values),
@@ -236,55 +233,17 @@ def encode_step(
     )
 
 
-@lru_cache(maxsize=2)  # of the trees that are saved now; RAM and slower tiers have the same keys
-def _entry_keys(
-    names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int, digest_parts: int
-) -> tuple[ocdbt.Keys, Callable[[list[bytes | Extent]], Sequence[bytes | Extent]]]:
-    """The keys of a step's index, and what puts the values of its arrays, record and digests in their order."""
-    keys: list[bytes] = []
-    for name, grid in zip(names, grids, strict=True):
-        prefix = name.encode() + b"/"
-        keys.append(prefix + b"zarr.json")
-        keys += [prefix + cell_key(cell.index) for cell in cells(grid)]
-    keys += [_part_key(layout.STEP_RECORD, part) for part in range(record_parts)]
-    keys += [_part_key(layout.CHUNK_DIGESTS, part) for part in range(digest_parts)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    return ocdbt.Keys([keys[i] for i in order]), itemgetter(*order)  # there are two keys at least
-
-
-def _in_parts(value: bytes) -> list[bytes]:
-    return [value[i : i + _INLINE_VALUE_MAX] for i in range(0, len(value), _INLINE_VALUE_MAX)] or [b""]
-
-
-def _part_key(name: str, part: int) -> bytes:
-    return f"{name}.{part}".encode() if part else name.encode()
-
-
-def _join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where: str) -> bytes:
-    pieces = []
-    for part in count():
-        piece = get(_part_key(name, part))
-        if piece is None:
-            break
-        if not isinstance(piece, bytes):
-            raise Corrupt(f"{where}: {name} lies outside the index")
-        pieces.append(piece)
-    if not pieces:
-        raise Corrupt(f"{where}: the index has no {name}")
-    return b"".join(pieces)
-
-
 def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
     """The record alone, without decoding the chunks. Raises `Corrupt`."""
-    data = _join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
+    data = join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
     return decode_record(data, btree_path)
 
 
 def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     """Everything about a step, from its two files. Raises `Corrupt` for anything that does not fit together."""
     values = dict(ocdbt.decode(manifest, btree, btree_path))
-    record = decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
-    table = _join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
+    record = decode_record(join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
+    table = join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
     arrays: dict[str, ArrayIndex] = {}
     packs: set[str] = set()
     taken = 0
