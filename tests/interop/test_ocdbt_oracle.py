@@ -172,7 +172,7 @@ def write_step(root: Path, arrays: dict[str, np.ndarray[Any, Any]], *, checksum:
             chunk = leaf[cell.start : cell.start + cell.nbytes].ljust(grid.cell_nbytes, b"\0")
             if checksum:
                 chunk += crc32c(chunk).to_bytes(4, "little")
-            entries.append((f"{key}/{cell_key(cell.index)}".encode(), Extent(pack_path, len(pack), len(chunk))))
+            entries.append((f"{key}/".encode() + cell_key(cell.index), Extent(pack_path, len(pack), len(chunk))))
             pack += chunk.ljust(-(-len(chunk) // 4096) * 4096, b"\0")
     index = ocdbt.encode(sorted(entries), BTREE, uuid=UUID, commit_time_ns=1, max_node_bytes=400)
     assert ocdbt.read_root(index.manifest).height >= 1

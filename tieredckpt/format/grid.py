@@ -10,7 +10,7 @@ be any boxes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import gcd, isqrt, prod
@@ -49,26 +49,29 @@ class Grid:
     shape: tuple[int, ...]
     cell: tuple[int, ...]
     itemsize: int
+    counts: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Cells along each axis; 0 where the array is empty."""
+    size: int = field(init=False, compare=False, repr=False)
+    """Number of cells; 1 for an array without axes."""
+    cell_nbytes: int = field(init=False, compare=False, repr=False)
+    """Bytes of one cell, and so of every chunk, padding included."""
+    nbytes: int = field(init=False, compare=False, repr=False)
+    """Bytes of the array."""
+    _hash: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Cells along each axis; 0 where the array is empty."""
-        return tuple([-(-full // part) for full, part in zip(self.shape, self.cell, strict=True)])
+    def __post_init__(self) -> None:
+        counts = tuple([-(-full // part) for full, part in zip(self.shape, self.cell, strict=False) if part])
+        for name, value in (
+            ("counts", counts),
+            ("size", prod(counts)),
+            ("cell_nbytes", prod(self.cell) * self.itemsize),
+            ("nbytes", prod(self.shape) * self.itemsize),
+            ("_hash", hash((self.shape, self.cell, self.itemsize))),
+        ):
+            object.__setattr__(self, name, value)
 
-    @property
-    def size(self) -> int:
-        """Number of cells; 1 for an array without axes."""
-        return prod(self.counts)
-
-    @property
-    def cell_nbytes(self) -> int:
-        """Bytes of one cell, and so of every chunk, padding included."""
-        return prod(self.cell) * self.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return prod(self.shape) * self.itemsize
+    def __hash__(self) -> int:
+        return self._hash  # grids of all arrays of a tree are looked up together
 
     @property
     def contiguous(self) -> bool:
@@ -239,8 +242,11 @@ def cells(grid: Grid) -> Iterator[Cell]:
     ``grid`` must be one that `plan` made or `check` accepted.
     """
     if grid.cell == grid.shape:  # as most arrays are
-        yield Cell((0,) * len(grid.shape), 0, grid.cell_nbytes)
-        return
+        return iter((Cell((0,) * len(grid.shape), 0, grid.cell_nbytes),))
+    return _cells(grid)
+
+
+def _cells(grid: Grid) -> Iterator[Cell]:
     if not grid.size:
         return
     axis = _cut_axis(grid)
@@ -294,9 +300,10 @@ def overlapping(grid: Grid, box: Box) -> Iterator[tuple[int, Box]]:
         yield ordinal, cell_box(grid, index)
 
 
-def cell_key(index: tuple[int, ...]) -> str:
+@lru_cache(maxsize=4096)
+def cell_key(index: tuple[int, ...]) -> bytes:
     """Key of a cell below its array: zarr's default chunk key encoding, ``c/0/1``, or ``c`` without axes."""
-    return "/".join(("c", *map(str, index)))
+    return "/".join(("c", *map(str, index))).encode()
 
 
 def check(grid: Grid) -> Grid:

@@ -52,8 +52,14 @@ def show_key(key: str) -> str:
     return repr(key) if key else "the tree's root"
 
 
-@lru_cache(maxsize=8192)
 def _escape(name: str) -> str:
+    if name.isidentifier() and name.isascii():  # as most names are
+        return name
+    return _escaped(name)
+
+
+@lru_cache(maxsize=8192)
+def _escaped(name: str) -> str:
     if not name:
         return "%"
     if _ONLY_STOPS.fullmatch(name):

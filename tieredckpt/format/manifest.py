@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
-from operator import itemgetter
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -32,6 +30,7 @@ from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.step_keys import entry_keys, in_parts, join_parts
 from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
@@ -58,7 +57,6 @@ INLINE_MAX = 4096
 MAX_CHUNK: Final = 1 << 30
 """Bytes of the largest chunk that a configuration allows, so that none is read that memory cannot hold."""
 
-_INLINE_VALUE_MAX = 1 << 20
 _MAX_RECORD = MAX_STRUCTURE_BYTES + (16 << 20)
 _MAX_POLICY_DEPTH = 100
 """Tables and lists inside each other: what is shown to people is walked by recursion."""
@@ -142,8 +140,7 @@ class Chunk(NamedTuple):
     where: Extent | bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayIndex:
+class ArrayIndex(msgspec.Struct, frozen=True):
     """The chunks of one array, in row-major order of its grid."""
 
     grid: Grid
@@ -207,64 +204,46 @@ def encode_step(
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
     """
-    entries: list[tuple[bytes, bytes | Extent]] = []
+    names = sorted(arrays)  # by code points, which is the order of their UTF-8
+    values: list[bytes | Extent] = []
     digest_parts: list[bytes] = []
-    for key in sorted(arrays, key=str.encode):
-        array = arrays[key]
-        prefix = key.encode()
-        metadata = zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, encoding)
-        entries.append((prefix + b"/zarr.json", metadata))
-        for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
-            where = chunk.where
-            if isinstance(where, bytes):
-                where = encoding.encode_inline(where, array.grid.itemsize)
-            entries.append((prefix + b"/" + cell_key(cell.index).encode(), where))
-            digest_parts.append(chunk.digest)
-    entries += _in_parts(layout.STEP_RECORD, _encode_record(record))
-    entries += _in_parts(layout.CHUNK_DIGESTS, b"".join(digest_parts))
-    entries.sort(key=itemgetter(0))
-    return ocdbt.encode(
-        entries,
+    described: dict[tuple[int, int], bytes] = {}  # arrays of one form share grid and dtype
+    plain = encoding.raw and not encoding.overhead
+    for array in map(arrays.__getitem__, names):
+        grid = array.grid
+        form = id(grid), id(array.dtype)
+        metadata = described.get(form)
+        if metadata is None:
+            metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, encoding)
+        values.append(metadata)
+        if len(array.chunks) != grid.size:
+            raise ValueError(f"an array of {grid.size} cells has {len(array.chunks)} chunks")
+        for digest, where in array.chunks:
+            values.append(where if plain or type(where) is not bytes else encoding.encode_inline(where, grid.itemsize))
+            digest_parts.append(digest)
+    parts = in_parts(_encode_record(record)), in_parts(b"".join(digest_parts))
+    values += parts[0] + parts[1]
+    keys, order = entry_keys(tuple(names), tuple([arrays[name].grid for name in names]), len(parts[0]), len(parts[1]))
+    return ocdbt.encode_values(
+        keys,
+        order(values),
         btree_path,
         uuid=bytes.fromhex(record.store.replace("-", "")),
         commit_time_ns=time.time_ns(),
     )
 
 
-def _in_parts(name: str, value: bytes) -> list[tuple[bytes, bytes | Extent]]:
-    pieces = [value[i : i + _INLINE_VALUE_MAX] for i in range(0, len(value), _INLINE_VALUE_MAX)] or [b""]
-    return [(_part_key(name, i), piece) for i, piece in enumerate(pieces)]
-
-
-def _part_key(name: str, part: int) -> bytes:
-    return f"{name}.{part}".encode() if part else name.encode()
-
-
-def _join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where: str) -> bytes:
-    pieces = []
-    for part in count():
-        piece = get(_part_key(name, part))
-        if piece is None:
-            break
-        if not isinstance(piece, bytes):
-            raise Corrupt(f"{where}: {name} lies outside the index")
-        pieces.append(piece)
-    if not pieces:
-        raise Corrupt(f"{where}: the index has no {name}")
-    return b"".join(pieces)
-
-
 def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
     """The record alone, without decoding the chunks. Raises `Corrupt`."""
-    data = _join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
+    data = join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
     return decode_record(data, btree_path)
 
 
 def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     """Everything about a step, from its two files. Raises `Corrupt` for anything that does not fit together."""
     values = dict(ocdbt.decode(manifest, btree, btree_path))
-    record = decode_record(_join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
-    table = _join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
+    record = decode_record(join_parts(layout.STEP_RECORD, lambda k: values.pop(k, None), btree_path), btree_path)
+    table = join_parts(layout.CHUNK_DIGESTS, lambda k: values.pop(k, None), btree_path)
     arrays: dict[str, ArrayIndex] = {}
     packs: set[str] = set()
     taken = 0
@@ -278,10 +257,9 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
             raise Corrupt(f"{where} has metadata outside the index")
         try:
             key = prefix.decode()
-            shape, dtype, cell, encoding = zarr.parse_array_metadata(metadata)
+            grid, dtype, encoding = zarr.parse_array_metadata(metadata)
         except (UnicodeDecodeError, TieredCkptError) as error:
             raise Corrupt(f"{where} has unreadable metadata: {error}") from error
-        grid = Grid(shape, cell, dtype.itemsize)
         if grid.cell_nbytes > MAX_CHUNK:
             raise Corrupt(f"{where} has chunks of {grid.cell_nbytes} bytes; {MAX_CHUNK} are the most")
         end = taken + grid.size * digests.SIZE
@@ -290,7 +268,7 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
         chunks = []
         bounds = encoding.bounds(grid.cell_nbytes)
         for position in cells(grid):
-            value = values.get(prefix + b"/" + cell_key(position.index).encode())
+            value = values.get(prefix + b"/" + cell_key(position.index))
             digest = table[taken : taken + digests.SIZE]
             taken += digests.SIZE
             if isinstance(value, bytes):

@@ -25,18 +25,20 @@ from tieredckpt.format.ocdbt_read import (
     find_in_nodes,
     read_root,
 )
-from tieredckpt.format.ocdbt_write import NODE_BYTES, Index, encode
+from tieredckpt.format.ocdbt_write import NODE_BYTES, Index, Keys, encode, encode_values
 
 __all__ = [
     "NODE_BYTES",
     "Extent",
     "Index",
+    "Keys",
     "NodeReader",
     "Root",
     "Value",
     "decode",
     "decode_nodes",
     "encode",
+    "encode_values",
     "find",
     "find_in_nodes",
     "read_root",

@@ -35,7 +35,7 @@ from tieredckpt.format.ocdbt_codec import (
     varint,
 )
 
-__all__ = ["NODE_BYTES", "Index", "encode"]
+__all__ = ["NODE_BYTES", "Index", "Keys", "encode", "encode_values"]
 
 NODE_BYTES: Final = 128 << 10
 """Decoded size of a node. A million keys in nodes of 128 KiB to 4 MiB took the same time to write and to read
@@ -84,8 +84,53 @@ class _Columns:
     """Ascending."""
 
 
+class Keys:
+    """The keys of an index, which the next index of the same keys takes as they are, checked and encoded.
+
+    Args:
+        keys: in strictly ascending order, at most 65535 bytes each.
+
+    Raises:
+        Invalid: keys out of order, too long, or too many.
+    """
+
+    def __init__(self, keys: list[bytes]) -> None:
+        _check_keys(keys)
+        self.all = keys
+        self.lengths = np.fromiter(map(len, keys), np.int64, len(keys))
+        self._columns: dict[tuple[int, int], bytes] = {}
+
+    def columns(self, nodes: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Of every leaf node, given as a range of keys: its key columns."""
+        before = self._columns
+        found = self._columns = {node: before.get(node) or self._encoded(node, len(nodes)) for node in nodes}
+        return [found[node] for node in nodes]
+
+    def _encoded(self, node: tuple[int, int], nodes: int) -> bytes:
+        keys = self.all[slice(*node)]
+        skip = 0 if nodes == 1 else shared_prefix(keys[0], keys[-1])
+        return b"".join(_key_columns(keys, skip))
+
+
 def encode(
     entries: Iterable[tuple[bytes, Value]],
+    btree_path: str,
+    *,
+    uuid: bytes,
+    commit_time_ns: int,
+    max_node_bytes: int = NODE_BYTES,
+) -> Index:
+    """As `encode_values`, of entries in strictly ascending order of their keys."""
+    pairs = list(entries)
+    keys, values = Keys([key for key, _ in pairs]), [value for _, value in pairs]
+    return encode_values(
+        keys, values, btree_path, uuid=uuid, commit_time_ns=commit_time_ns, max_node_bytes=max_node_bytes
+    )
+
+
+def encode_values(
+    keys: Keys,
+    values: Sequence[Value],
     btree_path: str,
     *,
     uuid: bytes,
@@ -95,25 +140,21 @@ def encode(
     """The files of an index with one version, generation 1, uncompressed.
 
     Args:
-        entries: keys in strictly ascending order, at most 65535 bytes each, with a value of at most 1 MiB or
-            an extent.
+        keys: of the index.
+        values: of the keys: at most 1 MiB each, or an extent.
         btree_path: where ``Index.btree`` will be, relative to the root.
         uuid: 16 bytes that identify the database.
         commit_time_ns: nanoseconds since the epoch.
         max_node_bytes: decoded size of a node, exceeded only by single large entries.
 
     Raises:
-        Invalid: keys out of order, values too large, paths that leave the root, or sizes out of range.
+        Invalid: values too large, paths that leave the root, or sizes out of range.
     """
     if len(uuid) != 16 or not is_data_path(btree_path) or not 0 <= commit_time_ns <= MAX_UINT64:
         raise Invalid(f"no index at {btree_path!r} with uuid {uuid.hex()} and commit time {commit_time_ns}")
     if not 1 <= max_node_bytes < 1 << 32:
         raise Invalid(f"max_node_bytes is {max_node_bytes}: it must be at least 1 and below 4 GiB")
-    pairs = list(entries)
-    keys = [key for key, _ in pairs]
-    values = [value for _, value in pairs]
-    _check_keys(keys)
-    columns = _columns(keys, values)
+    columns = _columns(keys.all, values)
 
     parts: list[bytes] = []
     position = 0
@@ -127,13 +168,12 @@ def encode(
         start = position - len(node)
         return _Subtree(first, last, start, len(node), count, below + len(node), indirect)
 
-    weights = np.fromiter(map(len, keys), np.int64, len(keys)) + _ENTRY_BYTES
+    weights = keys.lengths + _ENTRY_BYTES
     weights[~columns.far] += columns.lengths[~columns.far]
     groups = list(_divide(weights, max_node_bytes, 1))
-    for start, end in groups:
-        skip = 0 if len(groups) == 1 else shared_prefix(keys[start], keys[end - 1])
-        body, indirect = _leaf(keys[start:end], values, columns, start, skip)
-        level.append(write(body, keys[start], keys[end - 1], end - start, 0, indirect))
+    for (start, end), key_columns in zip(groups, keys.columns(groups), strict=True):
+        body, indirect = _leaf(key_columns, values, columns, start, end)
+        level.append(write(body, keys.all[start], keys.all[end - 1], end - start, 0, indirect))
 
     height = 0
     while len(level) > 1:
@@ -172,7 +212,7 @@ def _check_keys(keys: list[bytes]) -> None:
         )
 
 
-def _columns(keys: list[bytes], values: list[Value]) -> _Columns:
+def _columns(keys: list[bytes], values: Sequence[Value]) -> _Columns:
     if not {*map(type, values)} <= {bytes, Extent}:
         raise Invalid("the values of an index are bytes or Extent")
     extents = [value for value in values if isinstance(value, Extent)]
@@ -213,18 +253,16 @@ def _divide(weights: NDArray[np.int64], limit: int, fewest: int) -> Iterator[tup
         start, done = end, int(sums[end - 1])
 
 
-def _leaf(keys: list[bytes], values: Sequence[Value], columns: _Columns, start: int, skip: int) -> tuple[bytes, int]:
-    """Body of a leaf node, and the bytes of all extents in it."""
-    end = start + len(keys)
+def _leaf(keys: bytes, values: Sequence[Value], columns: _Columns, start: int, end: int) -> tuple[bytes, int]:
+    """Body of a leaf node, whose keys are encoded, and the bytes of all extents in it."""
     far, lengths = columns.far[start:end], columns.lengths[start:end]
     first = int(columns.before[start])
     extents = slice(first, first + int(far.sum()))
     used, files = np.unique(columns.files[extents], return_inverse=True)
     inline = [values[start + int(index)] for index in np.flatnonzero(~far)]
-    key_lengths, key_text = _key_columns(keys, skip)
     body = (
-        b"\0" + file_table([columns.paths[index] for index in used.tolist()]) + varint(len(keys)),
-        key_lengths + key_text,
+        b"\0" + file_table([columns.paths[index] for index in used.tolist()]) + varint(end - start),
+        keys,
         column(lengths) + far.tobytes() + column(files) + column(columns.offsets[extents]),
         *(value for value in inline if isinstance(value, bytes)),
     )

@@ -101,8 +101,8 @@ def array_metadata(shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int
 
 
 @lru_cache(maxsize=4096)
-def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...], Encoding]:
-    """Shape, dtype, cell shape and encoding from a ``zarr.json`` that `array_metadata` wrote.
+def parse_array_metadata(data: bytes) -> tuple[Grid, np.dtype[Any], Encoding]:
+    """Grid, dtype and encoding from a ``zarr.json`` that `array_metadata` wrote.
 
     Times come back as the int64 that they are stored as; the byte order is that of the chunks.
 
@@ -118,7 +118,7 @@ def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], t
         codecs = metadata["codecs"]
         big = codecs[0].get("configuration") == {"endian": "big"}
         dtype = dtype_from_name(metadata["data_type"] + (_BIG if big else ""))
-        check(Grid(shape, cell, dtype.itemsize))
+        grid = check(Grid(shape, cell, dtype.itemsize))
         (encoding,) = (each for each in ENCODINGS.values() if each.codecs(dtype.itemsize) == codecs[1:])
         # json.dumps tells 1 from True and 1.0, which compare equal.
         found = json.dumps(metadata, sort_keys=True)
@@ -127,7 +127,7 @@ def parse_array_metadata(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], t
         raise Corrupt(f"zarr.json is not one that tieredckpt writes: {error!r:.200}") from error
     if found != expected:
         raise Corrupt(f"zarr.json is not one that tieredckpt writes: {data[:200]!r}")
-    return shape, dtype, cell, encoding
+    return grid, dtype, encoding
 
 
 def _metadata(

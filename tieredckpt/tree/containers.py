@@ -183,6 +183,8 @@ def _open_dataclass(value: Any) -> Opened:
 
 
 def _checked_name(path: str, name: object) -> str | int:
+    if type(name) is str and name.isascii():  # as most are
+        return name
     plain = _plain_key(name)
     if type(plain) is int and -MAX_JSON_INT <= plain <= MAX_JSON_INT:
         return plain

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from tieredckpt.format.boxes import Box
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, Place, array_node, nothing, storage_key
@@ -33,7 +34,7 @@ def pieces(key: str, array: jax.Array, as_leaf: _AsLeaf, as_template: _AsLeaf) -
     for shard in array.addressable_shards:
         local.setdefault(_box(shard.index, whole.shape), shard.data)
     found = _pieces(key, array, whole, local)
-    leaves = [dataclasses.replace(leaf, source=as_leaf(key, local[leaf.box]).source) for leaf in found.leaves if local]
+    leaves = [replace(leaf, source=as_leaf(key, local[leaf.box]).source) for leaf in found.leaves if local]
     return found if not all(whole.shape) else dataclasses.replace(found, leaves=tuple(leaves))
 
 
@@ -84,7 +85,7 @@ def _pieces(key: str, like: jax.Array | jax.ShapeDtypeStruct, whole: ArrayLeaf, 
         place = Place(key, whole.shape, box.offset, cut, replicas=replicas)
         alone = box.shape == whole.shape and not replicas
         name = storage_key(key, whole.shape, box)
-        leaves.append(dataclasses.replace(whole, key=name, shape=box.shape, place=None if alone else place))
+        leaves.append(replace(whole, key=name, shape=box.shape, place=None if alone else place))
     return Pieces(node, like, tuple(leaves))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tieredckpt.errors import Invalid
@@ -37,8 +38,7 @@ class Place:
     """The ranks that have this very piece, where there are several."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayLeaf:
+class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """An array of a tree, or a piece of one, saved or given as ``like``."""
 
     key: str

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+import msgspec
+
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.grid import Grid, plan_block
 from tieredckpt.format.manifest import INLINE_MAX
@@ -140,7 +142,7 @@ def _parts(leaf: ArrayLeaf, grid: Grid, cells: range) -> Iterator[ArrayLeaf]:
         place = leaf.place
         if place is not None:
             place = None if leaf.shape == place.shape else dataclasses.replace(place, cell=grid.cell, replicas=())
-        yield dataclasses.replace(leaf, place=place)
+        yield msgspec.structs.replace(leaf, place=place)
         return
     key, shape = (leaf.key, leaf.shape) if leaf.place is None else (leaf.place.key, leaf.place.shape)
     for some in _boxes(grid.counts, cells.start, cells.stop):
@@ -148,7 +150,7 @@ def _parts(leaf: ArrayLeaf, grid: Grid, cells: range) -> Iterator[ArrayLeaf]:
         ends = [min(i * n, full) for i, n, full in zip(some.end, grid.cell, grid.shape, strict=True)]
         inner = Box(tuple(starts), tuple([end - start for start, end in zip(starts, ends, strict=True)]))
         box = Box(tuple([a + b for a, b in zip(leaf.box.offset, inner.offset, strict=True)]), inner.shape)
-        yield dataclasses.replace(
+        yield msgspec.structs.replace(
             leaf,
             key=storage_key(key, shape, box),
             shape=box.shape,

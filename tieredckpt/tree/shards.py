@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
+
+from msgspec.structs import replace
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box, Boxes, tile
@@ -109,8 +110,8 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
         )
     kind: Kind = "numpy" if leaf.kind == "numpy-scalar" else leaf.kind
     if box.shape == shape:
-        return dataclasses.replace(leaf, kind=kind)
-    return dataclasses.replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset, cut))
+        return replace(leaf, kind=kind)
+    return replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset, cut))
 
 
 def _begins(offset: tuple[int, ...], cut: tuple[int, ...]) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,7 +27,7 @@ def pieces(key: str, value: Any, as_leaf: Callable[[str, object], ArrayLeaf]) ->
     """
     shape = tuple(value.shape)
     local = as_leaf(key, _local(value))
-    node = array_node(dataclasses.replace(local, place=Place(key, shape, (0,) * len(shape))))
+    node = array_node(msgspec.structs.replace(local, place=Place(key, shape, (0,) * len(shape))))
     if not all(shape):
         return Pieces(node, value, (nothing(node, local.dtype),))
     coordinates = value.device_mesh.get_coordinate()
@@ -48,10 +48,10 @@ def pieces(key: str, value: Any, as_leaf: Callable[[str, object], ArrayLeaf]) ->
         box = Box(tuple(span.start for span in some), tuple(span.size for span in some))
         alone = box.shape == shape and not replicas
         place = None if alone else Place(key, shape, box.offset, cut, replicas=replicas)
-        leaves.append(dataclasses.replace(local, key=storage_key(key, shape, box), shape=box.shape, place=place))
+        leaves.append(msgspec.structs.replace(local, key=storage_key(key, shape, box), shape=box.shape, place=place))
     parts = [_within_local(axis) for axis in mine]
     if len(leaves) > 1:
-        leaves = [dataclasses.replace(leaf, part=part) for leaf, part in zip(leaves, product(*parts), strict=True)]
+        leaves = [msgspec.structs.replace(leaf, part=part) for leaf, part in zip(leaves, product(*parts), strict=True)]
     return Pieces(node, value, tuple(leaves))
 
 

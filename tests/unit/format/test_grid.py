@@ -126,13 +126,13 @@ def test_the_largest_arrays_have_a_grid() -> None:
 def test_an_array_without_axes_is_one_cell() -> None:
     grid = plan((), 8, 16 << 20)
     assert list(cells(grid)) == [Cell((), 0, 8)]
-    assert cell_key(()) == "c"
+    assert cell_key(()) == b"c"
     assert (grid.size, grid.cell_nbytes, grid.nbytes) == (1, 8, 8)
 
 
 def test_cell_keys_are_the_default_chunk_keys_of_zarr() -> None:
-    assert cell_key((0,)) == "c/0"
-    assert cell_key((1, 23, 0)) == "c/1/23/0"
+    assert cell_key((0,)) == b"c/0"
+    assert cell_key((1, 23, 0)) == b"c/1/23/0"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,18 @@ def test_the_root_tells_what_is_in_the_index(entries: list[tuple[bytes, Value]],
     assert root.indirect_bytes == sum(value.length for _, value in entries if isinstance(value, Extent))
 
 
+@given(entries=indexes, others=st.lists(values, max_size=60), limit=node_bytes)
+def test_keys_that_were_encoded_before_are_encoded_as_new_ones(
+    entries: list[tuple[bytes, Value]], others: list[Value], limit: int
+) -> None:
+    """Whatever the values are meanwhile, which move the borders of nodes."""
+    kept = ocdbt.Keys([key for key, _ in entries])
+    first = [value for _, value in entries]
+    for values in (first, [*others, *first][: len(first)], first[::-1], first):
+        index = ocdbt.encode_values(kept, values, BTREE, uuid=UUID, commit_time_ns=123, max_node_bytes=limit)
+        assert index == encode(list(zip(kept.all, values, strict=True)), limit)
+
+
 def test_nodes_keep_to_their_size_and_interior_nodes_join_them() -> None:
     entries: list[tuple[bytes, Value]] = [(b"layer/%04d/c/0" % i, Extent("p", i, 1)) for i in range(2000)]
     index = encode(entries, 1000)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def leaves(draw: st.DrawFn) -> Any:
     dtype = draw(st.sampled_from(["u1", "<f4", ">f8", "<M8[ns]"]))
     array = np.arange(1, np.prod(shape) + 1).astype(np.int64).astype(dtype).reshape(shape)
     (leaf,) = flatten({"w": np.asfortranarray(array) if draw(st.booleans()) else array}).arrays
-    return dataclasses.replace(leaf, place=Place("w", tuple(2 * n for n in shape), shape, cell=cell))
+    return msgspec.structs.replace(leaf, place=Place("w", tuple(2 * n for n in shape), shape, cell=cell))
 
 
 @given(leaf=leaves(), inline_max=st.sampled_from([0, snapshot.INLINE_MAX]))

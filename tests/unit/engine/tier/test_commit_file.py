@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.scenes import SOON, Heard, config, folder, ram, tree
