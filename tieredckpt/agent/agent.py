@@ -244,15 +244,15 @@ class Agent:
             if ram.ram is not None and note is not None and ram.ram.is_of(note):
                 await scan_tier(ram)  # a slab that went with its process is still mapped here
             else:
-                while ram.pins:  # what is read stays where it is
+                while ram.steps.pins:  # what is read stays where it is
                     await state.changed.wait(_LOOK_AGAIN)
                 await ram.disconnect()
                 await connect_tier(state, ram)
         except TieredCkptError as error:
-            ram.error = error
+            ram.health.error = error
             _log.info("RAM cannot be seen: %s", error)
         else:
-            ram.error = None
+            ram.health.error = None
             state.adopt_line()
             self._engine.prefault()
         state.changed.notify()

@@ -245,7 +245,8 @@ class Engine:
 
     def _is_spare(self, tier: Tier) -> bool:
         """Whether all that a tier holds may go."""
-        return not self.state.membership.undecided and not any(why_not(self.state, step, tier) for step in tier.held)
+        state = self.state
+        return not state.membership.undecided and not any(why_not(state, step, tier) for step in tier.steps.held)
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -262,12 +263,12 @@ class Engine:
     ) -> Saved:
         """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
         self.state.check_writable("save")
-        reserved = self.state.tiers[0].reserved
+        reserved = _reserved(self.state.tiers[0])
         save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, stall=stall)
         saved = await self.mode.save(step, flat, replicated, save, origin)
         if saved.tier is not None:
             await self.collector.settle(self.state.tier(saved.tier))
-        if self.state.tiers[0].reserved != reserved:
+        if _reserved(self.state.tiers[0]) != reserved:
             self.prefault()
         return saved
 
@@ -299,6 +300,11 @@ class Engine:
     async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
         return await self.mode.looking(work, packs=packs)
+
+
+def _reserved(tier: Tier) -> int:
+    """Bytes of memory that its slab has; 0 without one."""
+    return tier.ram.slab.reserved if tier.ram is not None else 0
 
 
 def _sharers(ram: RamTier | None, team: Group | None) -> int:

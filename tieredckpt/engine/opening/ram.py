@@ -26,6 +26,7 @@ from tieredckpt.concurrency import in_thread, left_behind_after, told_to_end
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.ram_choice import is_copy, is_of_ram_alone, notes
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, TierUnavailable
 
@@ -200,7 +201,7 @@ async def mark_ram(state: State) -> None:
                 state.identity.marker, forked_from=(before.store, *state.identity.marker.ancestors)
             )
         with suppress(TieredCkptError):
-            await ram.mark(ram.marker)
+            await marker_file.write(ram.store, ram.marker)
 
 
 # -- the note ---------------------------------------------------------------------------------------------

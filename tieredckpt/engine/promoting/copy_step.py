@@ -16,7 +16,7 @@ from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal, seal_all, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
@@ -67,7 +67,7 @@ async def copy_step(
         Corrupt: a chunk is intact nowhere; nothing was committed.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
-    if step in tier.held and not again:
+    if step in tier.steps.held and not again:
         return 0
     copy = partial(_copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
     with state.promoting(tier):
@@ -85,12 +85,12 @@ async def _copy(
     lost: dict[bytes, Extent],
 ) -> int:
     begin = time.monotonic()
-    was_there = again or step in tier.damaged
+    was_there = again or step in tier.steps.damaged
     async with StepSource.open(state, step) as source:
         need = sum(map(tier.encoding.stored_size, _missing(source, tier, lost)[1].values()))
         await have_room(state, collector, step, tier, need)
-        async with needing(need), tier.guards_packs:
-            if step in tier.held and not again:
+        async with needing(need), tier.packs.guard:
+            if step in tier.steps.held and not again:
                 return 0
             if again:
                 await _keep_own_extents(step, tier, leaving)
@@ -100,7 +100,7 @@ async def _copy(
 
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
-                located = _located(source.index.arrays, ChainMap(lost, placed, tier.chunks))
+                located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.chunks))
                 encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
 
             if needs:
@@ -108,9 +108,9 @@ async def _copy(
                     async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                         await write_packs(tier, found, written, None if was_there else encode)
                 finally:
-                    tier.add_packs(written)  # also those before a failure: the next try refers to them
+                    tier.packs.add(written)  # also those before a failure: the next try refers to them
             # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
-            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
+            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.packs.chunks))
             if not was_there:
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
@@ -121,7 +121,7 @@ async def _copy(
 
 def check_wanted(step: StepId, tier: Tier) -> None:
     """Raise `NotFound` before the first commit of a step that was deleted while it was copied."""
-    if step in tier.tombstones:
+    if step in tier.steps.tombstones:
         raise NotFound(f"{step} was deleted while it was on its way to tier {tier.name!r}")
 
 
@@ -131,11 +131,11 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
     Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
-        for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
-            if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
-                if (known := tier.chunks[digest]) != extent:
-                    tier.duplicates.setdefault(digest, []).append(known)
-                tier.chunks[digest] = extent
+        for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
+            if digest in tier.packs.chunks and extent.path in tier.packs.sizes and extent.path not in leaving:
+                if (known := tier.packs.chunks[digest]) != extent:
+                    tier.packs.duplicates.setdefault(digest, []).append(known)
+                tier.packs.chunks[digest] = extent
 
 
 def _sizes(source: StepSource) -> dict[bytes, int]:
@@ -152,7 +152,7 @@ def _missing(
         for ordinal, chunk in enumerate(array.chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in lost:
                 continue
-            if not tier.has(chunk.digest, array.grid.cell_nbytes):
+            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
                 needs[chunk.digest] = (key, ordinal)
                 sizes[chunk.digest] = array.grid.cell_nbytes
     return needs, sizes

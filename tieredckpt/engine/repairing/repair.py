@@ -69,7 +69,7 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
             else:
                 left += await _mend_packs(state, collector, step, tier, chunks)
         except TieredCkptError as error:
-            if not tier.keeps(step):
+            if not tier.steps.keeps(step):
                 continue  # evicted meanwhile, and nothing is left to mend
             left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
         for each in left:
@@ -149,9 +149,9 @@ async def _mend_packs(
                         lost[chunk.digest] = chunk.where
                     else:
                         origin[chunk.digest] = good.name, nbytes
-    async with tier.guards_packs:
+    async with tier.packs.guard:
         for digest in chunks:
-            tier.forget(digest)  # also what is lost: a step to come that has it writes it anew
+            tier.packs.forget(digest)  # also what is lost: a step to come that has it writes it anew
     if not origin:
         return left
     await copy_step(state, collector, step, tier, again=True, lost=lost)
@@ -193,15 +193,15 @@ async def repair_index(
         remembered: its index, as this process wrote or read it before.
     """
     if remembered is not None and (tier.ram is None or await _is_unread(tier, step)):
-        async with tier.guards_packs:
+        async with tier.packs.guard:
             await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
     if tier.ram is not None:
         await collector.evictor.drop_unreadable(step, tier)
         return
-    if not tier.keeps(step):
+    if not tier.steps.keeps(step):
         return  # it was evicted since it could not be read
-    tier.quarantine(step, error)
+    tier.steps.quarantine(step, error, tier.packs.sizes)
     if state.holders(step):
         await copy_step(state, collector, step, tier)
 
@@ -214,4 +214,4 @@ async def _is_unread(tier: Tier, step: StepId) -> bool:
     except NotFound:
         return False  # nobody can tell who has a lock on what was there
     unread = await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
-    return unread() and not tier.pins.get(step)
+    return unread() and not tier.steps.pins.get(step)

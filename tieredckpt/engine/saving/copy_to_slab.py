@@ -152,7 +152,8 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
 
 def _waiting_helps(state: State, tier: Tier) -> bool:
     """Whether a step of the slab is on its way to a tier that works, or being read."""
-    stuck = sum(other.promotions > 0 and not other.responsive for other in state.tiers[tier.index + 1 :])
-    if tier.parts or len(tier.pins) > stuck:  # of which each promotion reads one: those that are stuck do not end soon
+    stuck = sum(other.steps.promotions > 0 and not other.responsive for other in state.tiers[tier.index + 1 :])
+    # Each promotion reads a step, and those that are stuck do not end soon.
+    if tier.steps.parts or len(tier.steps.pins) > stuck:
         return True
-    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.held)
+    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.steps.held)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import make_room, needing
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
@@ -79,10 +80,10 @@ async def stream(
     """
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
     for tier in state.tiers:
-        if tier.kind.in_memory or tier.name in refusals:
+        if kind_of(tier.config).in_memory or tier.name in refusals:
             continue
         if not tier.healthy:
-            problems.append(f"tier {tier.name!r} is not available ({tier.error})")
+            problems.append(f"tier {tier.name!r} is not available ({tier.health.error})")
             continue
         need = sum(tier.encoding.stored_size(cell.nbytes) for cell in snapshot.pending)
         with attributed(tier):
@@ -98,9 +99,9 @@ async def stream(
             with attributed(tier):
                 await state.agent_spill.borrow(tier, until_committed)
         elif state.membership.size == 1:
-            await until_committed.enter_async_context(tier.guards_packs)
+            await until_committed.enter_async_context(tier.packs.guard)
         # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
-        until_committed.callback(tier.streamed_to.clear)
+        until_committed.callback(tier.packs.streamed_to.clear)
         return tier, *await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
@@ -183,10 +184,11 @@ async def _write(
     if state.agent_spill is not None:
         extents |= await state.agent_spill.find(tier, unknown)
     else:
-        tier.streamed_to |= _packs_with(tier, sizes)
+        tier.packs.streamed_to |= _packs_with(tier, sizes)
         await refer_to_intact(state, tier, None, unknown)
-        extents |= {digest: tier.chunks[digest] for digest, nbytes in unknown.items() if tier.has(digest, nbytes)}
-    tier.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
+        packs = tier.packs
+        extents |= {digest: packs.chunks[digest] for digest, nbytes in unknown.items() if packs.has(digest, nbytes)}
+    tier.packs.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
     new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
     waiting = sorted(new.values(), key=lambda done: done.offset)
     now = WrittenPacks()
@@ -196,14 +198,15 @@ async def _write(
     finally:
         written.add(now)
         if state.manages(tier):
-            tier.add_packs(now)
+            tier.packs.add(now)
     return sum(done.cell.nbytes for done in waiting), extents | now.extents
 
 
 def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
     """The packs that are known to have any of the chunks, or a copy of it."""
-    known = {tier.chunks[digest].path for digest in digests if digest in tier.chunks}
-    return known | {extent.path for digest in tier.duplicates.keys() & digests for extent in tier.duplicates[digest]}
+    chunks, duplicates = tier.packs.chunks, tier.packs.duplicates
+    known = {chunks[digest].path for digest in digests if digest in chunks}
+    return known | {extent.path for digest in duplicates.keys() & digests for extent in duplicates[digest]}
 
 
 async def _batches(
@@ -226,7 +229,7 @@ async def _batches(
 
 async def _sealed(state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[Copied], slab: Slab) -> Batch:
     batch, encoding = Batch(), tier.encoding
-    tier.streamed_to.add(batch.key)
+    tier.packs.streamed_to.add(batch.key)
     try:
         payloads: list[Payload] = []
         for done in pack:

@@ -22,7 +22,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
@@ -95,7 +95,7 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
     communicator = transfer.communicator
     try:
         async with pinned(tier, step):
-            index = await tier.load_index(step)
+            index = await step_index.load(tier, step)
             await communicator.post([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
             lacks = await _take_answer(transfer, "lacks", to)
             sent = await _send(transfer, tier, index, lacks, to, pace)
@@ -159,7 +159,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
     try:
         part = await in_thread(decode_part, offer, f"the part offered by rank {source}", pool=state.pool)
         step = part.record.id
-        if tier.has_own(step):
+        if tier.steps.has_own(step):
             await _tell(transfer, "lacks", source, _Answer())
         else:
             sizes = _sizes(part.arrays)
