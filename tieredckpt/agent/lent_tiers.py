@@ -56,7 +56,7 @@ class LentTiers:
         tier = self._lent_one(order.tier)
         await refer_to_intact(self._state, tier, None, order.sizes)
         packs = tier.packs
-        there = {digest: packs.chunks[digest] for digest, nbytes in order.sizes.items() if packs.has(digest, nbytes)}
+        there = {digest: packs.index[digest] for digest, nbytes in order.sizes.items() if packs.has(digest, nbytes)}
         return [(digest, extent.path, extent.offset, extent.length) for digest, extent in there.items()]
 
     async def commit(self, order: said.Commit) -> None:

@@ -32,7 +32,7 @@ class Admin:
         """Copy a step to a tier now, whatever its policy says; the bytes written."""
         self._state.check_writable("promote")
         step, tier = self._state.find(number), self._state.tier(name)
-        if tier.ram is not None:
+        if not tier.shared:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
         self._check_managed("promote to", tier)
         tier.steps.tombstones.discard(step)

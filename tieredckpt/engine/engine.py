@@ -238,7 +238,7 @@ class Engine:
                 with suppress(TieredCkptError):
                     await tier.lease.release()
             if not keep_ram and tier.ram is not None and tier.ram.slab.writable and self._is_spare(tier):
-                await asyncio.to_thread(tier.ram.remove)  # while its lock is held
+                await asyncio.to_thread(tier.ram.store.remove)  # while its lock is held
             await tier.blobs.close()
         await asyncio.to_thread(state.pool.shutdown)
         state.scratch.close()

@@ -17,7 +17,6 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.ram.slab_meta import read_note
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, whole
-from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.opening.connect import connect, identify, reopen
 from tieredckpt.engine.opening.scan import scan_tier_again
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
@@ -130,7 +129,7 @@ class Refresh:
         state.changed.notify()
 
     async def _look_at(self, tier: Tier, *, packs: bool) -> None:
-        if isinstance(tier.ram, RamStore) and not await in_thread(_is_there, tier.ram):
+        if tier.ram is not None and not await in_thread(_is_there, tier.ram.store):
             await self._set_aside(tier)
         if tier.marker is None:
             await self._connect(tier)
@@ -138,7 +137,7 @@ class Refresh:
         if tier.health.error is not None and time.monotonic() < tier.health.retry_at:
             return
         try:
-            foreign = await scan_tier_again(tier, packs=packs, but=self._left_behind if tier.ram is not None else ())
+            foreign = await scan_tier_again(tier, packs=packs, but=() if tier.shared else self._left_behind)
         except TierUnavailable as error:
             await self._reopen(tier, error)
         else:
@@ -150,7 +149,7 @@ class Refresh:
     async def _reopen(self, tier: Tier, error: TierUnavailable) -> None:
         """Look at a tier that fails through a new store: its file system may have been mounted anew."""
         try:
-            if tier.ram is None and await reopen(self._state, tier):
+            if await reopen(self._state, tier):
                 await scan_tier_again(tier)
                 tier.health.recover()
                 return
@@ -170,7 +169,7 @@ class Refresh:
             await connect(state, tier)
             tier.health.recover()
         except TieredCkptError as error:
-            known = any(other.marker is not None for other in state.tiers if other.ram is None and other is not tier)
+            known = any(other.marker is not None for other in state.tiers if other.shared and other is not tier)
             if isinstance(error, Conflict) and tier.shared and not known:
                 await self._start_over()  # another store has taken the place of the one that was looked at
                 return
@@ -207,7 +206,7 @@ class Refresh:
             self._aside.append((tier.blobs, set(self._in_flight)))
         tier.blobs = None
         await tier.disconnect()
-        if kind_of(tier.config).in_memory:
+        if not tier.shared:
             self._left_behind.clear()
 
 

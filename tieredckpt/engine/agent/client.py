@@ -190,7 +190,7 @@ class AgentClient:
                     settings_of(state.config),
                     state.identity.marker.store,
                     state.identity.made_up,
-                    ram.slab_key,
+                    ram.store.slab_key,
                     ram.slab.capacity,
                 )
             )

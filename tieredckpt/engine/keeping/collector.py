@@ -64,7 +64,6 @@ class Collector:
 
     async def evict_unretained(self, tier: Tier) -> None:
         """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
-        assert tier.ram is not None
         await self.evictor.reclaim_unread(tier)
         for step in leaving(self._state, tier):
             if not waits_for_promotion(self._state, step, tier):
@@ -83,7 +82,7 @@ class Collector:
             if step not in self._state.membership.undecided:
                 await self.evictor.let_part_go(step, tier)
         going = leaving(self._state, tier)
-        if tier.ram is not None:
+        if not tier.shared:
             going += [step for step in sorted(tier.steps.held) if step not in going and self._elsewhere(step, tier)]
         else:
             await self.collect(tier, orphans=False)
@@ -94,8 +93,7 @@ class Collector:
         for step in going:
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
-            if tier.ram is None:
-                await self.collect(tier, orphans=False)
+            await self.collect(tier, orphans=False)
             if enough():
                 return True
         return False
@@ -131,7 +129,7 @@ class Collector:
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
         await self.evictor.reclaim_unread(tier)
-        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
+        if not self._state.collects(tier):
             return Collected(tier.name)
         await self.evictor.find_out(tier)  # before its packs are taken for dead
         async with tier.packs.guard:
@@ -203,7 +201,7 @@ class Collector:
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
-        for digest in tier.packs.chunks.in_packs(dead):
+        for digest in tier.packs.index.in_packs(dead):
             tier.packs.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
         freed = 0
         for key in dead:
@@ -238,7 +236,7 @@ class Collector:
 
     async def sparse_packs(self, tier: Tier) -> set[str]:
         """Packs whose live share of bytes is below the store's ``repack_below``."""
-        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
+        if not self._state.collects(tier):
             return set()
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
@@ -265,7 +263,7 @@ class Collector:
     async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
         """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
         async with tier.packs.guard:
-            for digest in tier.packs.chunks.in_packs(packs):
+            for digest in tier.packs.index.in_packs(packs):
                 tier.packs.forget(digest)
             for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
                 with suppress(NotFound):  # evicted meanwhile

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError
@@ -111,17 +111,15 @@ class Evictor:
             if step not in tier.steps.held and step not in tier.steps.damaged:
                 self._gone(step, tier)
 
-    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
-        slab_index = tier.slab_index
-        assert slab_index is not None
+    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: Ram) -> None:
         digests = list(unique_extents((await step_index.load(tier, step)).arrays)) if tier.steps.has_own(step) else []
         async with tier.steps.turn(step):
             held = tier.steps.held.get(step) or tier.steps.parts.get(step)
             index_key = held.btree_key if held is not None else ""
-            unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
+            unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
             btree_key = tier.steps.drop(step)
-        tier.unread.append((slab_index, unread, digests))
-        await self.reclaim_unread(tier)
+        ram.unread.append((unread, digests))
+        await whole(_reclaim_unread(ram))
         if btree_key:
             await tier.store.delete(btree_key)
 
@@ -136,23 +134,23 @@ class Evictor:
             tier.steps.leaving.discard(step)
             self._state.changed.notify()
 
-    async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
+    async def drop_unreadable(self, step: StepId, tier: Tier, ram: Ram) -> None:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
-        assert tier.ram is not None
-        await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+        await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
         await commit_file.retract(tier, step)
         self._state.changed.notify()
 
     async def reclaim_unread(self, tier: Tier) -> None:
         """Have the extents of steps that left RAM while somebody read them, once nobody does."""
-        if tier.unread:
-            await whole(self._look_who_reads(tier))
+        if tier.ram is not None and tier.ram.unread:
+            await whole(_reclaim_unread(tier.ram))
 
-    async def _look_who_reads(self, tier: Tier) -> None:
-        looked_at, tier.unread[:] = tuple(tier.unread), ()  # so that nobody else gives it back besides
-        unread = await in_thread(lambda: [gone() for _, gone, _ in looked_at])
-        for each, gone in zip(looked_at, unread, strict=True):
-            if gone:
-                each[0].drop(each[2])  # not the tier's of today: RAM may have been made anew since
-            else:
-                tier.unread.append(each)
+
+async def _reclaim_unread(ram: Ram) -> None:
+    looked_at, ram.unread[:] = tuple(ram.unread), ()  # so that nobody else gives it back besides
+    unread = await in_thread(lambda: [gone() for gone, _ in looked_at])
+    for each, gone in zip(looked_at, unread, strict=True):
+        if gone:
+            ram.index.drop(each[1])
+        else:
+            ram.unread.append(each)

@@ -79,7 +79,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
 
     None leaves if all that may leave would not make that much room.
     """
-    if tier.ram is not None or not tier.answers or not state.manages(tier):
+    if not state.collects(tier):
         return False
     going = [
         older

@@ -53,7 +53,7 @@ async def write_catalog(tier: Tier, store: str) -> bool:
         plan = _plan(tier)
         if plan is None:
             return False
-        found = await asyncio.to_thread(tier.packs.chunks.listed, plan.packs, _duplicates(tier))
+        found = await asyncio.to_thread(tier.packs.index.listed, plan.packs, _duplicates(tier))
         sizes = np.array([tier.packs.sizes[key] for key in plan.packs], np.uint64)
         steps = [(step, tier.steps.held[step].record, known.stamps[step]) for step in plan.steps]
     counts, table = found

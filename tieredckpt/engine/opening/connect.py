@@ -100,25 +100,22 @@ async def connect(state: State, tier: Tier) -> None:
     known = state.identity.marker
     if marker is None and known is not None and await _in_earlier_place(state, tier, known.store):
         marker, damaged = await marker_of(tier)
+    ram = tier.ram
     if known is not None and marker is not None and marker.store != known.store:
-        writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
+        writes_ram = ram is not None and ram.slab.writable  # whose folder is called by this store's UUID
         if writes_ram or known.owns(await store_of_steps(tier)):
             marker, damaged = known, True
-        elif (
-            tier.ram is None
-            and state.identity.made_up
-            and not any(other.steps.held for other in state.tiers if other.ram is None)
-        ):
-            await _adopt(state, marker)
-        elif tier.ram is not None:
+        elif not tier.shared:
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
+        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if other.ram is None):
+            await _adopt(state, marker)
         else:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
                 f"{known.store}); point the tier to a folder of its own"
             )
     writes = not state.read_only and state.manages(tier)
-    if writes and tier.ram is None and tier.lease is None:
+    if writes and tier.shared and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
         await lease.acquire()
         tier.lease = lease
@@ -129,13 +126,13 @@ async def connect(state: State, tier: Tier) -> None:
     async with tier.packs.guard:  # a collector that saw half of a survey would take the packs of the rest for dead
         known = marker or state.identity.marker
         await scan_tier(tier, known.store if known is not None else None)
-        if state.membership.size > 1 and tier.ram is not None:
+        if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
         tier.marker = known
-    if tier.ram is not None:
+    if ram is not None:
         await note_owner(state)
-        if writes and tier.ram.notice and state.membership.size == 1:  # of several, rank 0 says it for all
-            _log.warning("%s", tier.ram.notice)
+        if writes and ram.store.notice and state.membership.size == 1:  # of several, rank 0 says it for all
+            _log.warning("%s", ram.store.notice)
 
 
 async def reopen(state: State, tier: Tier) -> bool:
@@ -203,7 +200,7 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.identity.marker, state.identity.made_up = marker, False
     for tier in state.tiers:
-        if tier.ram is None and tier.marker is not None and tier.marker != marker:
+        if tier.shared and tier.marker is not None and tier.marker != marker:
             tier.marker = marker
             if state.manages(tier):
                 await marker_file.write(tier.store, marker)

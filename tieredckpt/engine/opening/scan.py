@@ -17,6 +17,7 @@ from tieredckpt.concurrency import together
 from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import Held, IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
@@ -43,9 +44,11 @@ async def scan_tier(tier: Tier, store: str | None = None) -> None:
     """
     tier.clear()
     folders = await _list_steps(tier)
-    if tier.ram is None:
+    catalogs = []
+    if (ram := tier.ram) is None:
         await _list_packs(tier)
-    catalogs = await read_catalogs(tier, store) if tier.ram is None and store is not None else []
+        if store is not None:
+            catalogs = await read_catalogs(tier, store)
     footers, records = believed(tier, catalogs, folders)
     unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
     read = partial(_find_step, tier, folders)
@@ -59,14 +62,14 @@ async def scan_tier(tier: Tier, store: str | None = None) -> None:
     for step in rest:
         record, btree_key = records[step]
         tier.steps.held[step] = Held(record, btree_key, whole=False)
-    if tier.slab_index is not None:
-        await _claim_extents(tier)
-        await _claim_unread(tier)
-        await _remove_strays(tier)
-    elif tier.ram is None:
+    if ram is None:
         unlisted = tier.packs.sizes.keys() - tier.steps.catalogued.packs
         await _all(partial(_find_chunks, tier, key, tier.packs.sizes[key], footers) for key in sorted(unlisted))
         tier.packs.duplicates.update(await asyncio.to_thread(_fill, tier, footers))
+    elif ram.slab.writable:
+        await _claim_extents(tier, ram)
+        await _claim_unread(tier, ram)
+        await _remove_strays(tier)
 
 
 async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
@@ -110,7 +113,7 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
         foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
         if not new and before.keys() == tier.steps.held.keys():
             break
-    if packs and tier.ram is None:
+    if packs and tier.shared:
         sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
         for key in tier.packs.sizes.keys() - sizes.keys():
             del tier.packs.sizes[key]
@@ -161,7 +164,7 @@ async def _list_packs(tier: Tier) -> None:
 
 def _fill(tier: Tier, footers: Footers) -> dict[bytes, list[Extent]]:
     counts, tables = [np.empty(0, np.int64), *footers.counts], [np.empty(0, pack.RECORD), *footers.tables]
-    return tier.packs.chunks.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
+    return tier.packs.index.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
 
 
 async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
@@ -233,34 +236,31 @@ async def _left(tier: Tier, step: StepId) -> bool:
     return False
 
 
-async def _claim_extents(tier: Tier) -> None:
+async def _claim_extents(tier: Tier, ram: Ram) -> None:
     """Count what every step of the slab uses, the newest first; those that cannot be read, or do not fit, leave it."""
-    assert tier.ram is not None
     for step in sorted(tier.steps.held, reverse=True):
         try:
             index = await step_index.load(tier, step)
-            if not _adopt(tier, index):
+            if not _adopt(ram, index):
                 raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
         except (Corrupt, NotFound) as error:
             tier.steps.quarantine(step, error, tier.packs.sizes)
     for step, problem in tuple(tier.steps.damaged.items()):
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
-        await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+        await asyncio.to_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
         tier.steps.drop(step)
 
 
-async def _claim_unread(tier: Tier) -> None:
+async def _claim_unread(tier: Tier, ram: Ram) -> None:
     """Count what steps use that an earlier process took out of RAM, and that somebody is still reading."""
-    assert tier.ram is not None
-    assert tier.slab_index is not None
-    for left in await asyncio.to_thread(tier.ram.still_read):
+    for left in await asyncio.to_thread(ram.store.still_read):
         try:
             index = await asyncio.to_thread(decode_step, left.manifest, left.index, ocdbt.read_root(left.manifest).path)
         except Corrupt as error:
             _log.warning("tier %r: a step that is still read there cannot be told: %s", tier.name, error)
             continue
-        if _adopt(tier, index):
-            tier.unread.append((tier.slab_index, left.unread, list(unique_extents(index.arrays))))
+        if _adopt(ram, index):
+            ram.unread.append((left.unread, list(unique_extents(index.arrays))))
 
 
 async def _remove_strays(tier: Tier) -> None:
@@ -272,19 +272,17 @@ async def _remove_strays(tier: Tier) -> None:
             await tier.store.delete(info.key)
 
 
-def _adopt(tier: Tier, index: StepIndex) -> bool:
+def _adopt(ram: Ram, index: StepIndex) -> bool:
     """Count the step's use of its chunks in the slab; False, and nothing counted, if they do not fit."""
-    assert tier.slab_index is not None
-    assert tier.ram is not None
     taken: list[bytes] = []
     extents = unique_extents(index.arrays)
     chunks = (chunk for array in index.arrays.values() for chunk in array.chunks)
     if any(isinstance(chunk.where, Extent) and extents[chunk.digest] != chunk.where for chunk in chunks):
         return False  # what lies at the other extent may belong to another step
     for digest, extent in extents.items():
-        fits = extent.path == tier.ram.slab_key and tier.slab_index.adopt(digest, extent.offset, extent.length)
+        fits = extent.path == ram.store.slab_key and ram.index.adopt(digest, extent.offset, extent.length)
         if not fits:
-            tier.slab_index.drop(taken)
+            ram.index.drop(taken)
             return False
         taken.append(digest)
     return True

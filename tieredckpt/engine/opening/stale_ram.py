@@ -43,16 +43,16 @@ def stale_holders(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
 async def remove_stale_ram(state: State) -> None:
     """Take such steps out of RAM, or where nothing is written there, out of sight."""
     first = state.tiers[0]
-    if first.ram is None:
+    if (ram := first.ram) is None:
         return
     for step in stale_holders(state, [held.record for held in first.steps.held.values()]):
-        if first.slab_index is None:
+        if not ram.slab.writable:
             first.steps.drop(step)
             continue
         digests = list(unique_extents((await step_index.load(first, step)).arrays))
         index_key = first.steps.held[step].btree_key
-        unread = await in_thread(first.ram.retire, layout.manifest_key(step.step, step.serial), index_key)
-        first.unread.append((first.slab_index, unread, digests))
+        unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
+        ram.unread.append((unread, digests))
         first.steps.drop(step)
         await first.store.delete(index_key)
 

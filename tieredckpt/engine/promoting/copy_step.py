@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 from functools import partial
 
+from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
@@ -87,7 +88,7 @@ async def _copy(
     begin = time.monotonic()
     was_there = again or step in tier.steps.damaged
     async with StepSource.open(state, step) as source:
-        need = sum(map(tier.encoding.stored_size, _missing(source, tier, lost)[1].values()))
+        need = sum(map(tier.chunks.encoding.stored_size, _missing(source, tier, lost)[1].values()))
         await have_room(state, collector, step, tier, need)
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
@@ -100,7 +101,7 @@ async def _copy(
 
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
-                located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.chunks))
+                located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
                 encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
 
             if needs:
@@ -110,7 +111,7 @@ async def _copy(
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
             # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
-            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.packs.chunks))
+            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.packs.index))
             if not was_there:
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
@@ -132,10 +133,10 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
-            if digest in tier.packs.chunks and extent.path in tier.packs.sizes and extent.path not in leaving:
-                if (known := tier.packs.chunks[digest]) != extent:
+            if digest in tier.packs.index and extent.path in tier.packs.sizes and extent.path not in leaving:
+                if (known := tier.packs.index[digest]) != extent:
                     tier.packs.duplicates.setdefault(digest, []).append(known)
-                tier.packs.chunks[digest] = extent
+                tier.packs.index[digest] = extent
 
 
 def _sizes(source: StepSource) -> dict[bytes, int]:
@@ -192,8 +193,8 @@ async def batches(
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    from_slab, encoding = source.tier.ram is not None, target.encoding
-    behind = source.tier.ram is None or source.tier.ram.slab.writable
+    ram, encoding = source.tier.ram, target.chunks.encoding
+    from_slab, behind = ram is not None, ram is None or ram.slab.writable
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
@@ -203,8 +204,8 @@ async def batches(
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
         batch = Batch()
         try:
-            if from_slab:
-                await _add_from_slab(state, source, batch, some, sizes, encoding, behind, threads)
+            if ram is not None:
+                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoding, behind, threads)
                 threads = 1
             else:
                 for digest, need in some:
@@ -249,6 +250,7 @@ def _packs(
 async def _add_from_slab(
     state: State,
     source: StepSource,
+    slab: Slab,
     batch: Batch,
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
@@ -260,8 +262,6 @@ async def _add_from_slab(
 
     What was damaged in RAM comes from elsewhere.
     """
-    assert source.tier.ram is not None
-    slab = source.tier.ram.slab
     payloads: list[Payload] = []
     for digest, (key, ordinal) in some:
         array = source.index.arrays[key]

@@ -52,7 +52,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
         unproven -= verified
         tier.packs.verified |= verified
     for digest in unproven | (tier.packs.duplicates.keys() & sizes.keys()):
-        known = tier.packs.chunks.get(digest)
+        known = tier.packs.index.get(digest)
         copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
         tier.packs.forget(digest)
         for extent in copies:
@@ -61,7 +61,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
                     await read_chunk(tier, extent, digest, memory[: sizes[digest]], state.pool)
                 except (Corrupt, NotFound):
                     continue
-            tier.packs.chunks[digest] = extent
+            tier.packs.index[digest] = extent
             tier.packs.verified.add(digest)
             break
         tier.packs.duplicates.pop(digest, None)
@@ -69,16 +69,16 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
 
 def undoubted(tier: Tier, digest: bytes) -> bool:
     """Whether a chunk may be referred to as it lies on the tier."""
-    known = digest in tier.packs.chunks and digest not in tier.packs.duplicates
-    return known and (digest in tier.packs.verified or not tier.packs.chunks.was_found(digest))
+    known = digest in tier.packs.index and digest not in tier.packs.duplicates
+    return known and (digest in tier.packs.verified or not tier.packs.index.was_found(digest))
 
 
 def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
     """Those of the chunks that an earlier process wrote, as far as their footers tell."""
-    return {digest for digest in sizes if digest not in tier.packs.verified and tier.packs.chunks.was_found(digest)}
+    return {digest for digest in sizes if digest not in tier.packs.verified and tier.packs.index.was_found(digest)}
 
 
 def _verified(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
     """Those of the chunks to which a committed step refers where they were found."""
     extents = unique_extents(index.arrays)
-    return {digest for digest in digests & extents.keys() if tier.packs.chunks.get(digest) == extents[digest]}
+    return {digest for digest in digests & extents.keys() if tier.packs.index.get(digest) == extents[digest]}

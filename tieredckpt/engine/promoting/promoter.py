@@ -130,7 +130,7 @@ class Promoter:
         except Outgrown:
             await tier.disconnect()
             tier.lease = None  # it lies elsewhere, with all else
-        if tier.marker is None and tier.blobs is not None and tier.ram is None:
+        if tier.marker is None and tier.blobs is not None:
             await reopen(self._state, tier)
         tier.marker = None  # what it holds is not known
         damaged = tier.steps.damaged
@@ -162,7 +162,7 @@ class Promoter:
                 await tier.lease.renew()  # which shows besides that it can be written to
         except TierUnavailable:
             # Nobody mounts shared memory again: where that went away it is made anew.
-            if tier.ram is None and not await reopen(self._state, tier):
+            if tier.shared and not await reopen(self._state, tier):
                 raise
             return False
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.keeping.policies import is_due, why_not_due
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.state.state import State
@@ -42,7 +41,7 @@ async def reached(
             raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
         if tier.health.error is not None:
             raise _again(tier.health.error, f"{step} is not on tier {name!r}: ")
-        if kind_of(tier.config).in_memory:
+        if not tier.shared:
             raise NotFound(
                 f"{step} is not in tier {name!r}: it was too large for the slab and went past it, or has left it "
                 f"since; {' and '.join(repr(other.name) for other in state.holders(step))} has it"

@@ -189,7 +189,7 @@ class Opening:
                 index = await step_index.load(tier, StepId(serial, step))
                 parts.append(_Part(serial, step, rank, await in_thread(encode_own, index, pool=state.pool)))
         ram = state.tiers[0].ram
-        return encode(_InRam(parts, "" if ram is None else ram.notice))
+        return encode(_InRam(parts, "" if ram is None else ram.store.notice))
 
     async def _collect_parts(self, tier: Tier, steps: tuple[StepId, ...]) -> None:
         for step in steps:

@@ -97,8 +97,7 @@ class Ranked:
         )
         self.reports = Reports(state, collector, team, promote_at_once)
         ram = state.config.ram
-        keeps_copies = ram is not None and ram.replicas > 1
-        self.replicas = Replication(state, collector, team, self.commits, ram) if ram and keeps_copies else None
+        self.replicas = Replication(state, collector, team, self.commits, ram) if ram and ram.replicas > 1 else None
         self.plan = Plan(state, coordinates=team.coordinates, tell=self._tell_plan)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
@@ -370,11 +369,10 @@ class Ranked:
 
     def _tier_news(self, news: TierNews) -> None:
         tier = self._state.tier(news.tier)
-        if news.failure is not None:
-            tier.health.error = news.failure.error()
+        tier.health.error = None if news.failure is None else news.failure.error()
+        if tier.health.error is not None:
             self._state.events.emit(TierFailed(tier.name, tier.health.error, news.retry_in))
             return
-        tier.health.error = None
         if news.marker is not None and news.marker != self._state.identity.marker:
             self._state.identity.marker = news.marker
             self.team.start(mark_ram(self._state), "mark of RAM")

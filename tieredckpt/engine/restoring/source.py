@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.locks import let_go
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.state import State
@@ -71,14 +70,10 @@ async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
             yield
         return
     tier.steps.pins[step] = tier.steps.pins.get(step, 0) + 1
-    fd = -1
     try:
-        if tier.ram is not None:
-            fd = tier.ram.share(layout.manifest_key(step.step, step.serial))
-        yield
+        with tier.chunks.kept(layout.manifest_key(step.step, step.serial)):
+            yield
     finally:
-        if fd >= 0:
-            let_go(fd)
         tier.steps.pins[step] -= 1
         if not tier.steps.pins[step]:
             del tier.steps.pins[step]
@@ -187,14 +182,10 @@ class StepSource:
                     tried.add((tier.name, where))
                 yield tier, where
         for tier in self.state.tiers:
-            if tier.ram is not None and tier.slab_index is not None and self.near is None:
-                lies = tier.slab_index.find(digest)
-                if lies is not None and (tier.name, copy := Extent(tier.ram.slab_key, *lies)) not in tried:
-                    yield tier, copy  # of a later save, which copied what was damaged here
-            known = (tier.packs.chunks.get(digest), *tier.packs.duplicates.get(digest, ()))
-            found = [extent for extent in known if extent is not None]
-            for extent in found:
-                if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs.sizes:
+            if self.near is not None and not tier.shared:
+                continue
+            for extent in tier.chunks.locate(digest):
+                if (tier.name, extent) not in tried and tier.blobs is not None:
                     yield tier, extent  # of another step, or of this one after a repair
 
     def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:
@@ -314,8 +305,8 @@ class StepSource:
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:
-            if tier.slab_index is not None and isinstance(chunk.where, Extent):
-                tier.slab_index.distrust(chunk.digest, chunk.where.offset)
+            if isinstance(chunk.where, Extent):
+                tier.chunks.distrust(chunk.digest, chunk.where)
             self.damage.append(Damage(tier, chunk.digest, key, error))
 
 

@@ -48,7 +48,7 @@ async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tu
     try:
         index = await step_index.load(tier, step)
         arrays = {name: index.arrays[name] for name, form in forms.items() if _in_one_piece(index, name, form)}
-        return index, await in_thread(_view, tier.ram, step, arrays)
+        return index, await in_thread(_view, tier.ram.store, step, arrays)
     except (Corrupt, NotFound, TierUnavailable) as error:
         _log.warning("%s cannot be seen in RAM and is copied: %s", step, error)
         return None

@@ -16,6 +16,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError
@@ -62,15 +63,13 @@ def _put_back(snapshot: Snapshot, index: SlabIndex) -> None:
     snapshot.new_bytes = 0
 
 
-async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier: Tier) -> bool:
+async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier: Tier, ram: Ram) -> bool:
     """Copy all cells into the slab; False, with all of them still to do, when it can never hold them.
 
     Raises:
         SkipSave: there is no room now, and ``when_full`` says not to wait for it, or to wait no longer.
     """
-    assert tier.ram is not None
-    assert tier.slab_index is not None
-    slab, index = tier.ram.slab, tier.slab_index
+    slab, index = ram.slab, ram.index
     new = [cell for cell in snapshot.pending if cell.expected is None or not index.holds(cell.expected)]
     need = sum(slab_size(cell.nbytes) for cell in new)
     if need > slab.capacity:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
-from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine import limits
 from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.scratch import Scratch
@@ -194,10 +193,14 @@ class State:
             return self.role is not Role.AGENT
         return self.membership.rank == 0 and self.role is not Role.TRAINER
 
+    def collects(self, tier: Tier) -> bool:
+        """Whether this process may delete packs there now. RAM has none: its extents come back with each step."""
+        return tier.shared and tier.answers and self.manages(tier)
+
     def is_unused(self, tier: Tier) -> bool:
         """Whether a tier is RAM of which one who only looks finds none: it was given back, or went with its machine."""
         gone = tier.blobs is None and isinstance(tier.health.error, NotFound)
-        return self.read_only and gone and kind_of(tier.config).in_memory
+        return self.read_only and gone and not tier.shared
 
     def check_writable(self, what: str) -> None:
         """Raise `Invalid` in a store that is only looked at."""

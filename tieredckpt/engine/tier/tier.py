@@ -15,10 +15,9 @@ from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.health import Health
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.packs import Packs
-from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import Steps
 from tieredckpt.errors import NoSpace, TierUnavailable
-from tieredckpt.format.encoding import PLAIN, Encoding
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = ["Remote", "Tier"]
@@ -54,10 +53,8 @@ class Tier:
     steps: Steps = field(default_factory=Steps)
     packs: Packs = field(default_factory=Packs)
     """Of RAM there are none."""
-    ram: RamStore | None = None
-    slab_index: SlabIndex | None = None
-    unread: list[tuple[SlabIndex, Callable[[], bool], list[bytes]]] = field(default_factory=list)
-    """Steps retracted from RAM, by their chunks, that another process may still be reading: what tells, and where."""
+    ram: Ram | None = None
+    """Of RAM that is connected; of every other tier None."""
     lease: Lease | None = None
     remote: Remote = field(default_factory=Remote)
 
@@ -89,9 +86,9 @@ class Tier:
         return self.blobs is not None and (self.health.error is None or isinstance(self.health.error, NoSpace))
 
     @property
-    def encoding(self) -> Encoding:
-        """How chunks are stored here; RAM does not pay for a checksum."""
-        return self.packs.encoding if self.ram is None else PLAIN
+    def chunks(self) -> Packs | Ram:
+        """Where it has its chunks: what both can answer is asked here."""
+        return self.packs if self.ram is None else self.ram
 
     @property
     def survives(self) -> Survives:
@@ -102,8 +99,7 @@ class Tier:
         """Bytes that the tier's packs, indexes and catalogs take."""
         if self.remote.used is not None:
             return self.remote.used
-        packs = self.ram.slab.used if self.ram is not None else self.packs.sizes.total
-        return packs + self.steps.indexes.nbytes.total + self.steps.catalogued.nbytes
+        return self.chunks.used + self.steps.indexes.nbytes.total + self.steps.catalogued.nbytes
 
     @property
     def capacity(self) -> int | None:
@@ -120,18 +116,16 @@ class Tier:
     async def _connect(self) -> None:
         self.blobs = await self.connect()
         if isinstance(self.blobs, RamStore):
-            self.ram = self.blobs
-            self.slab_index = SlabIndex(self.ram.slab) if self.ram.slab.writable else None
+            self.ram = Ram(self.blobs)
 
     async def disconnect(self) -> None:
         """Let go of the blob store, so that the next `open` makes a new one."""
         if self.blobs is not None:
             await self.blobs.close()
-        self.blobs = self.marker = self.ram = self.slab_index = None
+        self.blobs = self.marker = self.ram = None
         self.clear()
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
         self.steps.clear()
         self.packs.clear()
-        self.unread.clear()

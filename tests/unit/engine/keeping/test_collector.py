@@ -237,7 +237,7 @@ async def test_what_is_committed_anew_keeps_to_good_bytes_where_a_damaged_copy_i
         await (await store.save(2, changed(2, keeps=4))).reached("disk")
         # A new process may meet the packs in any order: let it be this one.
         assert isinstance(damaged.where, Extent)
-        tier_of(store, "disk").packs.chunks[damaged.digest] = damaged.where
+        tier_of(store, "disk").packs.index[damaged.digest] = damaged.where
         if why == "repair":
             await flip_chunk(store, "disk", 2, "w7")
             await store.verify(2, "disk", repair=True)

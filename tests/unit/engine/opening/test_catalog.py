@@ -90,7 +90,7 @@ def reads(store: CheckpointStore) -> tuple[int, int]:
 
 def known(tier: Tier) -> dict[str, Any]:
     """All that a store knows of a tier, however it came to know it."""
-    extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.packs.chunks.items()}
+    extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.packs.index.items()}
     for digest, places in tier.packs.duplicates.items():
         extents.setdefault(digest, set()).update(places)
     steps = {
@@ -253,11 +253,11 @@ async def test_a_pack_of_another_size_is_read_and_not_believed(place: Place, cap
     await place.trained(1, 2, 3)
     async with place.opened() as store:
         (key,) = await store._life.loop.call(step_index.packs(tier_of(store, "disk"), StepId(1, 1)))
-        chunks = len(tier_of(store, "disk").packs.chunks)
+        chunks = len(tier_of(store, "disk").packs.index)
     os.truncate(place.disk / key, 4096)
     async with place.opened() as store:
         assert f"pack {key} has no readable footer" in caplog.text
-        assert len(tier_of(store, "disk").packs.chunks) < chunks
+        assert len(tier_of(store, "disk").packs.index) < chunks
     caplog.clear()
     async with place.opened():
         assert f"pack {key} has no readable footer" in caplog.text  # as long as it is there

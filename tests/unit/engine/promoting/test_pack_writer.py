@@ -122,8 +122,8 @@ async def test_packs_before_a_failure_are_referred_to_by_the_next_try(
         assert len(before) >= 2
         await store.promote(1, "disk")
         assert before.items() <= disk.packs.sizes.items()
-        assert sum(at.length for at in disk.packs.chunks.values()) == 16 * (CHUNK + CRC32C.overhead)
-        assert {at.path for at in disk.packs.chunks.values()} == disk.packs.sizes.keys()
+        assert sum(at.length for at in disk.packs.index.values()) == 16 * (CHUNK + CRC32C.overhead)
+        assert {at.path for at in disk.packs.index.values()} == disk.packs.sizes.keys()
         # A put that was cancelled by the failure may have stored its pack; that one is collected later.
         stored = {path.stem for path in (tmp_path / "disk" / "packs").rglob("*.pack")}
         assert {key.rpartition("/")[2].removesuffix(".pack") for key in disk.packs.sizes} <= stored
@@ -135,5 +135,5 @@ async def test_a_rank_that_follows_remembers_no_packs(shared_memory: Path, tmp_p
         await ranks.reached(await ranks.save(1), "disk")
         leader, follower = (tier_of(ranks[rank], "disk") for rank in (0, 1))
         assert len(leader.packs.sizes) >= 2
-        assert {at.path for at in leader.packs.chunks.values()} == leader.packs.sizes.keys()
-        assert not any((follower.packs.sizes, follower.packs.chunks, follower.packs.orphans))
+        assert {at.path for at in leader.packs.index.values()} == leader.packs.sizes.keys()
+        assert not any((follower.packs.sizes, follower.packs.index, follower.packs.orphans))

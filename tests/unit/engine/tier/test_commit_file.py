@@ -130,7 +130,7 @@ async def test_a_step_that_was_evicted_before_it_is_committed_anew_stays_away(
     if damaged:
         await scene.quarantine()
     written = faults["disk"].hold("put", key="packs/*")
-    scene.tier.packs.chunks.clear()  # so that its chunks are written anew, which takes time
+    scene.tier.packs.index.clear()  # so that its chunks are written anew, which takes time
     anew = asyncio.create_task(scene.copied(again=not damaged))
     await written.reached()
     deleted = faults["disk"].hold("delete", key=MANIFEST)

@@ -127,8 +127,8 @@ class Commits:
         find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
-        stored_size = tier.encoding.stored_size
-        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.packs.chunks)
+        stored_size = tier.chunks.encoding.stored_size
+        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.packs.index)
         await have_room(self._state, self._collector, step, tier, need)
         # To the end: nothing is collected that ranks refer to, or have just written.
         async with needing(need), tier.packs.guard:
@@ -137,7 +137,7 @@ class Commits:
             if counted_on - tier.packs.sizes.keys():  # the steps that made room had chunks of this one
                 ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, sizes)
-            lacking = {digest: having for digest, having in ranks.items() if digest not in tier.packs.chunks}
+            lacking = {digest: having for digest, having in ranks.items() if digest not in tier.packs.index}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
@@ -151,7 +151,7 @@ class Commits:
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent):
-                        tier.packs.chunks.setdefault(chunk.digest, chunk.where)
+                        tier.packs.index.setdefault(chunk.digest, chunk.where)
             await self._remove_parts(step, tier, tuple(parts))
         return sum(nbytes for each in done for nbytes in each.packs.values())
 
@@ -226,7 +226,7 @@ class Commits:
 
         def merged() -> StepIndex:
             whole = without_places(merge_parts(parts)) if kept is None else kept
-            return placed(whole, extents_of(written), tier.packs.chunks, tier.encoding)
+            return placed(whole, extents_of(written), tier.packs.index, tier.chunks.encoding)
 
         index = await in_thread(merged, pool=self._state.pool)
         check_found(index, tier.packs.sizes)

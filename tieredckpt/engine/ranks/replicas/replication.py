@@ -187,7 +187,7 @@ class Replication:
         own = self._own
         if own.ram is None:
             raise TierUnavailable(f"tier {own.name!r} could not be opened there")
-        folder = replica_folder(Path(own.ram.location), ward)
+        folder = replica_folder(Path(own.ram.store.location), ward)
         capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
         sharers = len(self._team.local_ranks) * self._config.replicas
 
@@ -212,7 +212,7 @@ class Replication:
         self._unsubscribe()
         for tier in self.kept.values():
             if remove and tier.ram is not None:
-                await asyncio.to_thread(tier.ram.remove)
+                await asyncio.to_thread(tier.ram.store.remove)
             if tier.blobs is not None:
                 await tier.blobs.close()
         self.kept.clear()

@@ -83,4 +83,4 @@ def seen_in_ram(state: State) -> Hashable:
 def _folders(state: State) -> list[Path]:
     """The RAM of ranks; not the one that is open here, which has no part of a step."""
     ram = state.tiers[0].ram
-    return [folder for folder in folders_of_ranks(state) if ram is None or str(folder) != ram.location]
+    return [folder for folder in folders_of_ranks(state) if ram is None or str(folder) != ram.store.location]

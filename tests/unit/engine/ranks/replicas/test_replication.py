@@ -54,7 +54,7 @@ class Node:
         """Have a part of rank 0 of 2 in RAM, as a save of that rank leaves it."""
         tier = self.tier
         assert tier.ram is not None
-        assert tier.slab_index is not None
+        assert tier.ram.index is not None
         flat = flatten(tree)
         arrays = {}
         for key, array in tree.items():
@@ -65,11 +65,11 @@ class Node:
                 if data.size <= 4096:
                     chunks.append(Chunk(digest(data), data.tobytes()))
                     continue
-                found = tier.slab_index.allocate(data.size)
+                found = tier.ram.index.allocate(data.size)
                 assert found is not None
                 found[1][:] = data
-                offset = tier.slab_index.add(digest(data), found[0], data.size)
-                chunks.append(Chunk(digest(data), Extent(tier.ram.slab_key, offset, data.size)))
+                offset = tier.ram.index.add(digest(data), found[0], data.size)
+                chunks.append(Chunk(digest(data), Extent(tier.ram.store.slab_key, offset, data.size)))
             arrays[key] = ArrayIndex(cells, array.dtype, chunks)
         record = first_record(
             flat.structure,
