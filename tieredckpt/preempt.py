@@ -156,7 +156,7 @@ class Preemption:
     def _promote_newest(self) -> bool:
         """Whether the tier has the newest step, before the time is out."""
         newest = self._state.newest()
-        kept = not self._engine.captures.pending and (newest is None or newest in self._tier.held)
+        kept = not self._engine.captures.pending and (newest is None or newest in self._tier.steps.held)
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store._life.loop.submit(self._keep())
         try:
@@ -176,7 +176,7 @@ class Preemption:
     async def _keep(self) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
         await self._engine.captures.settled()
-        while (step := self._state.newest()) is not None and step not in self._tier.held:
+        while (step := self._state.newest()) is not None and step not in self._tier.steps.held:
             try:
                 await self._promote(step)
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet
@@ -193,8 +193,8 @@ class Preemption:
 
     def _what_was_kept(self) -> str:
         newest = self._state.newest()
-        there = [step for step in tuple(self._tier.held) if self._state.on_line(step.serial)]
-        holders = ", ".join(repr(tier.name) for tier in self._state.tiers if newest in tier.held)
+        there = [step for step in tuple(self._tier.steps.held) if self._state.on_line(step.serial)]
+        holders = ", ".join(repr(tier.name) for tier in self._state.tiers if newest in tier.steps.held)
         text = f"preempted, and time ran out after {self._passed():.1f} s: {newest} is on {holders} alone; "
         text += f"tier {self._tier.name!r} has {max(there)}" if there else f"tier {self._tier.name!r} has no step"
         return f"{text} ({self._why})" if self._why else text

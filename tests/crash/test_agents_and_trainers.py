@@ -191,7 +191,7 @@ async def test_in_place_of_a_killed_agent_another_brings_the_step_once(
         heard = Heard(store)
         first = agent_of(ram_folder)
         ckpt = await store.save(1, tree(1))
-        await until(store, lambda: tier_of(store, "disk").promotions > 0)
+        await until(store, lambda: tier_of(store, "disk").steps.promotions > 0)
         os.kill(first, signal.SIGKILL)
         await ckpt.reached("disk")
         second = await asyncio.to_thread(agent_of, ram_folder, after=first)
@@ -503,7 +503,7 @@ async def test_a_stopped_agent_gives_its_leases_back_and_another_follows(
 ) -> None:
     async with CheckpointStore.open(slow) as store:
         ckpt = await store.save(1, tree(1))
-        await until(store, lambda: tier_of(store, "disk").promotions > 0)
+        await until(store, lambda: tier_of(store, "disk").steps.promotions > 0)
         first = agent_of(ram_folder)
         os.kill(first, signal.SIGTERM)
         wait_for_end(first)

@@ -19,7 +19,7 @@ from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound
@@ -148,7 +148,7 @@ async def test_a_commit_that_is_misread_after_all_was_well_keeps_its_packs_for_t
     async with opened(place, "disk") as store:
         await store.collect()
         flip(manifest, 40)
-        tier_of(store, "disk").indexes.clear()
+        tier_of(store, "disk").steps.indexes.clear()
         (found,) = await store.verify(1)
         assert found.problem
         limit(monkeypatch, unreadable_commit=0.0)
@@ -527,7 +527,7 @@ async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_mended(
 
 async def forget_indexes(store: CheckpointStore) -> None:
     for tier in store._life.engine.state.tiers:
-        tier.indexes.clear()
+        tier.steps.indexes.clear()
 
 
 async def test_a_store_of_which_every_commit_is_damaged_says_so(place: Path) -> None:
@@ -547,7 +547,7 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
         path = next(Path(tier_of(store, "disk").store.location).glob("steps/*/btree"))
     good = path.read_bytes()
     flipped(path)
-    read_index = Tier.read_index
+    read_index = step_index.read
 
     async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
         index = await read_index(tier, step)
@@ -556,7 +556,7 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
 
     async with opened(place, "disk", "far") as store:
         path.write_bytes(good)
-        monkeypatch.setattr(Tier, "read_index", leave)
+        monkeypatch.setattr(step_index, "read", leave)
         with pytest.raises(NotFound):
             await store.verify(1, tier="disk")
         assert await store.where(1) == ("far",)

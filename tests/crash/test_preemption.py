@@ -150,7 +150,7 @@ def test_an_older_step_that_is_on_its_way_gives_way(
 
 async def _held(store: CheckpointStore, step: int, tier: str) -> None:
     state = store._life.engine.state
-    await state.changed.until(lambda: any(held.step == step for held in state.tier(tier).held))
+    await state.changed.until(lambda: any(held.step == step for held in state.tier(tier).steps.held))
 
 
 def test_an_error_in_a_training_that_was_warned_is_still_that_error(settings: StoreConfig) -> None:

@@ -216,7 +216,7 @@ async def test_what_is_of_another_boot_is_wiped(tiers: dict[str, Any], ram_folde
     note = json.loads((ram_in(ram_folder) / "slab.json").read_text())
     (ram_in(ram_folder) / "slab.json").write_text(json.dumps(note | {"boot_id": "before the power went"}))
     async with opened(tiers) as store:
-        assert tier_of(store, "ram").held == {}
+        assert tier_of(store, "ram").steps.held == {}
         assert slab_of(store).used == 0
         await assert_restores(store, 3, "disk")
 
@@ -225,7 +225,7 @@ async def test_what_lay_in_a_memfd_ends_with_the_process(tiers: dict[str, Any], 
     tiers["ram"] |= {"path": small_tmpfs / "ram", "capacity": "128 MiB"}
     train_and_die(tiers, 3)
     async with opened(tiers) as store:
-        assert tier_of(store, "ram").held == {}
+        assert tier_of(store, "ram").steps.held == {}
         await assert_restores(store, 3, "disk")
         await store.save(4, state(4))
         await assert_restores(store, 4, "ram")

@@ -14,7 +14,7 @@ from reliability.replay import Lost, replay
 from support.limits import limit
 
 from tieredckpt.blobs.posix.paths import Folders
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -103,11 +103,11 @@ async def test_packs_that_go_before_their_manifest_are_found_out(
     retract = commit_file.retract
 
     async def packs_first(tier: Tier, step: StepId) -> None:
-        own = await tier.packs_of(step)
-        others = [await tier.packs_of(other) for other in tier.held if other != step]
+        own = await step_index.packs(tier, step)
+        others = [await step_index.packs(tier, other) for other in tier.steps.held if other != step]
         for key in own.difference(*others):
             await tier.store.delete(key)
-            del tier.packs[key]
+            del tier.packs.sizes[key]
         await asyncio.sleep(0)
         await retract(tier, step)
 

@@ -354,14 +354,14 @@ async def test_the_only_commit_of_a_step_is_written_anew_from_memory(place: Path
 async def test_a_step_that_is_leaving_its_tier_is_not_brought_back_by_a_scrub(place: Path, tier: str) -> None:
     async with saved(place, "ram", "disk") as store:
         leaving = tier_of(store, tier)
-        (step,) = (held for held in leaving.held if held.step == 1)
-        leaving.leaving.add(step)  # as while its eviction waits for the device
+        (step,) = (held for held in leaving.steps.held if held.step == 1)
+        leaving.steps.leaving.add(step)  # as while its eviction waits for the device
         (manifest,) = root_of(place, tier).glob("steps/*1-*/manifest.ocdbt")
         manifest.unlink()
         found = await store.scrub(tier, repair=True)
         assert [each.id for each in found if each.id is not None and each.id.step == 1] == []
         assert not manifest.exists()
-        leaving.leaving.discard(step)
+        leaving.steps.leaving.discard(step)
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "btree"])

@@ -100,8 +100,8 @@ async def test_steps_that_leave_unheard_are_found_out(
 
     async def and_another(tier: Tier, step: Any) -> None:
         await retract(tier, step)
-        for other in sorted(tier.held)[:-1]:
-            tier.drop(other)
+        for other in sorted(tier.steps.held)[:-1]:
+            tier.steps.drop(other)
 
     monkeypatch.setattr(commit_file, "retract", and_another)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)

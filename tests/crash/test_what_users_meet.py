@@ -269,7 +269,14 @@ async def test_memory_and_descriptors_do_not_grow_with_saves(shared_memory: Path
         assert state.scratch.slab.used == 0
         assert len(state.records()) <= 5  # what the slab has room for
         for tier in state.tiers:
-            for remembered in (tier.pins, tier.orphans, tier.tombstones, tier.doubtful, tier.stuck, tier._packs_of):
+            for remembered in (
+                tier.steps.pins,
+                tier.packs.orphans,
+                tier.steps.tombstones,
+                tier.steps.doubtful,
+                tier.steps.stuck,
+                tier.steps.indexes.packs,
+            ):
                 assert len(remembered) <= 5
 
 
@@ -468,7 +475,7 @@ async def test_a_restore_that_ran_out_of_memory_once_can_be_repeated(
                 patch.setattr(owner, name, _raises(MemoryError("out of memory")).__func__)
                 with pytest.raises(MemoryError):
                     await store.restore(into=target)
-            assert not tier_of(store, nearest).pins
+            assert not tier_of(store, nearest).steps.pins
             restored = await store.restore(into=target)
             assert restored is not None
             assert_same(restored.tree, tree(1))

@@ -25,7 +25,7 @@ from reliability.recorder import FileRecorder, recording
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.config import StoreConfig, TierConfig, load
 from tieredckpt.engine.saving import snapshot
-from tieredckpt.engine.tier import lease
+from tieredckpt.engine.tier import lease, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NotFound
@@ -257,10 +257,12 @@ class _Living:
         async def damage() -> list[StepId]:
             state = store._life.engine.state
             tier, found = state.tier(SLOW), state.find(step)
-            (chunk, *_) = (await tier.load_index(found)).arrays[key].chunks
+            (chunk, *_) = (await step_index.load(tier, found)).arrays[key].chunks
             assert isinstance(chunk.where, Extent)
             spoilt = [
-                other for other in tier.held if chunk.digest in unique_extents((await tier.load_index(other)).arrays)
+                other
+                for other in tier.steps.held
+                if chunk.digest in unique_extents((await step_index.load(tier, other)).arrays)
             ]
             for other in spoilt:
                 self._journal.add(Damaged(SLOW, other.serial))

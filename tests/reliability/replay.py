@@ -26,6 +26,7 @@ from reliability.journal import Acknowledged, Crash, Damaged, Entry, Failure, Me
 from reliability.life import SLOW, Life, config_of, slow_store, slow_stores
 from reliability.memory import Objects
 from tieredckpt.engine.inventory import StepInfo
+from tieredckpt.engine.tier import step_index
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.events import Event, StepEvicted
 from tieredckpt.format import layout
@@ -278,10 +279,10 @@ async def _check_litter(store: CheckpointStore) -> None:
     """Nothing is left on the slower tier that no step needs."""
     tier = store._life.engine.state.tier(SLOW)
     needed = {layout.MARKER}
-    for step, held in tier.held.items():
-        needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await tier.packs_of(step)}
-    torn = tuple(layout.step_folder(step.step, step.serial) for step in tier.damaged)
-    perhaps = tier.damaged.any_packs(float("inf"))
+    for step, held in tier.steps.held.items():
+        needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await step_index.packs(tier, step)}
+    torn = tuple(layout.step_folder(step.step, step.serial) for step in tier.steps.damaged)
+    perhaps = tier.steps.damaged.any_packs(float("inf"))
     left = {
         info.key
         async for info in tier.store.list("")

@@ -31,8 +31,9 @@ from reliability.trouble import SLOWER, Trouble
 from tieredckpt.concurrency import outlast
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.inventory import StepInfo
-from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, Event, StepEvicted, StepPromoted, StepSaved, TierFailed
 from tieredckpt.format.ocdbt import Extent
@@ -294,7 +295,7 @@ class _Soaking:
         held = self._store._life.engine.state
         tier = held.tier(name)
         try:
-            index = await tier.load_index(held.find(info.step, info.serial))
+            index = await step_index.load(tier, held.find(info.step, info.serial))
         except NotFound:  # evicted meanwhile
             return False
         places = list(unique_extents({key: index.arrays[key]}).values())
@@ -354,7 +355,7 @@ class _Soaking:
             self._acknowledged["ram"].clear()
         for tier in tiers:  # an eviction that was under way is told by nobody
             self._acknowledged[tier.name] -= {
-                step.serial for step, error in tier.damaged.items() if isinstance(error, IndeterminateDelete)
+                step.serial for step, error in tier.steps.damaged.items() if isinstance(error, IndeterminateDelete)
             }
         self._found.reopened += 1
         absent = self._chance.choice(SLOWER)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
@@ -43,7 +44,7 @@ async def index_of(store: CheckpointStore, tier: str, step: int) -> dict[str, Ar
 
     async def load() -> dict[str, ArrayIndex]:
         state = store._life.engine.state
-        return (await state.tier(tier).load_index(state.find(step))).arrays
+        return (await step_index.load(state.tier(tier), state.find(step))).arrays
 
     return await store._life.loop.call(load())
 
@@ -54,8 +55,8 @@ async def bytes_of_listed_steps(store: CheckpointStore) -> int:
     async def add_up() -> int:
         ram = store._life.engine.state.tiers[0]
         used: dict[bytes, int] = {}
-        for step in ram.held:
-            for digest, extent in unique_extents((await ram.load_index(step)).arrays).items():
+        for step in ram.steps.held:
+            for digest, extent in unique_extents((await step_index.load(ram, step)).arrays).items():
                 used[digest] = slab_size(extent.length)
         return sum(used.values())
 

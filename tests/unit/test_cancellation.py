@@ -167,7 +167,7 @@ class Scene:
             state = self.store._life.engine.state
             assert slab_of(self.store).used == await bytes_of_listed_steps(self.store)
             assert state.scratch.slab.used == 0
-            assert not any(tier.pins for tier in state.tiers)
+            assert not any(tier.steps.pins for tier in state.tiers)
 
 
 Call = Coroutine[Any, Any, Any]
@@ -277,13 +277,13 @@ async def steps(scene: Scene) -> Call:
 
 @case
 async def describe(scene: Scene) -> Call:
-    scene.store._life.engine.state.tier("ram").indexes.clear()  # or there is nothing to wait for
+    scene.store._life.engine.state.tier("ram").steps.indexes.clear()  # or there is nothing to wait for
     return scene.store.describe()
 
 
 @case
 async def spec(scene: Scene) -> Call:
-    scene.store._life.engine.state.tier("disk").indexes.clear()
+    scene.store._life.engine.state.tier("disk").steps.indexes.clear()
     return scene.store.spec(scene.last, "params/w0", "disk")
 
 
@@ -501,7 +501,7 @@ async def test_a_save_that_streams_may_be_stopped_at_any_of_its_awaits(
             if not started[0].struck:
                 break
             await store.flush()
-            assert not store._life.engine.state.tier("disk").guards_packs.locked()
+            assert not store._life.engine.state.tier("disk").packs.guard.locked()
         for info in await store.steps():
             restored = await store.restore(info.step, resume=False)
             assert restored is not None

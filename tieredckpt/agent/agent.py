@@ -241,18 +241,18 @@ class Agent:
         state, ram = self._engine.state, self._engine.state.tiers[0]
         note = await in_thread(read_note, self._folder)
         try:
-            if ram.ram is not None and note is not None and ram.ram.is_of(note):
+            if ram.ram is not None and note is not None and ram.ram.store.is_of(note):
                 await scan_tier(ram)  # a slab that went with its process is still mapped here
             else:
-                while ram.pins:  # what is read stays where it is
+                while ram.steps.pins:  # what is read stays where it is
                     await state.changed.wait(_LOOK_AGAIN)
                 await ram.disconnect()
                 await connect_tier(state, ram)
         except TieredCkptError as error:
-            ram.error = error
+            ram.health.error = error
             _log.info("RAM cannot be seen: %s", error)
         else:
-            ram.error = None
+            ram.health.error = None
             state.adopt_line()
             self._engine.prepare_memory()
         state.changed.notify()
@@ -297,7 +297,7 @@ class Agent:
         """Attach to RAM anew if it is not what this agent sees."""
         state, ram = self._engine.state, self._engine.state.tiers[0].ram
         state.identity.made_up = state.identity.made_up or hello.made_up
-        if ram is None or (ram.slab_key, ram.slab.capacity) != (hello.slab, hello.capacity):
+        if ram is None or (ram.store.slab_key, ram.slab.capacity) != (hello.slab, hello.capacity):
             await self._look_into_ram()
 
     async def _open(self, *, made_up: bool = False) -> None:

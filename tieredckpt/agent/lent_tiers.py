@@ -37,15 +37,15 @@ class LentTiers:
         """Keep the tier's packs as they are until it is given back."""
         tier = self._state.tier(order.tier)
         if tier.marker is None:
-            raise TierUnavailable(f"tier {tier.name!r} is not available: {tier.error}")
-        await tier.guards_packs.acquire()
+            raise TierUnavailable(f"tier {tier.name!r} is not available: {tier.health.error}")
+        await tier.packs.guard.acquire()
         self._lent.add(tier.name)
 
     def give_back(self, name: str) -> None:
         """End that; what was written and not committed is collected as what a crash leaves."""
         if name in self._lent:
             self._lent.remove(name)
-            self._state.tier(name).guards_packs.release()
+            self._state.tier(name).packs.guard.release()
 
     def give_all_back(self) -> None:
         for name in tuple(self._lent):
@@ -55,7 +55,8 @@ class LentTiers:
         """Where the tier has those chunks intact."""
         tier = self._lent_one(order.tier)
         await refer_to_intact(self._state, tier, None, order.sizes)
-        there = {digest: tier.chunks[digest] for digest, nbytes in order.sizes.items() if tier.has(digest, nbytes)}
+        packs = tier.packs
+        there = {digest: packs.index[digest] for digest, nbytes in order.sizes.items() if packs.has(digest, nbytes)}
         return [(digest, extent.path, extent.offset, extent.length) for digest, extent in there.items()]
 
     async def commit(self, order: said.Commit) -> None:
@@ -67,8 +68,8 @@ class LentTiers:
                 raise Conflict(f"tier {tier.name!r}: pack {key} is not as the trainer has written it; save again")
         found = unique_extents(index.arrays)
         new = {digest: extent for digest, extent in found.items() if extent.path in order.packs}
-        tier.add_packs(WrittenPacks(new, order.packs))
-        check_found(index, tier.packs)
+        tier.packs.add(WrittenPacks(new, order.packs))
+        check_found(index, tier.packs.sizes)
         await commit_file.commit(tier, index.record, index.arrays)
         self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells
         self._state.changed.notify()

@@ -155,7 +155,7 @@ class Service:
                 )
             case said.Pin(step, tier):
                 pinned = state.tier(tier)
-                pinned.pins[step] = pinned.pins.get(step, 0) + 1
+                pinned.steps.pins[step] = pinned.steps.pins.get(step, 0) + 1
                 self._pinned[tier, step] += 1
             case said.Unpin(step, tier):
                 if self._pinned[tier, step]:
@@ -177,9 +177,9 @@ class Service:
 
 
 def _unpin(tier: Tier, step: StepId) -> None:
-    tier.pins[step] -= 1
-    if not tier.pins[step]:
-        del tier.pins[step]
+    tier.steps.pins[step] -= 1
+    if not tier.steps.pins[step]:
+        del tier.steps.pins[step]
 
 
 class _Progress:

@@ -32,10 +32,10 @@ class Admin:
         """Copy a step to a tier now, whatever its policy says; the bytes written."""
         self._state.check_writable("promote")
         step, tier = self._state.find(number), self._state.tier(name)
-        if tier.ram is not None:
+        if not tier.shared:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
         self._check_managed("promote to", tier)
-        tier.tombstones.discard(step)
+        tier.steps.tombstones.discard(step)
         written = await self._promote(step, tier)
         await self._collector.settle(tier)
         return written
@@ -45,13 +45,13 @@ class Admin:
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
         self._check_managed("evict from", tier)
-        if tier.keeps(step):  # else it would never come there, or is leaving already
-            tier.tombstones.add(step)
+        if tier.steps.keeps(step):  # else it would never come there, or is leaving already
+            tier.steps.tombstones.add(step)
         try:
             await self._collector.evictor.evict(step, tier)
         except BaseException:
-            if tier.keeps(step):
-                tier.tombstones.discard(step)
+            if tier.steps.keeps(step):
+                tier.steps.tombstones.discard(step)
             raise
         await self._collector.collect(tier, orphans=False)
 
@@ -64,7 +64,8 @@ class Admin:
                 f"cannot delete step {number} on rank {state.membership.rank}: rank 0 does that for all ranks"
             )
         found = state.find(number, damaged=True)
-        known = {step for tier in state.tiers for step in (*tier.held, *tier.damaged) if step.step == number}
+        there = {step for tier in state.tiers for step in (*tier.steps.held, *tier.steps.damaged)}
+        known = {step for step in there if step.step == number}
         steps = {found} | {step for step in known if state.on_line(step.serial) and state.on_line(found.serial)}
         if not force:
             check_deletable(state, steps)
@@ -84,20 +85,20 @@ class Admin:
         tiers = [tier for tier in self._state.tiers if self._state.manages(tier)]
         for tier in tiers:
             check_unread(steps, tier)
-        tombstones = {tier.name: set(steps) - tier.tombstones for tier in tiers}
+        tombstones = {tier.name: set(steps) - tier.steps.tombstones for tier in tiers}
         for tier in tiers:
-            tier.tombstones.update(steps)  # else a policy may bring back what has left one tier and not yet the next
+            tier.steps.tombstones.update(steps)  # else a policy may bring back what has left only one tier so far
         try:
             for tier in filter(lambda tier: tier.shared and tier.answers, tiers):
-                async with tier.guards_packs:
+                async with tier.packs.guard:
                     pass  # a commit under way is seen below; one that comes later sees the tombstone
             for tier in tiers:
                 for step in steps:
-                    if tier.keeps(step) and (tier.answers or not force):
+                    if tier.steps.keeps(step) and (tier.answers or not force):
                         await self._collector.evictor.evict(step, tier, deleted=True)
         except BaseException:
             for tier in tiers:
-                tier.tombstones -= tombstones[tier.name]
+                tier.steps.tombstones -= tombstones[tier.name]
             raise
         for tier in tiers:
             await self._collector.collect(tier, orphans=False)

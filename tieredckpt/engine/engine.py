@@ -255,14 +255,15 @@ class Engine:
                 with suppress(TieredCkptError):
                     await tier.lease.release()
             if not keep_ram and tier.ram is not None and tier.ram.slab.writable and self._is_spare(tier):
-                await asyncio.to_thread(tier.ram.remove)  # while its lock is held
+                await asyncio.to_thread(tier.ram.store.remove)  # while its lock is held
             await tier.blobs.close()
         await asyncio.to_thread(state.pool.shutdown)
         state.scratch.close()
 
     def _is_spare(self, tier: Tier) -> bool:
         """Whether all that a tier holds may go."""
-        return not self.state.membership.undecided and not any(why_not(self.state, step, tier) for step in tier.held)
+        state = self.state
+        return not state.membership.undecided and not any(why_not(state, step, tier) for step in tier.steps.held)
 
     # -- saving -------------------------------------------------------------------------------------------
 

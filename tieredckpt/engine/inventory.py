@@ -13,6 +13,7 @@ from tieredckpt._redact import redacted
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.tensorstore_spec import array_spec
 from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
@@ -169,7 +170,7 @@ class Inventory:
     async def where(self, step: int | None) -> tuple[str, ...]:
         """The tiers that hold a step, nearest first. Raises `NotFound`."""
         found = self._state.find(step)
-        return tuple(tier.name for tier in self._state.tiers if found in tier.held)
+        return tuple(tier.name for tier in self._state.tiers if found in tier.steps.held)
 
     async def tiers(self) -> tuple[TierInfo, ...]:
         """Every tier, nearest first."""
@@ -187,8 +188,8 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         saved_at=record.saved_at,
         nbytes=record.nbytes,
         metrics=numbers(record.metrics),
-        tiers=tuple(tier.name for tier in state.tiers if step in tier.held),
-        damaged=tuple(tier.name for tier in state.tiers if step in tier.damaged),
+        tiers=tuple(tier.name for tier in state.tiers if step in tier.steps.held),
+        damaged=tuple(tier.name for tier in state.tiers if step in tier.steps.damaged),
         restored_from=record.restored_from,
         abandoned=not state.on_line(step.serial),
         ranks=record.ranks,
@@ -214,9 +215,8 @@ def _distinct_nbytes(arrays: Iterable[ArrayIndex]) -> int:
 
 
 async def _tier(state: State, tier: Tier) -> TierInfo:
-    view = state.tier_view(tier)
-    # Memory that was given back, or went with its machine, is no fault to one that only looks.
-    unused = state.read_only and tier.is_unused
+    view, damaged = state.tier_view(tier), tier.steps.damaged
+    unused = state.is_unused(tier)  # which is no fault
     return TierInfo(
         name=tier.name,
         kind=tier.config.kind,
@@ -225,10 +225,10 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         used=await _used(tier),
         capacity=view.capacity,
         healthy=view.healthy or unused,
-        problem="" if tier.error is None else str(tier.error),
-        note=tier.note,
-        steps=len(tier.held),
-        damaged=tuple(DamagedStep(step.step, step.serial, str(error)) for step, error in sorted(tier.damaged.items())),
+        problem="" if tier.health.error is None else str(tier.health.error),
+        note=tier.health.note,
+        steps=len(tier.steps.held),
+        damaged=tuple(DamagedStep(step.step, step.serial, str(why)) for step, why in sorted(damaged.items())),
     )
 
 
@@ -237,8 +237,8 @@ async def _used(tier: Tier) -> int:
         return tier.used
     # Only the slab's writer keeps count of its extents; a reader adds up those of the steps.
     extents: set[tuple[int, int]] = set()
-    for step in tuple(tier.held):
+    for step in tuple(tier.steps.held):
         with suppress(Corrupt, NotFound):  # one that cannot be read must not hide the others
-            found = unique_extents((await tier.load_index(step)).arrays).values()
+            found = unique_extents((await step_index.load(tier, step)).arrays).values()
             extents.update((extent.offset, extent.length) for extent in found)
     return tier.used + sum(slab_size(length) for _, length in extents)

@@ -23,7 +23,8 @@ from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
@@ -76,7 +77,7 @@ class Refresh:
                         raise
                     damaged = True
                     for tier in self._state.tiers:
-                        tier.indexes.clear()
+                        tier.steps.indexes.clear()
                     await self.refresh()
             raise AssertionError("the last try returns or raises")
         finally:
@@ -115,32 +116,32 @@ class Refresh:
                 await self._look_at(tier, packs=packs)
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # whose store it is, only what is there can tell
-        before = set(first.held)
+        before = set(first.steps.held)
         await remove_stale_ram(state)
-        self._left_behind |= before - set(first.held)
+        self._left_behind |= before - set(first.steps.held)
         seen = await in_thread(seen_in_ram, state)
         if seen != self._seen:
             await open_read_only_ram(state)
             self._seen = seen
         for step, chosen in state.read_only_steps.items():
-            first.held.setdefault(step, Held(chosen.index.record, ""))
+            first.steps.held.setdefault(step, Held(chosen.index.record, ""))
         state.adopt_line()
         state.changed.notify()
 
     async def _look_at(self, tier: Tier, *, packs: bool) -> None:
-        if isinstance(tier.ram, RamStore) and not await in_thread(_is_there, tier.ram):
+        if tier.ram is not None and not await in_thread(_is_there, tier.ram.store):
             await self._set_aside(tier)
         if tier.marker is None:
             await self._connect(tier)
             return
-        if tier.error is not None and time.monotonic() < tier.retry_at:
+        if tier.health.error is not None and time.monotonic() < tier.health.retry_at:
             return
         try:
-            foreign = await scan_tier_again(tier, packs=packs, but=self._left_behind if tier.ram is not None else ())
+            foreign = await scan_tier_again(tier, packs=packs, but=() if tier.shared else self._left_behind)
         except TierUnavailable as error:
             await self._reopen(tier, error)
         else:
-            tier.recover()
+            tier.health.recover()
             if foreign:
                 await self._set_aside(tier)
                 await self._connect(tier)
@@ -148,9 +149,9 @@ class Refresh:
     async def _reopen(self, tier: Tier, error: TierUnavailable) -> None:
         """Look at a tier that fails through a new store: its file system may have been mounted anew."""
         try:
-            if tier.ram is None and await reopen(self._state, tier):
+            if await reopen(self._state, tier):
                 await scan_tier_again(tier)
-                tier.recover()
+                tier.health.recover()
                 return
         except TieredCkptError:
             self._note(tier, error)  # what it holds is known, and cannot be read for now
@@ -160,15 +161,15 @@ class Refresh:
 
     async def _connect(self, tier: Tier) -> None:
         """Open a tier that was not there, or not to be read, unless it is too early to try that again."""
-        silent = tier.error is not None and not isinstance(tier.error, NotFound)
-        if silent and time.monotonic() < tier.retry_at:
+        silent = tier.health.error is not None and not isinstance(tier.health.error, NotFound)
+        if silent and time.monotonic() < tier.health.retry_at:
             return
         state = self._state
         try:
             await connect(state, tier)
-            tier.recover()
+            tier.health.recover()
         except TieredCkptError as error:
-            known = any(other.marker is not None for other in state.tiers if other.ram is None and other is not tier)
+            known = any(other.marker is not None for other in state.tiers if other.shared and other is not tier)
             if isinstance(error, Conflict) and tier.shared and not known:
                 await self._start_over()  # another store has taken the place of the one that was looked at
                 return
@@ -179,7 +180,7 @@ class Refresh:
     async def _start_over(self) -> None:
         for tier in self._state.tiers:
             await self._set_aside(tier)
-            tier.error = None
+            tier.health.error = None
         await self._identify()
 
     async def _identify(self) -> None:
@@ -188,14 +189,14 @@ class Refresh:
         failed = {tier.name for tier, _ in failures}
         for tier in self._state.tiers:
             if tier.name not in failed:
-                tier.recover()
+                tier.health.recover()
         for tier, error in failures:
             self._note(tier, error)
 
     def _note(self, tier: Tier, error: TieredCkptError) -> None:
         """Remember why a tier cannot be looked at; that it is not there is not worth telling each time."""
         if isinstance(error, NotFound):
-            tier.error = error
+            tier.health.error = error
         else:
             self._state.report(tier, error)
 
@@ -205,7 +206,7 @@ class Refresh:
             self._aside.append((tier.blobs, set(self._in_flight)))
         tier.blobs = None
         await tier.disconnect()
-        if tier.kind.in_memory:
+        if not tier.shared:
             self._left_behind.clear()
 
 

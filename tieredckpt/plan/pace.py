@@ -94,7 +94,7 @@ class _Rollout:
         while self.ways and (first := min(self.ways, key=lambda way: way.ends)).ends <= until:
             self.now = max(self.now, first.ends)
             self.ways.remove(first)
-            first.source.pins.pop(first.step, None)
+            first.source.steps.pins.pop(first.step, None)
             first.tier.busy = False
             self.written[first.tier.name] += first.nbytes
             self.world.promoted(first.step, first.record, first.tier, first.tier.rung.write)
@@ -104,8 +104,8 @@ class _Rollout:
 
     def arrived(self, tier: WorldTier, saved_at: float) -> None:
         self.arrivals[tier.name].append((saved_at, self.now - saved_at))
-        if len(tier.held) > self.most[tier.name]:
-            self.most[tier.name] = len(tier.held)
+        if len(tier.steps.held) > self.most[tier.name]:
+            self.most[tier.name] = len(tier.steps.held)
             self.most_since[tier.name] = len(self.arrivals[tier.name])
 
     def begin(self) -> None:
@@ -115,11 +115,11 @@ class _Rollout:
             source = world.source(step) if step is not None else None
             if step is None or source is None or not world.make_room(tier, step):
                 continue
-            nbytes = self.scenario.added(len(tier.held))
+            nbytes = self.scenario.added(len(tier.steps.held))
             rate = min(tier.rung.write, math.inf if source.rung.ram else source.rung.read)
             tier.busy = True
-            source.pins[step] = 1
-            self.ways.append(_Way(tier, source, step, source.held[step].record, self.now + nbytes / rate, nbytes))
+            source.steps.pins[step] = 1
+            self.ways.append(_Way(tier, source, step, source.steps.held[step].record, self.now + nbytes / rate, nbytes))
             world.touched()
 
     def save(self, step: int) -> None:
@@ -131,7 +131,7 @@ class _Rollout:
             elif self.scenario.config.when_full == "skip" or not world.replace_oldest(tier):
                 world.skipped(step, tier)
                 return
-        nbytes = self.scenario.state if tier.rung.ram else self.scenario.added(len(tier.held))
+        nbytes = self.scenario.state if tier.rung.ram else self.scenario.added(len(tier.steps.held))
         self.advance(self.now + nbytes / tier.rung.write)
         world.saved(step, tier, self.now - begin)
         self.written[tier.name] += nbytes

@@ -182,7 +182,7 @@ class _Run:
                 self.world.skipped(self.step, tier)
                 return
         # RAM takes one pass over all of the state; a slower tier is sent what it lacks.
-        nbytes = self.scenario.state if tier.rung.ram else self.scenario.added(len(tier.held))
+        nbytes = self.scenario.state if tier.rung.ram else self.scenario.added(len(tier.steps.held))
         yield from self.flows.move(nbytes, [Lane(tier.name, tier.rung.write)])
         self.ledger.written[tier.name] += nbytes
         self.world.saved(self.step, tier, self.env.now - begin)
@@ -204,7 +204,7 @@ class _Run:
         source = self.world.source(step)
         assert source is not None
         begin = self.env.now
-        source.pins[step] = source.pins.get(step, 0) + 1
+        source.steps.pins[step] = source.steps.pins.get(step, 0) + 1
         yield from self.flows.move(self.scenario.state, [Lane(source.name, source.rung.read)])
         _unpin(source, step)
         self.ledger.reads.setdefault(source.name, []).append(self.env.now - begin)
@@ -259,14 +259,14 @@ class _Run:
                     yield self.changed | self.env.timeout(_LOOK_AGAIN)
                     continue
                 if not self.world.make_room(tier, step):
-                    if any(held > step for held in tier.held):
-                        tier.tombstones.add(step)
+                    if any(held > step for held in tier.steps.held):
+                        tier.steps.tombstones.add(step)
                         continue
-                    tier.error = NoSpace(f"tier {tier.name!r} is full")
+                    tier.health.error = NoSpace(f"tier {tier.name!r} is full")
                     self.world.touched()
                     yield self.env.timeout(delay)
                     delay = min(_LAST_RETRY, 2 * delay)
-                    tier.error = None
+                    tier.health.error = None
                     self.world.touched()
                     continue
                 delay = _FIRST_RETRY
@@ -280,15 +280,15 @@ class _Run:
         if source is None:  # only a tier that is away has it
             yield self.changed | self.env.timeout(_LOOK_AGAIN)
             return
-        record = source.held[step].record
-        nbytes = self.scenario.added(len(tier.held))
+        record = source.steps.held[step].record
+        nbytes = self.scenario.added(len(tier.steps.held))
         lanes = [Lane(tier.name, tier.rung.write)]
         if not source.rung.ram:  # memory has bandwidth to spare
             lanes.append(Lane(source.name, source.rung.read))
         limit = tier.config.rate_limit
         begin = self.env.now
         tier.busy = True
-        source.pins[step] = source.pins.get(step, 0) + 1
+        source.steps.pins[step] = source.steps.pins.get(step, 0) + 1
         self.world.touched()
         try:
             yield from self.flows.move(nbytes, lanes, limit * self.scenario.nodes if limit else float("inf"))
@@ -304,7 +304,7 @@ class _Run:
 
 def _unpin(tier: WorldTier, step: StepId) -> None:
     """A failure of the trainer has taken the pins away already."""
-    if tier.pins.get(step, 0) > 1:
-        tier.pins[step] -= 1
+    if tier.steps.pins.get(step, 0) > 1:
+        tier.steps.pins[step] -= 1
     else:
-        tier.pins.pop(step, None)
+        tier.steps.pins.pop(step, None)

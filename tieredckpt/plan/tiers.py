@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.manifest import StepId
 from tieredckpt.plan.scenario import Rung, Scenario
@@ -30,7 +31,7 @@ class WorldTier(Tier):
 
     @property
     def healthy(self) -> bool:
-        return not self.down and self.error is None
+        return not self.down and self.health.error is None
 
     @property
     def answers(self) -> bool:
@@ -42,7 +43,7 @@ class WorldTier(Tier):
 
     @property
     def used(self) -> int:
-        return self._scenario.used(len(self.held) + len(self.unseen))
+        return self._scenario.used(len(self.steps.held) + len(self.unseen))
 
     @property
     def capacity(self) -> int | None:

@@ -18,7 +18,8 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
 from tieredckpt.engine.state.observation import Observation, blend
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
@@ -119,7 +120,7 @@ class World(State):
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
         """As of the engine's state."""
         assert isinstance(tier, WorldTier)
-        of = (len(tier.held) + len(tier.unseen), tier.seen_bandwidth, tier.healthy, tier.busy and not at_rest)
+        of = (len(tier.steps.held) + len(tier.unseen), tier.seen_bandwidth, tier.healthy, tier.busy and not at_rest)
         kept = self._kept_tiers.get(tier.name)
         if kept is None or kept[0] != of:
             kept = self._kept_tiers[tier.name] = of, self._tier_view(tier, promoting=of[-1])
@@ -139,11 +140,11 @@ class World(State):
 
     def _look(self, step: StepId) -> None:
         """See where a step lies after it came to a tier or left one."""
-        record = next((tier.held[step].record for tier in self.rungs if step in tier.held), None)
+        record = next((tier.steps.held[step].record for tier in self.rungs if step in tier.steps.held), None)
         if record is None:
             self._seen.pop(step, None)
         else:
-            names = tuple(tier.name for tier in self.rungs if step in tier.held)
+            names = tuple(tier.name for tier in self.rungs if step in tier.steps.held)
             view = StepView(
                 step.step, step.serial, record.saved_at, 0.0, record.nbytes, {}, names, self.on_line(step.serial)
             )
@@ -155,7 +156,7 @@ class World(State):
         """See all of it anew: much has changed."""
         self._seen.clear()
         self._kept_steps = None
-        for step in sorted({step for tier in self.rungs for step in tier.held}):
+        for step in sorted({step for tier in self.rungs for step in tier.steps.held}):
             self._look(step)
         self._version += 1
 
@@ -216,7 +217,7 @@ class World(State):
             return True
         going = leaving(self, tier)
         if tier.rung.ram:
-            going += [old for old in sorted(tier.held) if old not in going and self._elsewhere(old, tier)]
+            going += [old for old in sorted(tier.steps.held) if old not in going and self._elsewhere(old, tier)]
         for old in going:
             if not waits_for_promotion(self, old, tier) and self._try_evict(old, tier) and self._fits(tier):
                 return True
@@ -227,15 +228,17 @@ class World(State):
                 if self._try_evict(older, tier) and self._fits(tier):
                     return True
         most = tier.rung.at_most
-        return most is not None and tier.used + self.scenario.added(len(tier.held)) <= most
+        return most is not None and tier.used + self.scenario.added(len(tier.steps.held)) <= most
 
     def replace_oldest(self, tier: WorldTier) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room; never the last good copy."""
-        return any(self._try_evict(step, tier) and self._fits(tier) for step in sorted(tier.held)) or self._fits(tier)
+        held = sorted(tier.steps.held)
+        return any(self._try_evict(step, tier) and self._fits(tier) for step in held) or self._fits(tier)
 
     def waiting_helps(self, tier: WorldTier) -> bool:
         """Whether a step of the tier is on its way to another that works, or being read."""
-        return bool(tier.pins) or any(waits_for_promotion(self, step, tier, only_healthy=True) for step in tier.held)
+        held = tier.steps.held
+        return bool(tier.steps.pins) or any(waits_for_promotion(self, step, tier, only_healthy=True) for step in held)
 
     def apply_retention(self, tier: WorldTier) -> None:
         """Let go what is not retained on a tier without a capacity; one with a capacity waits until room is needed."""
@@ -244,17 +247,17 @@ class World(State):
                 self._try_evict(step, tier)
 
     def _fits(self, tier: WorldTier) -> bool:
-        return tier.capacity is None or tier.used + self.scenario.added(len(tier.held)) <= tier.capacity
+        return tier.capacity is None or tier.used + self.scenario.added(len(tier.steps.held)) <= tier.capacity
 
     def _elsewhere(self, step: StepId, tier: WorldTier) -> bool:
-        return any(step in other.held and other.answers for other in self.tiers if other is not tier)
+        return any(step in other.steps.held and other.answers for other in self.tiers if other is not tier)
 
     def _try_evict(self, step: StepId, tier: WorldTier) -> bool:
-        if step not in tier.held or why_not(self, step, tier):
+        if step not in tier.steps.held or why_not(self, step, tier):
             return False
-        del tier.held[step]
+        del tier.steps.held[step]
         self._look(step)
-        tier.tombstones = {gone for gone in (*tier.tombstones, step) if gone in self._seen}
+        tier.steps.tombstones = {gone for gone in (*tier.steps.tombstones, step) if gone in self._seen}
         self._happened("evicted", step, tier)
         return True
 
@@ -264,8 +267,8 @@ class World(State):
         """The step to promote next: the newest that is due."""
         if not tier.index or not tier.healthy:
             return None
-        waiting = {step for nearer in self.tiers[: tier.index] for step in nearer.held}
-        waiting -= tier.held.keys() | tier.tombstones
+        waiting = {step for nearer in self.tiers[: tier.index] for step in nearer.steps.held}
+        waiting -= tier.steps.held.keys() | tier.steps.tombstones
         for step in sorted(waiting, reverse=True):
             self.asked += 1
             if is_due(self, step, tier, self.view()):
@@ -274,7 +277,7 @@ class World(State):
 
     def source(self, step: StepId) -> WorldTier | None:
         """The nearest tier that answers and holds the step."""
-        return next((tier for tier in self.rungs if step in tier.held and tier.answers), None)
+        return next((tier for tier in self.rungs if step in tier.steps.held and tier.answers), None)
 
     def promoted(self, step: StepId, record: StepRecord, tier: WorldTier, bandwidth: float | None) -> None:
         """Commit a promotion."""
@@ -286,8 +289,8 @@ class World(State):
         self.apply_retention(tier)
 
     def _hold(self, step: StepId, record: StepRecord, tier: WorldTier) -> None:
-        tier.held[step] = Held(record, "")
-        tier.tombstones.discard(step)
+        tier.steps.held[step] = Held(record, "")
+        tier.steps.tombstones.discard(step)
         self._look(step)
 
     def touched(self) -> None:
@@ -306,28 +309,28 @@ class World(State):
             stalled_seconds=before.stalled_seconds + ended.stalled_seconds,
         )
         for tier in self.rungs:
-            tier.pins.clear()
+            tier.steps.pins.clear()
             tier.busy = False
             if tier.survives < KINDS[kind]:
                 whole = self.scenario.copied_after(tier.rung) if kind == "node" else None
-                for step, held in tuple(tier.held.items()):
+                for step, held in tuple(tier.steps.held.items()):
                     if whole is None or self.observation.now() - held.record.saved_at < whole:
-                        del tier.held[step]
+                        del tier.steps.held[step]
                 tier.unseen.clear()
         self._look_again()
 
     def reopen(self) -> StepId | None:
         """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
         for tier in self.rungs:
-            tier.tombstones.clear()
-            tier.error = None
-            tier.seen_bandwidth = tier.promotion_seconds = None
+            tier.steps.tombstones.clear()
+            tier.health.error = None
+            tier.seen_bandwidth = tier.steps.promotion_seconds = None
             if tier.down:
-                tier.unseen |= tier.held
-                tier.held.clear()
+                tier.unseen |= tier.steps.held
+                tier.steps.held.clear()
         self._look_again()
         newest = max(self._seen, default=None)
-        known = (step.serial for tier in self.rungs for step in (*tier.held, *tier.unseen))
+        known = (step.serial for tier in self.rungs for step in (*tier.steps.held, *tier.unseen))
         last_serial = max(known, default=self.branch.last_serial)
         self.branch = Branch(self._seen[newest].record.line if newest else (), newest, last_serial=last_serial)
         self.observation.observed = Observed(started_at=self.observation.now())
@@ -343,11 +346,11 @@ class World(State):
     def answers_again(self, tier: WorldTier) -> None:
         """A tier is back, with what it held."""
         tier.down = False
-        tier.held.update(tier.unseen)
+        tier.steps.held.update(tier.unseen)
         tier.unseen = {}
-        if not self.branch.line and tier.held:
-            newest = max(tier.held)
-            self.branch.adopt(tier.held[newest].record.line, newest)
+        if not self.branch.line and tier.steps.held:
+            newest = max(tier.steps.held)
+            self.branch.adopt(tier.steps.held[newest].record.line, newest)
         self._look_again()
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:

@@ -18,7 +18,7 @@ from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 from tieredckpt.config import to_toml
 from tieredckpt.engine.opening.change_identity import fork
-from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.errors import Conflict
 
 Run = Callable[..., Result]
@@ -135,7 +135,7 @@ def test_a_fork_that_was_cut_off_is_gone_on_with(told: Told, tmp_path: Path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "mark", dies)
+        patch.setattr(marker_file, "write", dies)
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(fork(settings(disk)))
     forked = told("fork", disk)

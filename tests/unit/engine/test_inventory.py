@@ -12,6 +12,7 @@ from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, Closed, NotFound, StoreConfig
 from tieredckpt.engine.state.state import numbers
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
 
@@ -156,7 +157,7 @@ async def test_a_step_that_is_evicted_under_a_reader_is_not_called_damaged(
         for step in (1, 2):
             await writer.save(step, {"w": np.full(9000, step)})
         await writer.flush()
-        read_index = Tier.read_index
+        read_index = step_index.read
 
         async def read_late(tier: Tier, step: StepId) -> Any:
             if (tier.name, step.step) == ("disk", 1):
@@ -164,7 +165,7 @@ async def test_a_step_that_is_evicted_under_a_reader_is_not_called_damaged(
                 await writer.evict(1, "disk")
             return await read_index(tier, step)
 
-        monkeypatch.setattr(Tier, "read_index", read_late)
+        monkeypatch.setattr(step_index, "read", read_late)
         async with CheckpointStore.open(two_tiers, read_only=True) as reader:
             assert [(step.step, step.tiers, step.damaged) for step in await reader.steps()] == [
                 (1, ("ram",), ()),

@@ -82,12 +82,13 @@ class AgentClient:
     async def open(self) -> None:
         """Have an agent. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
         for tier in self._slower():
-            tier.pin_elsewhere = partial(self._pinned, tier)
+            tier.remote.pin = partial(self._pinned, tier)
         ram = self._state.tiers[0]
         if ram.blobs is not None:
             await self._listen()
         else:  # it is tried again, and listened in then
-            self._tell_absence(TierUnavailable(f"no agent can be met while tier {ram.name!r} fails: {ram.error}"))
+            why = f"no agent can be met while tier {ram.name!r} fails: {ram.health.error}"
+            self._tell_absence(TierUnavailable(why))
         self._tasks = [
             asyncio.create_task(self._starter.run(), name="tieredckpt agent of this store"),
             asyncio.create_task(self._keep_telling(), name="tieredckpt news for the agent"),
@@ -171,8 +172,8 @@ class AgentClient:
             _log.error("nothing is promoted: %s", problem)
         self._absent = problem
         for tier in self._slower():
-            if tier.error is None:
-                delay = tier.fail(problem)
+            if tier.health.error is None:
+                delay = tier.health.fail(problem)
                 self._state.events.emit(TierFailed(tier.name, problem, delay))
         self._changed.notify()
         self._state.changed.notify()
@@ -189,7 +190,7 @@ class AgentClient:
                     settings_of(state.config),
                     state.identity.marker.store,
                     state.identity.made_up,
-                    ram.slab_key,
+                    ram.store.slab_key,
                     ram.slab.capacity,
                 )
             )
@@ -224,13 +225,13 @@ class AgentClient:
                 event = event_of(word)
                 if isinstance(event, StepPromoted) and event.lag:
                     step = StepId(event.serial, event.step)
-                    if step in (held := state.tier(event.tier).held):
+                    if step in (held := state.tier(event.tier).steps.held):
                         state.observation.observe_promotion(held[step].record, state.tier(event.tier))
                         state.observation.promotions_ended += 1
                 state.events.emit(event)
                 state.changed.notify()
             case said.Ready():
-                recovered = [tier for tier in self._slower() if self._absent is not None and tier.error is None]
+                recovered = [tier for tier in self._slower() if self._absent is not None and tier.health.error is None]
                 self._wire, self._absent, self._starter.refused = wire, None, None
                 self.dead = self.dead or word.dead
                 for tier in recovered:

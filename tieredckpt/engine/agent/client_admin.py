@@ -69,7 +69,7 @@ class AgentAdmin(Admin):
         """See `Admin.verify`."""
         step = self._state.find(number, serial, damaged=number is not None)
         tiers = self._state.tiers if name is None else (self._state.tier(name),)
-        holding = [tier.name for tier in tiers if step in tier.held or step in tier.damaged]
+        holding = [tier.name for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
         if not holding:
             raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
         found: list[Verified] = []

@@ -13,7 +13,8 @@ import msgspec
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, HeldStep, brief
 from tieredckpt.errors import Corrupt
 from tieredckpt.events import ChunkRepaired, Event, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
@@ -50,7 +51,7 @@ class _Steps:
     def changes(self) -> tuple[bool, tuple[HeldStep, ...], tuple[StepId, ...]]:
         """Whether nothing was told before, what is new or committed anew since, and what has gone."""
         anew, told = self._told is None, self._told or {}
-        held = self.tier.held
+        held = self.tier.steps.held
         new = tuple(
             HeldStep(brief(each.record), each.btree_key)
             for step, each in held.items()
@@ -103,14 +104,14 @@ class TierNews:
             marker=self._state.identity.marker,
             held=held,
             gone=gone,
-            damaged=tuple((step, str(error)) for step, error in tier.damaged.items()),
-            stuck=tuple((step, Failure.of(error)) for step, error in tier.stuck.items()),
-            tombstones=tuple(tier.tombstones),
+            damaged=tuple((step, str(error)) for step, error in tier.steps.damaged.items()),
+            stuck=tuple((step, Failure.of(error)) for step, error in tier.steps.stuck.items()),
+            tombstones=tuple(tier.steps.tombstones),
             used=tier.used,
-            bandwidth=tier.write_bandwidth,
-            promotions=tier.promotions,
-            note=tier.note,
-            failure=None if tier.error is None else Failure.of(tier.error),
+            bandwidth=self._state.tier_view(tier).write_bandwidth,
+            promotions=tier.steps.promotions,
+            note=tier.health.note,
+            failure=None if tier.health.error is None else Failure.of(tier.health.error),
         )
         rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
         if not (anew or held or gone) and rest == self._last:
@@ -123,17 +124,17 @@ def _adopt_steps(tier: Tier, news: InRam | OnTier) -> None:
     if news.anew:
         tier.clear()
     for step in news.gone:
-        tier.drop(step)
+        tier.steps.drop(step)
     for held in news.held:
-        tier.drop(held.id)  # with what is remembered of its index, if it was committed anew
-        tier.held[held.id] = Held(held.record, held.btree_key, whole=False)
+        tier.steps.drop(held.id)  # with what is remembered of its index, if it was committed anew
+        tier.steps.held[held.id] = Held(held.record, held.btree_key, whole=False)
 
 
 def adopt_ram(state: State, news: InRam) -> None:
     """At the agent: know of RAM, the branch and the signals what the trainer knows."""
     _adopt_steps(state.tiers[0], news)
     state.branch.line, state.branch.last_serial = news.line, news.last_serial
-    state.observation.signals, state.tiers[0].used_elsewhere = set(news.signals), news.used
+    state.observation.signals, state.tiers[0].remote.used = set(news.signals), news.used
     state.changed.notify()
 
 
@@ -141,14 +142,14 @@ def adopt_tier(state: State, news: OnTier) -> Tier:
     """At the trainer: know of a slower tier what the agent knows."""
     tier = state.tier(news.tier)
     _adopt_steps(tier, news)
-    tier.damaged.clear()
-    tier.damaged.update({step: Corrupt(text) for step, text in news.damaged})
-    tier.stuck.clear()
-    tier.stuck.update({step: failure.error() for step, failure in news.stuck})
-    tier.tombstones = set(news.tombstones)
-    tier.used_elsewhere, tier.bandwidth_elsewhere, tier.promotions = news.used, news.bandwidth, news.promotions
-    tier.note = news.note
-    tier.error = None if news.failure is None else news.failure.error()
+    tier.steps.damaged.clear()
+    tier.steps.damaged.update({step: Corrupt(text) for step, text in news.damaged})
+    tier.steps.stuck.clear()
+    tier.steps.stuck.update({step: failure.error() for step, failure in news.stuck})
+    tier.steps.tombstones = set(news.tombstones)
+    tier.remote.used, tier.remote.bandwidth, tier.steps.promotions = news.used, news.bandwidth, news.promotions
+    tier.health.note = news.note
+    tier.health.error = None if news.failure is None else news.failure.error()
     tier.marker = state.identity.marker if news.known else None
     state.changed.notify()
     return tier

@@ -14,6 +14,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -63,7 +64,6 @@ class Collector:
 
     async def evict_unretained(self, tier: Tier) -> None:
         """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
-        assert tier.ram is not None
         await self.evictor.reclaim_unread(tier)
         for step in leaving(self._state, tier):
             if not waits_for_promotion(self._state, step, tier):
@@ -78,43 +78,42 @@ class Collector:
         await self.evictor.reclaim_unread(tier)
         if enough():
             return True
-        for step in tuple(tier.parts):
+        for step in tuple(tier.steps.parts):
             if step not in self._state.membership.undecided:
                 await self.evictor.let_part_go(step, tier)
         going = leaving(self._state, tier)
-        if tier.ram is not None:
-            going += [step for step in sorted(tier.held) if step not in going and self._elsewhere(step, tier)]
+        if not tier.shared:
+            going += [step for step in sorted(tier.steps.held) if step not in going and self._elsewhere(step, tier)]
         else:
             await self.collect(tier, orphans=False)
             if enough():
                 return True
-            if tier.damaged.any_packs(limits.in_force.unreadable_commit):
+            if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
                 return False  # what is evicted now would make no room yet
         for step in going:
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
-            if tier.ram is None:
-                await self.collect(tier, orphans=False)
+            await self.collect(tier, orphans=False)
             if enough():
                 return True
         return False
 
     def _elsewhere(self, step: StepId, tier: Tier) -> bool:
-        return any(step in other.held and other.answers for other in self._state.tiers if other is not tier)
+        return any(step in other.steps.held and other.answers for other in self._state.tiers if other is not tier)
 
     async def freed_by(self, steps: Collection[StepId], tier: Tier) -> int:
         """Bytes of the packs of a tier that would be dead without these steps."""
-        if tier.damaged.any_packs(limits.in_force.unreadable_commit):
+        if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
             return 0  # for now they stay
         used = await self._packs_by_step(tier)
         going = {key for step in steps for key in used.get(step, ())}
         live = {key for step, packs in used.items() if step not in steps for key in packs}
-        live |= tier.damaged.own_packs().keys() | self._state.membership.packs_streamed_to(tier)
-        return sum(tier.packs.get(key, 0) for key in going - live)
+        live |= tier.steps.damaged.own_packs().keys() | self._state.membership.packs_streamed_to(tier)
+        return sum(tier.packs.sizes.get(key, 0) for key in going - live)
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
-        for step in sorted(tier.held):
+        for step in sorted(tier.steps.held):
             if await self.evictor.try_evict(step, tier) and enough():
                 return True
         return enough()
@@ -130,10 +129,10 @@ class Collector:
                 the store's ``grace``: they may belong to a writer that is still at work.
         """
         await self.evictor.reclaim_unread(tier)
-        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
+        if not self._state.collects(tier):
             return Collected(tier.name)
         await self.evictor.find_out(tier)  # before its packs are taken for dead
-        async with tier.guards_packs:
+        async with tier.packs.guard:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
             await self._look_at_damaged(tier)
@@ -141,14 +140,15 @@ class Collector:
             if orphans:
                 await self._find_strays(tier)
             # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
-            own, any_packs = tier.damaged.own_packs(), tier.damaged.any_packs(limits.in_force.unreadable_commit)
-            live = await self._live_packs(tier) | any_packs | tier.damaged.any_packs(limits.in_force.unreadable_commit)
+            damaged, unreadable = tier.steps.damaged, limits.in_force.unreadable_commit
+            own, any_packs = damaged.own_packs(), damaged.any_packs(unreadable)
+            live = await self._live_packs(tier) | any_packs | damaged.any_packs(unreadable)
             live |= self._state.membership.packs_streamed_to(tier)
-            kept = tier.orphans | own | tier.damaged.own_packs()
+            kept = tier.packs.orphans | own | damaged.own_packs()
             oldest_kept = time.time() - self._state.config.grace
             dead = [
                 key
-                for key in tier.packs
+                for key in tier.packs.sizes
                 if key not in live and (key not in kept or (orphans and kept[key] < oldest_kept))
             ]
             nbytes = await self._delete_packs(tier, dead)
@@ -158,8 +158,8 @@ class Collector:
 
     async def _look_at_damaged(self, tier: Tier) -> None:
         """Read commits once more that could not be read: their packs would go as what no step is known to use."""
-        for step in tuple(tier.damaged):
-            if step in tier.damaged:
+        for step in tuple(tier.steps.damaged):
+            if step in tier.steps.damaged:
                 try:
                     await self.evictor.look_again(step, tier)
                 except TierUnavailable as silence:
@@ -167,33 +167,33 @@ class Collector:
 
     async def _take_back(self, tier: Tier) -> None:
         """Undo first commits that failed, and may be there all the same: no step is held by their packs."""
-        for step in tuple(tier.doubtful - tier.held.keys() - tier.damaged.keys()):
+        for step in tuple(tier.steps.doubtful - tier.steps.held.keys() - tier.steps.damaged.keys()):
             await tier.store.delete(layout.manifest_key(step.step, step.serial))
-            tier.doubtful.discard(step)
+            tier.steps.doubtful.discard(step)
 
     async def _find_strays(self, tier: Tier) -> None:
         """Get to know packs whose put failed after it had happened, and those of other writers."""
         async for info in tier.store.list(layout.PACKS):
-            if info.key not in tier.packs and layout.parse_pack_key(info.key) is not None:
-                tier.packs[info.key] = info.size
-                tier.unlisted.add(info.key)
-                tier.orphans[info.key] = info.modified or time.time()
+            if info.key not in tier.packs.sizes and layout.parse_pack_key(info.key) is not None:
+                tier.packs.sizes[info.key] = info.size
+                tier.packs.unlisted.add(info.key)
+                tier.packs.orphans[info.key] = info.modified or time.time()
 
     async def _live_packs(self, tier: Tier) -> set[str]:
         live: set[str] = set()
         for packs in (await self._packs_by_step(tier)).values():
             live |= packs
         for key in live:
-            tier.orphans.pop(key, None)
+            tier.packs.orphans.pop(key, None)
         return live
 
     async def _packs_by_step(self, tier: Tier) -> dict[StepId, frozenset[str]]:
         found = {}
-        for step in tuple(tier.held):
+        for step in tuple(tier.steps.held):
             try:
-                found[step] = await tier.packs_of(step)
+                found[step] = await step_index.packs(tier, step)
             except NotFound:
-                if step in tier.held:  # and was not evicted meanwhile
+                if step in tier.steps.held:  # and was not evicted meanwhile
                     raise
             except Corrupt as error:
                 _quarantine(tier, step, error)
@@ -201,24 +201,24 @@ class Collector:
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
-        for digest in tier.chunks.in_packs(dead):
-            tier.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
+        for digest in tier.packs.index.in_packs(dead):
+            tier.packs.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
         freed = 0
         for key in dead:
             await tier.store.delete(key)
-            tier.orphans.pop(key, None)
-            tier.unlisted.discard(key)
-            freed += tier.packs.pop(key)
+            tier.packs.orphans.pop(key, None)
+            tier.packs.unlisted.discard(key)
+            freed += tier.packs.sizes.pop(key)
         return freed
 
     async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
         """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
-        known = {held.btree_key for step, held in tier.held.items() if step not in tier.doubtful}
-        known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.held, *tier.damaged)}
-        unsure = {*tier.damaged, *tier.doubtful}
-        for step in tier.doubtful & tier.held.keys():  # of its two commits, one is there by now
+        known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.doubtful}
+        known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
+        unsure = {*tier.steps.damaged, *tier.steps.doubtful}
+        for step in tier.steps.doubtful & tier.steps.held.keys():  # of its two commits, one is there by now
             with suppress(Corrupt, NotFound):
-                known.add((await tier.read_index(step))[2])
+                known.add((await step_index.read(tier, step))[2])
                 unsure.discard(step)
         strays = {
             info.key: info.modified
@@ -236,13 +236,13 @@ class Collector:
 
     async def sparse_packs(self, tier: Tier) -> set[str]:
         """Packs whose live share of bytes is below the store's ``repack_below``."""
-        if tier.ram is not None or not tier.answers or not self._state.manages(tier):
+        if not self._state.collects(tier):
             return set()
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
-        for step in tuple(tier.held):
+        for step in tuple(tier.steps.held):
             try:
-                index = await tier.load_index(step)
+                index = await step_index.load(tier, step)
             except NotFound:
                 continue  # evicted meanwhile
             except Corrupt as error:
@@ -254,7 +254,7 @@ class Collector:
                     live[extent.path] = live.get(extent.path, 0) + extent.length
             await asyncio.sleep(0)
         threshold = self._state.config.repack_below
-        return {key for key, nbytes in live.items() if nbytes < threshold * tier.packs.get(key, 0)}
+        return {key for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
 
     async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
         """The steps on a tier that refer to any of the packs."""
@@ -262,14 +262,14 @@ class Collector:
 
     async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
         """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
-        async with tier.guards_packs:
-            for digest in tier.chunks.in_packs(packs):
-                tier.forget(digest)
+        async with tier.packs.guard:
+            for digest in tier.packs.index.in_packs(packs):
+                tier.packs.forget(digest)
             for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
                 with suppress(NotFound):  # evicted meanwhile
-                    for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
+                    for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
                         if extent.path in packs:
-                            tier.forget(digest)
+                            tier.packs.forget(digest)
 
     async def settle(self, tier: Tier) -> None:
         """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""
@@ -285,4 +285,4 @@ def _belongs(key: str, steps: Iterable[StepId]) -> bool:
 
 def _quarantine(tier: Tier, step: StepId, error: Corrupt) -> None:
     _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-    tier.quarantine(step, error)
+    tier.steps.quarantine(step, error, tier.packs.sizes)

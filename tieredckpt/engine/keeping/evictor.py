@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
-from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.ram import Ram
+from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NotFound, TieredCkptError
 from tieredckpt.events import StepEvicted
@@ -39,33 +39,33 @@ class Evictor:
             NotFound: the tier does not hold it.
             Conflict: promise 6, or a reader, forbids it.
         """
-        if not tier.keeps(step):
+        if not tier.steps.keeps(step):
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if not self._state.manages(tier):
             raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
         if deleted:
             check_unread((step,), tier)
-        elif step in tier.held and (reason := why_not(self._state, step, tier)):
+        elif step in tier.steps.held and (reason := why_not(self._state, step, tier)):
             raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
-        tier.leaving.add(step)
+        tier.steps.leaving.add(step)
         try:
             if tier.ram is not None:
                 await whole(self._evict_from_ram(step, tier, tier.ram))  # half done, it would lose the extents
             else:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
-                    for key in await tier.packs_of(step):
-                        tier.orphans.pop(key, None)  # known to have been used: no grace needed
+                    for key in await step_index.packs(tier, step):
+                        tier.packs.orphans.pop(key, None)  # known to have been used: no grace needed
                 await commit_file.retract(tier, step)
         finally:
-            tier.leaving.discard(step)
-            if step not in tier.held and step not in tier.damaged:  # also where a cancellation came too late
+            tier.steps.leaving.discard(step)
+            if not tier.steps.keeps(step):  # also where a cancellation came too late
                 self._gone(step, tier)
-            elif step in tier.damaged:
+            elif step in tier.steps.damaged:
                 self._state.changed.notify()  # for whoever finds out whether it is gone
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
         """`evict` a step that is held, where nothing forbids it; whether it was done."""
-        if step not in tier.held or step in tier.leaving or not self._state.manages(tier):
+        if step not in tier.steps.held or step in tier.steps.leaving or not self._state.manages(tier):
             return False
         if why_not(self._state, step, tier):
             return False
@@ -74,13 +74,13 @@ class Evictor:
 
     def _gone(self, step: StepId, tier: Tier) -> None:
         records = self._state.records()
-        tier.tombstones = {gone for gone in (*tier.tombstones, step) if gone in records}
+        tier.steps.tombstones = {gone for gone in (*tier.steps.tombstones, step) if gone in records}
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         self._state.changed.notify()
 
     async def find_out(self, tier: Tier) -> None:
         """Look which steps are still there whose deletion failed: those are held again, the others are gone."""
-        for step, error in tuple(tier.damaged.items()):
+        for step, error in tuple(tier.steps.damaged.items()):
             if not isinstance(error, IndeterminateDelete) or not self._state.manages(tier):
                 continue
             try:
@@ -88,14 +88,14 @@ class Evictor:
                 there = True
             except NotFound:
                 there = False
-            if tier.damaged.get(step) is not error:
+            if tier.steps.damaged.get(step) is not error:
                 continue  # meanwhile it was deleted once more, or committed anew
             if there:
-                del tier.damaged[step]
-                tier.held[step] = error.held
+                del tier.steps.damaged[step]
+                tier.steps.held[step] = error.held
                 self._state.changed.notify()
                 continue
-            tier.drop(step)
+            tier.steps.drop(step)
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
 
@@ -108,51 +108,49 @@ class Evictor:
     def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
         """Tell of those that a new look at the tier has not found any more."""
         for step in steps:
-            if step not in tier.held and step not in tier.damaged:
+            if step not in tier.steps.held and step not in tier.steps.damaged:
                 self._gone(step, tier)
 
-    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: RamStore) -> None:
-        slab_index = tier.slab_index
-        assert slab_index is not None
-        digests = list(unique_extents((await tier.load_index(step)).arrays)) if tier.has_own(step) else []
-        async with tier.turn(step):
-            held = tier.held.get(step) or tier.parts.get(step)
+    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: Ram) -> None:
+        digests = list(unique_extents((await step_index.load(tier, step)).arrays)) if tier.steps.has_own(step) else []
+        async with tier.steps.turn(step):
+            held = tier.steps.held.get(step) or tier.steps.parts.get(step)
             index_key = held.btree_key if held is not None else ""
-            unread = await in_thread(ram.retire, layout.manifest_key(step.step, step.serial), index_key)
-            btree_key = tier.drop(step)
-        tier.unread.append((slab_index, unread, digests))
-        await self.reclaim_unread(tier)
+            unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
+            btree_key = tier.steps.drop(step)
+        ram.unread.append((unread, digests))
+        await whole(_reclaim_unread(ram))
         if btree_key:
             await tier.store.delete(btree_key)
 
     async def let_part_go(self, step: StepId, tier: Tier) -> None:
         """Take this rank's part of a step out of RAM, if it is there, for the step is or becomes none."""
-        if tier.ram is None or step in tier.leaving or not (step in tier.parts or step in tier.held):
+        if tier.ram is None or step in tier.steps.leaving or not (step in tier.steps.parts or step in tier.steps.held):
             return
-        tier.leaving.add(step)
+        tier.steps.leaving.add(step)
         try:
             await whole(self._evict_from_ram(step, tier, tier.ram))
         finally:
-            tier.leaving.discard(step)
+            tier.steps.leaving.discard(step)
             self._state.changed.notify()
 
-    async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
+    async def drop_unreadable(self, step: StepId, tier: Tier, ram: Ram) -> None:
         """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
-        assert tier.ram is not None
-        await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
+        await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
         await commit_file.retract(tier, step)
         self._state.changed.notify()
 
     async def reclaim_unread(self, tier: Tier) -> None:
         """Have the extents of steps that left RAM while somebody read them, once nobody does."""
-        if tier.unread:
-            await whole(self._look_who_reads(tier))
+        if tier.ram is not None and tier.ram.unread:
+            await whole(_reclaim_unread(tier.ram))
 
-    async def _look_who_reads(self, tier: Tier) -> None:
-        looked_at, tier.unread[:] = tuple(tier.unread), ()  # so that nobody else gives it back besides
-        unread = await in_thread(lambda: [gone() for _, gone, _ in looked_at])
-        for each, gone in zip(looked_at, unread, strict=True):
-            if gone:
-                each[0].drop(each[2])  # not the tier's of today: RAM may have been made anew since
-            else:
-                tier.unread.append(each)
+
+async def _reclaim_unread(ram: Ram) -> None:
+    looked_at, ram.unread[:] = tuple(ram.unread), ()  # so that nobody else gives it back besides
+    unread = await in_thread(lambda: [gone() for gone, _ in looked_at])
+    for each, gone in zip(looked_at, unread, strict=True):
+        if gone:
+            ram.index.drop(each[1])
+        else:
+            ram.unread.append(each)

@@ -79,7 +79,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
 
     None leaves if all that may leave would not make that much room.
     """
-    if tier.ram is not None or not tier.answers or not state.manages(tier):
+    if not state.collects(tier):
         return False
     going = [
         older
@@ -100,9 +100,9 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
 
 
 def _tell(state: State, step: StepId, tier: Tier) -> None:
-    if not tier.note:
-        tier.note = "has no room for all the steps that its policy retains: the oldest leave for newer ones"
+    if not tier.health.note:
+        tier.health.note = "has no room for all the steps that its policy retains: the oldest leave for newer ones"
         _log.warning(
-            "tier %r %s, first %s; give it more room, or let `retain` ask for fewer", tier.name, tier.note, step
+            "tier %r %s, first %s; give it more room, or let `retain` ask for fewer", tier.name, tier.health.note, step
         )
     state.events.emit(RetentionCut(step.step, step.serial, tier.name))

@@ -30,10 +30,10 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
     whether the step will be due when the promotions under way have ended.
     """
-    if step in tier.held or step in tier.tombstones or not state.on_line(step.serial):
+    if step in tier.steps.held or step in tier.steps.tombstones or not state.on_line(step.serial):
         return False
-    mended = step in tier.damaged  # from wherever it is
-    if not mended and not any(step in nearer.held for nearer in state.tiers[: tier.index]):
+    mended = step in tier.steps.damaged  # from wherever it is
+    if not mended and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
         return False
     view = view or state.view(at_rest=True)
     place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
@@ -58,11 +58,11 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
 def why_not_due(state: State, step: StepId, tier: Tier) -> str:
     """Why a step that `is_due` finds not due on a tier is not, for people."""
     nearer = state.tiers[: tier.index]
-    if step in tier.tombstones:
+    if step in tier.steps.tombstones:
         return "it has left that tier before"
     if not state.on_line(step.serial):
         return "it is not on the branch that is trained"
-    if not any(step in each.held for each in nearer):
+    if not any(step in each.steps.held for each in nearer):
         names = " and ".join(repr(each.name) for each in nearer)
         return f"it left {names} before that tier, which is slower than steps are saved, had taken it"
     view = state.view(at_rest=True)
@@ -82,7 +82,7 @@ def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy:
         other for other in state.tiers[tier.index + 1 :] if (other.healthy and other.responsive) or not only_healthy
     ]
     view = state.view(at_rest=True)
-    return any(step not in other.stuck and is_due(state, step, other, view) for other in slower)
+    return any(step not in other.steps.stuck and is_due(state, step, other, view) for other in slower)
 
 
 def leaving(state: State, tier: Tier) -> list[StepId]:
@@ -116,7 +116,7 @@ def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
     going = leaving(state, tier)
     if step is not None and not state.on_line(step.serial):
         return going
-    older = [held for held in sorted(tier.held) if (step is None or held < step) and held not in going]
+    older = [held for held in sorted(tier.steps.held) if (step is None or held < step) and held not in going]
     return going + sorted(older, key=lambda held: state.on_line(held.serial))
 
 

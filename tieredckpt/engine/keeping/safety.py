@@ -24,7 +24,7 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
     after them is as safe; and a copy that is being deleted counts no more. For an agent RAM never counts, though it
     survives as much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers have it.
     """
-    if tier.pins.get(step):
+    if tier.steps.pins.get(step):
         return f"{step} is being read from tier {tier.name!r}"
     if _is_covered(state, step, tier):
         return ""
@@ -41,10 +41,10 @@ def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[Step
             continue
         if other.survives < tier.survives or not (other.answers or other is tier):
             continue
-        for held in reversed(other.held):  # as a rule the newest is the last, and settles it
+        for held in reversed(other.steps.held):  # as a rule the newest is the last, and settles it
             better = held.serial > step.serial and state.on_line(held.serial)
             other_copy = held == step and other is not tier
-            if (better or other_copy) and held not in other.leaving | state.deleting and held not in without:
+            if (better or other_copy) and held not in other.steps.leaving | state.deleting and held not in without:
                 return True
     return False
 
@@ -63,13 +63,13 @@ def check_deletable(state: State, steps: Collection[StepId]) -> None:
     if not state.records().keys() - steps:
         raise Conflict(f"cannot delete {names}: it is the last step there is; {anyway}")
     for tier in state.tiers:
-        here = [step for step in steps if step in tier.held or step in tier.damaged]
+        here = [step for step in steps if step in tier.steps.held or step in tier.steps.damaged]
         if not tier.answers and (here or tier.marker is None):
             raise TierUnavailable(
-                f"cannot delete {names}: tier {tier.name!r} does not answer and may hold it ({tier.error}); try again "
-                f"when it does, or pass force=True to delete it elsewhere"
+                f"cannot delete {names}: tier {tier.name!r} does not answer and may hold it ({tier.health.error}); try "
+                f"again when it does, or pass force=True to delete it elsewhere"
             )
-        if not all(_is_covered(state, step, tier, steps) for step in here if step in tier.held):
+        if not all(_is_covered(state, step, tier, steps) for step in here if step in tier.steps.held):
             raise Conflict(
                 f"cannot delete {names}: no newer step of the branch is on a tier that survives as much as "
                 f"{tier.name!r}; wait until one is promoted, or pass force=True"
@@ -79,7 +79,7 @@ def check_deletable(state: State, steps: Collection[StepId]) -> None:
 def check_unread(steps: Collection[StepId], tier: Tier) -> None:
     """Raise `Conflict` where a restore, a promotion or a verification reads one of the steps on the tier."""
     for step in steps:
-        if tier.pins.get(step):
+        if tier.steps.pins.get(step):
             raise Conflict(
                 f"cannot delete: {step} is being read from tier {tier.name!r}; try again when that has ended"
             )

@@ -55,7 +55,7 @@ async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
     """The catalogs that can be read, by file. Raises `TierUnavailable` when they cannot be listed."""
     infos = [info async for info in tier.store.list(layout.CATALOGS) if layout.parse_catalog_key(info.key) is not None]
     # Until they are believed they vouch for nothing, and go with the next write.
-    tier.catalogued.files.update({info.key: CatalogFile(info.size) for info in infos})
+    tier.steps.catalogued.files.update({info.key: CatalogFile(info.size) for info in infos})
     found: list[tuple[str, Catalog]] = []
     for info in infos:
         try:
@@ -78,10 +78,10 @@ def believed(
     """Where catalogs agree with ``tier.packs`` and the files of steps: footers; records and the keys of the nodes."""
     footers = Footers()
     records: dict[StepId, tuple[StepRecord, str]] = {}
-    known = tier.catalogued
+    known = tier.steps.catalogued
     for key, catalog in catalogs:
         sizes = zip(catalog.packs, catalog.sizes.tolist(), strict=True)
-        wanted = [tier.packs.get(pack) == size and pack not in known.packs for pack, size in sizes]
+        wanted = [tier.packs.sizes.get(pack) == size and pack not in known.packs for pack, size in sizes]
         packs = [pack for pack, good in zip(catalog.packs, wanted, strict=True) if good]
         mask = np.array(wanted, bool)
         counts = catalog.counts.astype(np.int64)

@@ -43,19 +43,19 @@ async def write_catalog(tier: Tier, store: str) -> bool:
     What is new is written together with the catalogs that are not more than twice as large. So there are few, and
     each pack and step is written a few times altogether. Raises as the tier's store does.
     """
-    known = tier.catalogued
+    known = tier.steps.catalogued
     if _plan(tier) is None:
         return False
-    async with tier.guards_packs:  # nothing is committed or collected while it is seen what there is
-        known.packs &= tier.packs.keys()
-        known.steps &= tier.held.keys()
-        await _stamp(tier, tier.held.keys() - known.steps)
+    async with tier.packs.guard:  # nothing is committed or collected while it is seen what there is
+        known.packs &= tier.packs.sizes.keys()
+        known.steps &= tier.steps.held.keys()
+        await _stamp(tier, tier.steps.held.keys() - known.steps)
         plan = _plan(tier)
         if plan is None:
             return False
-        found = await asyncio.to_thread(tier.chunks.listed, plan.packs, _duplicates(tier))
-        sizes = np.array([tier.packs[key] for key in plan.packs], np.uint64)
-        steps = [(step, tier.held[step].record, known.stamps[step]) for step in plan.steps]
+        found = await asyncio.to_thread(tier.packs.index.listed, plan.packs, _duplicates(tier))
+        sizes = np.array([tier.packs.sizes[key] for key in plan.packs], np.uint64)
+        steps = [(step, tier.steps.held[step].record, known.stamps[step]) for step in plan.steps]
     counts, table = found
     for packs, rows, some in _shares(counts, len(steps)):
         catalog = Catalog(
@@ -75,13 +75,13 @@ async def write_catalog(tier: Tier, store: str) -> bool:
 
 def _plan(tier: Tier) -> _Plan | None:
     """What is to be written; None if that can wait."""
-    known = tier.catalogued
-    packs = tier.packs.keys() - known.packs - tier.unlisted
-    steps = set() if known.timeless else tier.held.keys() - known.steps
+    known = tier.steps.catalogued
+    packs = tier.packs.sizes.keys() - known.packs - tier.packs.unlisted
+    steps = set() if known.timeless else tier.steps.held.keys() - known.steps
     due = len(packs) + len(steps) >= limits.in_force.catalog_entries
     replaces: list[str] = []
     alive = {
-        key: (file.packs & tier.packs.keys(), file.steps & known.steps & tier.held.keys())
+        key: (file.packs & tier.packs.sizes.keys(), file.steps & known.steps & tier.steps.held.keys())
         for key, file in known.files.items()
     }
     for key in sorted(alive, key=lambda key: sum(map(len, alive[key]))):
@@ -98,10 +98,10 @@ def _plan(tier: Tier) -> _Plan | None:
 
 async def _stamp(tier: Tier, steps: set[StepId]) -> None:
     """Look up by what the steps are known that were committed since the tier was opened."""
-    known = tier.catalogued
+    known = tier.steps.catalogued
 
     async def look(step: StepId) -> None:
-        key = tier.held[step].btree_key
+        key = tier.steps.held[step].btree_key
         folder, name = layout.step_folder(step.step, step.serial), key.rpartition("/")[2]
         try:
             files = {name: await tier.store.stat(folder + name) for name in (layout.MANIFEST, name)}
@@ -118,7 +118,7 @@ async def _stamp(tier: Tier, steps: set[StepId]) -> None:
 
 
 def _duplicates(tier: Tier) -> list[tuple[bytes, Extent]]:
-    return [(digest, extent) for digest, extents in tier.duplicates.items() for extent in extents]
+    return [(digest, extent) for digest, extents in tier.packs.duplicates.items() for extent in extents]
 
 
 def _shares(counts: np.ndarray[tuple[int], np.dtype[np.int64]], steps: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -147,7 +147,7 @@ def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
 
 
 async def _put(tier: Tier, catalog: Catalog, stamps: Mapping[StepId, Stamp]) -> None:
-    known, key = tier.catalogued, layout.catalog_key(secrets.token_hex(16))
+    known, key = tier.steps.catalogued, layout.catalog_key(secrets.token_hex(16))
     data = await asyncio.to_thread(encode_catalog, catalog)
     if len(data) > MAX_CATALOG:
         return  # metrics beyond all measure: these steps are read at each opening

@@ -15,6 +15,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.opening.identity import marker_of
 from tieredckpt.engine.opening.ram_choice import notes
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound
@@ -57,7 +58,7 @@ async def fork(config: StoreConfig) -> tuple[str, str]:
         # RAM first, or the other folder would take it for its own.
         await in_thread(_mark_ram, [each for each in mine if each.store == old.store], new)
         for tier, _ in marked:
-            await tier.mark(new)
+            await marker_file.write(tier.store, new)
     return old.store, new.store
 
 
@@ -99,7 +100,7 @@ async def adopt(config: StoreConfig, store: str | None = None) -> tuple[FoundRam
                 )
         for tier, marker in opened:
             if marker is None or marker.store != chosen.store:
-                await tier.mark(chosen.marker)
+                await marker_file.write(tier.store, chosen.marker)
         return chosen, _where(opened)
 
 

@@ -25,12 +25,12 @@ from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
-from tieredckpt.engine.tier.tier import MARKER_MAX, Tier
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import RamLeftAlone
-from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StoreMarker, decode_marker
+from tieredckpt.format.manifest import StepId, StoreMarker
 from tieredckpt.settings import explain
 from tieredckpt.units import format_size
 
@@ -100,42 +100,39 @@ async def connect(state: State, tier: Tier) -> None:
     known = state.identity.marker
     if marker is None and known is not None and await _in_earlier_place(state, tier, known.store):
         marker, damaged = await marker_of(tier)
+    ram = tier.ram
     if known is not None and marker is not None and marker.store != known.store:
-        writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
+        writes_ram = ram is not None and ram.slab.writable  # whose folder is called by this store's UUID
         if writes_ram or known.owns(await store_of_steps(tier)):
             marker, damaged = known, True
-        elif (
-            tier.ram is None
-            and state.identity.made_up
-            and not any(other.held for other in state.tiers if other.ram is None)
-        ):
-            await _adopt(state, marker)
-        elif tier.ram is not None:
+        elif not tier.shared:
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
+        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if other.ram is None):
+            await _adopt(state, marker)
         else:
             raise Conflict(
                 f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
                 f"{known.store}); point the tier to a folder of its own"
             )
     writes = not state.read_only and state.manages(tier)
-    if writes and tier.ram is None and tier.lease is None:
+    if writes and tier.shared and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
         await lease.acquire()
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
     if (marker is None or damaged) and state.identity.marker is not None and writes:
-        await tier.mark(state.identity.marker)
-    async with tier.guards_packs:  # a collector that saw half of a survey would take the packs of the rest for dead
+        await marker_file.write(tier.store, state.identity.marker)
+    async with tier.packs.guard:  # a collector that saw half of a survey would take the packs of the rest for dead
         known = marker or state.identity.marker
         await scan_tier(tier, known.store if known is not None else None)
-        if state.membership.size > 1 and tier.ram is not None:
-            tier.set_apart()
+        if state.membership.size > 1 and not tier.shared:
+            tier.steps.set_apart()
         tier.marker = known
-    if tier.ram is not None:
+    if ram is not None:
         await note_owner(state)
-        if writes and tier.ram.notice and state.membership.size == 1:  # of several, rank 0 says it for all
-            _log.warning("%s", tier.ram.notice)
+        if writes and ram.store.notice and state.membership.size == 1:  # of several, rank 0 says it for all
+            _log.warning("%s", ram.store.notice)
 
 
 async def reopen(state: State, tier: Tier) -> bool:
@@ -152,7 +149,7 @@ async def reopen(state: State, tier: Tier) -> bool:
 async def _reopen(state: State, tier: Tier) -> bool:
     blobs = await tier.connect()
     try:
-        found = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
+        found = await marker_file.read(blobs)
     except (NotFound, Corrupt, TierUnavailable):
         found = None
     if found is None or state.identity.marker is None or found.store != state.identity.marker.store:
@@ -183,7 +180,7 @@ async def _in_earlier_place(state: State, tier: Tier, store: str | None) -> Stor
         _log.warning("tier %r: whether the store lies at %s is not known: %s", tier.name, earlier.location, error)
         return None
     try:
-        marker = decode_marker(await blobs.get(layout.MARKER, limit=MARKER_MAX), blobs.location)
+        marker = await marker_file.read(blobs)
     except (NotFound, Corrupt):
         marker = None
     except BaseException:
@@ -203,10 +200,10 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.identity.marker, state.identity.made_up = marker, False
     for tier in state.tiers:
-        if tier.ram is None and tier.marker is not None and tier.marker != marker:
+        if tier.shared and tier.marker is not None and tier.marker != marker:
             tier.marker = marker
             if state.manages(tier):
-                await tier.mark(marker)
+                await marker_file.write(tier.store, marker)
     await mark_ram(state)
 
 
@@ -355,7 +352,8 @@ def _refuse_what_cannot_fit(state: State) -> None:
         if tier.marker is not None  # else what it holds is not known
         and tier.capacity is not None
         and tier.capacity < record.nbytes
-        and all(held.record.nbytes < record.nbytes for held in tier.held.values())  # else its chunks are shared ones
+        # else its chunks are shared ones
+        and all(held.record.nbytes < record.nbytes for held in tier.steps.held.values())
     ]
     told = [
         f"tier {tier.name!r} with its {format_size(capacity)} cannot hold a step as large as {step}, "

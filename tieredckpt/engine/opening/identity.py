@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tieredckpt.engine.tier.tier import MARKER_MAX, Tier
+from tieredckpt.engine.tier import marker_file, step_index
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StoreMarker, find_record
@@ -57,7 +58,7 @@ async def store_of_steps(tier: Tier) -> str | None:
     stores: set[str] = set()
     for step in sorted(found, reverse=True)[:_STEPS_ASKED]:
         try:
-            stores.add(find_record(*await tier.read_index(step)).store)
+            stores.add(find_record(*await step_index.read(tier, step)).store)
         except (Corrupt, NotFound):
             continue
     return stores.pop() if len(stores) == 1 else None
@@ -86,7 +87,7 @@ async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -
 async def _is_of_another_format(tier: Tier) -> bool:
     """Whether a marker that this version refuses is a sound one of another version, which nobody is to replace."""
     try:
-        data = await tier.store.get(layout.MARKER, limit=MARKER_MAX)
+        data = await tier.store.get(layout.MARKER, limit=marker_file.MARKER_MAX)
         found = msgspec.json.decode(data, type=dict[str, str | int])
     except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False

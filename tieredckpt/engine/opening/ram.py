@@ -26,6 +26,7 @@ from tieredckpt.concurrency import in_thread, left_behind_after, told_to_end
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.ram_choice import is_copy, is_of_ram_alone, notes
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, TierUnavailable
 
@@ -49,7 +50,7 @@ _log = logging.getLogger("tieredckpt")
 def ram_folder(state: State) -> Path:
     """Where the RAM of this store is on this machine; of several ranks, each has a folder in it."""
     if (ram := state.tiers[0].ram) is not None:
-        folder = Path(ram.location)
+        folder = Path(ram.store.location)
         return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
     assert state.config.ram is not None
     assert state.identity.marker is not None
@@ -200,7 +201,7 @@ async def mark_ram(state: State) -> None:
                 state.identity.marker, forked_from=(before.store, *state.identity.marker.ancestors)
             )
         with suppress(TieredCkptError):
-            await ram.mark(ram.marker)
+            await marker_file.write(ram.store, ram.marker)
 
 
 # -- the note ---------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ async def note_owner(state: State) -> None:
     ram = state.tiers[0].ram
     if ram is None or state.read_only or not ram.slab.writable:
         return
-    folder = Path(ram.location)
+    folder = Path(ram.store.location)
     before = await in_thread(read_owner, folder)
     known = {place.location: place for place in before.places} if before is not None else {}
     places = [await _noted(state, tier, known) for tier in state.tiers[1:]]

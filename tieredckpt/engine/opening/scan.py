@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.concurrency import together
 from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
-from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
+from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.ram import Ram
+from tieredckpt.engine.tier.steps import Held, IndeterminateDelete
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
@@ -42,30 +44,32 @@ async def scan_tier(tier: Tier, store: str | None = None) -> None:
     """
     tier.clear()
     folders = await _list_steps(tier)
-    if tier.ram is None:
+    catalogs = []
+    if (ram := tier.ram) is None:
         await _list_packs(tier)
-    catalogs = await read_catalogs(tier, store) if tier.ram is None and store is not None else []
+        if store is not None:
+            catalogs = await read_catalogs(tier, store)
     footers, records = believed(tier, catalogs, folders)
     unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
     read = partial(_find_step, tier, folders)
-    await _all(partial(read, step) for step in unread if tier.index_bytes[step] <= _LARGE_INDEX)
+    await _all(partial(read, step) for step in unread if tier.steps.indexes.nbytes[step] <= _LARGE_INDEX)
     for step in unread:
-        if tier.index_bytes[step] > _LARGE_INDEX:
+        if tier.steps.indexes.nbytes[step] > _LARGE_INDEX:
             await read(step)
     rest = sorted(records)
-    while rest and (not tier.held or max(tier.held) < rest[-1]):
+    while rest and (not tier.steps.held or max(tier.steps.held) < rest[-1]):
         await read(rest.pop())
     for step in rest:
         record, btree_key = records[step]
-        tier.held[step] = Held(record, btree_key, whole=False)
-    if tier.slab_index is not None:
-        await _claim_extents(tier)
-        await _claim_unread(tier)
+        tier.steps.held[step] = Held(record, btree_key, whole=False)
+    if ram is None:
+        unlisted = tier.packs.sizes.keys() - tier.steps.catalogued.packs
+        await _all(partial(_find_chunks, tier, key, tier.packs.sizes[key], footers) for key in sorted(unlisted))
+        tier.packs.duplicates.update(await asyncio.to_thread(_fill, tier, footers))
+    elif ram.slab.writable:
+        await _claim_extents(tier, ram)
+        await _claim_unread(tier, ram)
         await _remove_strays(tier)
-    elif tier.ram is None:
-        unlisted = tier.packs.keys() - tier.catalogued.packs
-        await _all(partial(_find_chunks, tier, key, tier.packs[key], footers) for key in sorted(unlisted))
-        tier.duplicates.update(await asyncio.to_thread(_fill, tier, footers))
 
 
 async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
@@ -81,7 +85,7 @@ async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
             step = StepId(serial=parsed[1], step=parsed[0])
             steps[step] = files
             if layout.MANIFEST in files:
-                tier.index_bytes[step] = sum(info.size for info in files.values())
+                tier.steps.indexes.nbytes[step] = sum(info.size for info in files.values())
     return steps
 
 
@@ -103,18 +107,18 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
     """
     foreign = False
     for _ in range(_LISTINGS):
-        before = dict(tier.held)
+        before = dict(tier.steps.held)
         await _list_again(tier, but)
-        new = [held for step, held in tier.held.items() if before.get(step) is not held]
+        new = [held for step, held in tier.steps.held.items() if before.get(step) is not held]
         foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
-        if not new and before.keys() == tier.held.keys():
+        if not new and before.keys() == tier.steps.held.keys():
             break
-    if packs and tier.ram is None:
+    if packs and tier.shared:
         sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
-        for key in tier.packs.keys() - sizes.keys():
-            del tier.packs[key]
-        tier.packs.update(sizes)
-    return foreign and not await tier.probe()
+        for key in tier.packs.sizes.keys() - sizes.keys():
+            del tier.packs.sizes[key]
+        tier.packs.sizes.update(sizes)
+    return foreign and not await marker_file.is_still(tier.store, tier.marker)
 
 
 async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
@@ -122,45 +126,45 @@ async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
     committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
     unknown = [step for step in committed if not _is_known(tier, step, folders[step])]
     await _all(partial(_read_again, tier, step, folders[step]) for step in unknown)
-    for step in (tier.held.keys() | tier.damaged.keys()) - committed:
-        tier.drop(step)
+    for step in (tier.steps.held.keys() | tier.steps.damaged.keys()) - committed:
+        tier.steps.drop(step)
 
 
 async def _read_again(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> None:
     found = await _read_step(tier, step)
-    known_problem = step in tier.damaged
-    tier.drop(step)  # with all that is remembered of it
+    known_problem = step in tier.steps.damaged
+    tier.steps.drop(step)  # with all that is remembered of it
     if found is None:
         return
-    tier.index_bytes[step] = sum(info.size for info in files.values())
+    tier.steps.indexes.nbytes[step] = sum(info.size for info in files.values())
     if isinstance(found, Held):
-        tier.held[step] = found
+        tier.steps.held[step] = found
         if (stamp := stamp_of(found.btree_key.rpartition("/")[2], files)) is not None:
-            tier.catalogued.stamps[step] = stamp
+            tier.steps.catalogued.stamps[step] = stamp
         return
-    tier.damaged.quarantine(step, found, tier.packs)
+    tier.steps.damaged.quarantine(step, found, tier.packs.sizes)
     if not known_problem:
         _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, found)
 
 
 def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:
-    held = tier.held.get(step)
+    held = tier.steps.held.get(step)
     if held is None:
         return False
-    return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.catalogued.stamps.get(step)
+    return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.steps.catalogued.stamps.get(step)
 
 
 async def _list_packs(tier: Tier) -> None:
     now = time.time()
     async for info in tier.store.list(layout.PACKS):
         if layout.parse_pack_key(info.key) is not None:
-            tier.packs[info.key] = info.size
-            tier.orphans[info.key] = info.modified or now
+            tier.packs.sizes[info.key] = info.size
+            tier.packs.orphans[info.key] = info.modified or now
 
 
 def _fill(tier: Tier, footers: Footers) -> dict[bytes, list[Extent]]:
     counts, tables = [np.empty(0, np.int64), *footers.counts], [np.empty(0, pack.RECORD), *footers.tables]
-    return tier.chunks.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
+    return tier.packs.index.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
 
 
 async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
@@ -177,22 +181,22 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
 async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
     match await _read_step(tier, step):
         case Held() as held:
-            tier.held[step] = held
+            tier.steps.held[step] = held
             stamp = stamp_of(held.btree_key.rpartition("/")[2], folders[step])
             if stamp is None:
-                tier.catalogued.timeless = True
-            elif tier.catalogued.stamps.setdefault(step, stamp) != stamp:
-                tier.catalogued.forget(step)
+                tier.steps.catalogued.timeless = True
+            elif tier.steps.catalogued.stamps.setdefault(step, stamp) != stamp:
+                tier.steps.catalogued.forget(step)
         case TieredCkptError() as error:
-            tier.damaged.quarantine(step, error, tier.packs)
-            tier.catalogued.forget(step)
+            tier.steps.damaged.quarantine(step, error, tier.packs.sizes)
+            tier.steps.catalogued.forget(step)
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
 
 
 async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
     """The step as it is held, or what is wrong with its commit; None when it is not there any more."""
     try:
-        manifest, btree, btree_key = await tier.read_index(step)
+        manifest, btree, btree_key = await step_index.read(tier, step)
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
         if record.id != step:
             raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
@@ -206,20 +210,20 @@ async def look_again(tier: Tier, step: StepId) -> bool:
 
     Returns whether it turned out to be gone. Raises `TierUnavailable`.
     """
-    before = tier.damaged[step]
+    before = tier.steps.damaged[step]
     if isinstance(before, IndeterminateDelete):
         return False  # the collector looks only whether it is there
     found = await _read_step(tier, step)
-    if tier.damaged.get(step) is not before:
+    if tier.steps.damaged.get(step) is not before:
         return False  # meanwhile it was evicted, or committed anew
     if isinstance(found, Held):
-        del tier.damaged[step]
-        tier.held[step] = found
+        del tier.steps.damaged[step]
+        tier.steps.held[step] = found
         _log.warning("tier %r: %s can be read there after all", tier.name, step)
     elif found is None:
-        tier.drop(step)
+        tier.steps.drop(step)
     else:
-        tier.damaged[step] = found
+        tier.steps.damaged[step] = found
     return found is None
 
 
@@ -232,58 +236,53 @@ async def _left(tier: Tier, step: StepId) -> bool:
     return False
 
 
-async def _claim_extents(tier: Tier) -> None:
+async def _claim_extents(tier: Tier, ram: Ram) -> None:
     """Count what every step of the slab uses, the newest first; those that cannot be read, or do not fit, leave it."""
-    assert tier.ram is not None
-    for step in sorted(tier.held, reverse=True):
+    for step in sorted(tier.steps.held, reverse=True):
         try:
-            index = await tier.load_index(step)
-            if not _adopt(tier, index):
+            index = await step_index.load(tier, step)
+            if not _adopt(ram, index):
                 raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
         except (Corrupt, NotFound) as error:
-            tier.quarantine(step, error)
-    for step, problem in tuple(tier.damaged.items()):
+            tier.steps.quarantine(step, error, tier.packs.sizes)
+    for step, problem in tuple(tier.steps.damaged.items()):
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
-        await asyncio.to_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
-        tier.drop(step)
+        await asyncio.to_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
+        tier.steps.drop(step)
 
 
-async def _claim_unread(tier: Tier) -> None:
+async def _claim_unread(tier: Tier, ram: Ram) -> None:
     """Count what steps use that an earlier process took out of RAM, and that somebody is still reading."""
-    assert tier.ram is not None
-    assert tier.slab_index is not None
-    for left in await asyncio.to_thread(tier.ram.still_read):
+    for left in await asyncio.to_thread(ram.store.still_read):
         try:
             index = await asyncio.to_thread(decode_step, left.manifest, left.index, ocdbt.read_root(left.manifest).path)
         except Corrupt as error:
             _log.warning("tier %r: a step that is still read there cannot be told: %s", tier.name, error)
             continue
-        if _adopt(tier, index):
-            tier.unread.append((tier.slab_index, left.unread, list(unique_extents(index.arrays))))
+        if _adopt(ram, index):
+            ram.unread.append((left.unread, list(unique_extents(index.arrays))))
 
 
 async def _remove_strays(tier: Tier) -> None:
     """Delete what no committed step refers to: nobody else writes to RAM, so it was left by one that died."""
-    known = {held.btree_key for held in tier.held.values()}
-    known |= {layout.manifest_key(step.step, step.serial) for step in tier.held}
+    known = {held.btree_key for held in tier.steps.held.values()}
+    known |= {layout.manifest_key(step.step, step.serial) for step in tier.steps.held}
     async for info in tier.store.list(layout.STEPS):
         if info.key not in known:
             await tier.store.delete(info.key)
 
 
-def _adopt(tier: Tier, index: StepIndex) -> bool:
+def _adopt(ram: Ram, index: StepIndex) -> bool:
     """Count the step's use of its chunks in the slab; False, and nothing counted, if they do not fit."""
-    assert tier.slab_index is not None
-    assert tier.ram is not None
     taken: list[bytes] = []
     extents = unique_extents(index.arrays)
     chunks = (chunk for array in index.arrays.values() for chunk in array.chunks)
     if any(isinstance(chunk.where, Extent) and extents[chunk.digest] != chunk.where for chunk in chunks):
         return False  # what lies at the other extent may belong to another step
     for digest, extent in extents.items():
-        fits = extent.path == tier.ram.slab_key and tier.slab_index.adopt(digest, extent.offset, extent.length)
+        fits = extent.path == ram.store.slab_key and ram.index.adopt(digest, extent.offset, extent.length)
         if not fits:
-            tier.slab_index.drop(taken)
+            ram.index.drop(taken)
             return False
         taken.append(digest)
     return True
@@ -304,7 +303,7 @@ async def _find_chunks(tier: Tier, key: str, size: int, footers: Footers) -> Non
     try:
         table = await pack_table(tier, key, size)
     except (Corrupt, NotFound) as error:
-        tier.unlisted.add(key)
+        tier.packs.unlisted.add(key)
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
     else:
         footers.add([key], np.array([len(table)]), table)

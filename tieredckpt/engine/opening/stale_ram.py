@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -25,7 +26,7 @@ def stale_holders(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
 
     What follows a step that both have was saved by a training that knew of it.
     """
-    theirs = {step.serial: held.record for tier in state.tiers[1:] for step, held in tier.held.items()}
+    theirs = {step.serial: held.record for tier in state.tiers[1:] for step, held in tier.steps.held.items()}
     found: set[StepId] = set()
     behind = False
     for record in sorted(in_ram, key=lambda record: record.id):
@@ -42,17 +43,17 @@ def stale_holders(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
 async def remove_stale_ram(state: State) -> None:
     """Take such steps out of RAM, or where nothing is written there, out of sight."""
     first = state.tiers[0]
-    if first.ram is None:
+    if (ram := first.ram) is None:
         return
-    for step in stale_holders(state, [held.record for held in first.held.values()]):
-        if first.slab_index is None:
-            first.drop(step)
+    for step in stale_holders(state, [held.record for held in first.steps.held.values()]):
+        if not ram.slab.writable:
+            first.steps.drop(step)
             continue
-        digests = list(unique_extents((await first.load_index(step)).arrays))
-        index_key = first.held[step].btree_key
-        unread = await in_thread(first.ram.retire, layout.manifest_key(step.step, step.serial), index_key)
-        first.unread.append((first.slab_index, unread, digests))
-        first.drop(step)
+        digests = list(unique_extents((await step_index.load(first, step)).arrays))
+        index_key = first.steps.held[step].btree_key
+        unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
+        ram.unread.append((unread, digests))
+        first.steps.drop(step)
         await first.store.delete(index_key)
 
 

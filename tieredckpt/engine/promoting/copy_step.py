@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 from functools import partial
 
+from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
@@ -16,7 +17,7 @@ from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal, seal_all, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
@@ -67,7 +68,7 @@ async def copy_step(
         Corrupt: a chunk is intact nowhere; nothing was committed.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
-    if step in tier.held and not again:
+    if step in tier.steps.held and not again:
         return 0
     copy = partial(_copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
     with state.promoting(tier):
@@ -85,12 +86,12 @@ async def _copy(
     lost: dict[bytes, Extent],
 ) -> int:
     begin = time.monotonic()
-    was_there = again or step in tier.damaged
+    was_there = again or step in tier.steps.damaged
     async with StepSource.open(state, step) as source:
-        need = sum(map(tier.encoding.stored_size, _missing(source, tier, lost)[1].values()))
+        need = sum(map(tier.chunks.encoding.stored_size, _missing(source, tier, lost)[1].values()))
         await have_room(state, collector, step, tier, need)
-        async with needing(need), tier.guards_packs:
-            if step in tier.held and not again:
+        async with needing(need), tier.packs.guard:
+            if step in tier.steps.held and not again:
                 return 0
             if again:
                 await _keep_own_extents(step, tier, leaving)
@@ -100,7 +101,7 @@ async def _copy(
 
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
-                located = _located(source.index.arrays, ChainMap(lost, placed, tier.chunks))
+                located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
                 encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
 
             if needs:
@@ -108,9 +109,9 @@ async def _copy(
                     async with aclosing(batches(state, source, tier, needs, sizes)) as found:
                         await write_packs(tier, found, written, None if was_there else encode)
                 finally:
-                    tier.add_packs(written)  # also those before a failure: the next try refers to them
+                    tier.packs.add(written)  # also those before a failure: the next try refers to them
             # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
-            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.chunks))
+            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.packs.index))
             if not was_there:
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
@@ -121,7 +122,7 @@ async def _copy(
 
 def check_wanted(step: StepId, tier: Tier) -> None:
     """Raise `NotFound` before the first commit of a step that was deleted while it was copied."""
-    if step in tier.tombstones:
+    if step in tier.steps.tombstones:
         raise NotFound(f"{step} was deleted while it was on its way to tier {tier.name!r}")
 
 
@@ -131,11 +132,11 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
     Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
-        for digest, extent in unique_extents((await tier.load_index(step)).arrays).items():
-            if digest in tier.chunks and extent.path in tier.packs and extent.path not in leaving:
-                if (known := tier.chunks[digest]) != extent:
-                    tier.duplicates.setdefault(digest, []).append(known)
-                tier.chunks[digest] = extent
+        for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
+            if digest in tier.packs.index and extent.path in tier.packs.sizes and extent.path not in leaving:
+                if (known := tier.packs.index[digest]) != extent:
+                    tier.packs.duplicates.setdefault(digest, []).append(known)
+                tier.packs.index[digest] = extent
 
 
 def _sizes(source: StepSource) -> dict[bytes, int]:
@@ -152,7 +153,7 @@ def _missing(
         for ordinal, chunk in enumerate(array.chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in lost:
                 continue
-            if not tier.has(chunk.digest, array.grid.cell_nbytes):
+            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
                 needs[chunk.digest] = (key, ordinal)
                 sizes[chunk.digest] = array.grid.cell_nbytes
     return needs, sizes
@@ -192,8 +193,8 @@ async def batches(
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    from_slab, encoding = source.tier.ram is not None, target.encoding
-    behind = source.tier.ram is None or source.tier.ram.slab.writable
+    ram, encoding = source.tier.ram, target.chunks.encoding
+    from_slab, behind = ram is not None, ram is None or ram.slab.writable
     traits = target.store.traits
     limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
@@ -203,8 +204,8 @@ async def batches(
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
         batch = Batch()
         try:
-            if from_slab:
-                await _add_from_slab(state, source, batch, some, sizes, encoding, behind, threads)
+            if ram is not None:
+                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoding, behind, threads)
                 threads = 1
             else:
                 for digest, need in some:
@@ -249,6 +250,7 @@ def _packs(
 async def _add_from_slab(
     state: State,
     source: StepSource,
+    slab: Slab,
     batch: Batch,
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
@@ -260,8 +262,6 @@ async def _add_from_slab(
 
     What was damaged in RAM comes from elsewhere.
     """
-    assert source.tier.ram is not None
-    slab = source.tier.ram.slab
     payloads: list[Payload] = []
     for digest, (key, ordinal) in some:
         array = source.index.arrays[key]

@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
@@ -27,7 +28,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
     once that was collected, alone. So what an earlier process wrote is read before it is referred to, unless a
     committed step refers to that very copy. The step itself and the newest ones are asked whether they do, which
     has nearly all of what a training has again; to ask all would take longer than to read. The caller holds
-    ``tier.guards_packs``, or has noted the packs in ``tier.streamed_to``.
+    ``tier.packs.guard``, or has noted the packs in ``tier.packs.streamed_to``.
 
     Args:
         state: of the engine.
@@ -38,46 +39,46 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
     unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
-    asked = [step] if step is not None and step in tier.held else []
-    asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.held if held != step))
+    asked = [step] if step is not None and step in tier.steps.held else []
+    asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.steps.held if held != step))
     for committed in asked:
         if not unproven:
             break
         try:
-            index = await tier.load_index(committed)
+            index = await step_index.load(tier, committed)
         except (Corrupt, NotFound):
             continue  # it vouches for nothing
         verified = await in_thread(_verified, tier, index, unproven, pool=state.pool)
         unproven -= verified
-        tier.verified |= verified
-    for digest in unproven | (tier.duplicates.keys() & sizes.keys()):
-        known = tier.chunks.get(digest)
-        copies = [*([known] if known is not None else []), *tier.duplicates.get(digest, ())]
-        tier.forget(digest)
+        tier.packs.verified |= verified
+    for digest in unproven | (tier.packs.duplicates.keys() & sizes.keys()):
+        known = tier.packs.index.get(digest)
+        copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
+        tier.packs.forget(digest)
         for extent in copies:
             async with state.scratch.lend(sizes[digest]) as memory:
                 try:
                     await read_chunk(tier, extent, digest, memory[: sizes[digest]], state.pool)
                 except (Corrupt, NotFound):
                     continue
-            tier.chunks[digest] = extent
-            tier.verified.add(digest)
+            tier.packs.index[digest] = extent
+            tier.packs.verified.add(digest)
             break
-        tier.duplicates.pop(digest, None)
+        tier.packs.duplicates.pop(digest, None)
 
 
 def undoubted(tier: Tier, digest: bytes) -> bool:
     """Whether a chunk may be referred to as it lies on the tier."""
-    known = digest in tier.chunks and digest not in tier.duplicates
-    return known and (digest in tier.verified or not tier.chunks.was_found(digest))
+    known = digest in tier.packs.index and digest not in tier.packs.duplicates
+    return known and (digest in tier.packs.verified or not tier.packs.index.was_found(digest))
 
 
 def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
     """Those of the chunks that an earlier process wrote, as far as their footers tell."""
-    return {digest for digest in sizes if digest not in tier.verified and tier.chunks.was_found(digest)}
+    return {digest for digest in sizes if digest not in tier.packs.verified and tier.packs.index.was_found(digest)}
 
 
 def _verified(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
     """Those of the chunks to which a committed step refers where they were found."""
     extents = unique_extents(index.arrays)
-    return {digest for digest in digests & extents.keys() if tier.chunks.get(digest) == extents[digest]}
+    return {digest for digest in digests & extents.keys() if tier.packs.index.get(digest) == extents[digest]}

@@ -18,7 +18,8 @@ from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.restoring.source import SilentSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
+from tieredckpt.engine.tier import marker_file
+from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
@@ -54,7 +55,7 @@ class Promoter:
         self._connect = connect
         self._copy = promote
         self._tell_stuck = tell_stuck
-        self.stuck = tier.stuck
+        self.stuck = tier.steps.stuck
         """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
         """When those are tried again that a silent tier may have."""
@@ -74,8 +75,9 @@ class Promoter:
         if self.tier.index == 0:
             return None
         view = state.view(at_rest=at_rest)
-        waiting = {step for nearer in state.tiers[: self.tier.index] for step in nearer.held} | self.tier.damaged.keys()
-        waiting -= self.tier.held.keys() | self.stuck.keys()
+        here = self.tier.steps
+        waiting = {step for nearer in state.tiers[: self.tier.index] for step in nearer.steps.held}
+        waiting = (waiting | here.damaged.keys()) - here.held.keys() - self.stuck.keys()
         return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
 
     async def rest(self) -> None:
@@ -84,7 +86,7 @@ class Promoter:
         self._waiters += 1
         try:
             self._state.changed.notify()
-            await self._state.changed.until(lambda: self._rests != before or self.tier.error is not None)
+            await self._state.changed.until(lambda: self._rests != before or self.tier.health.error is not None)
         finally:
             self._waiters -= 1
 
@@ -97,9 +99,9 @@ class Promoter:
         """Work until cancelled. Errors of the tier are reported and retried, never raised."""
         while not told_to_end():
             try:
-                if self.tier.error is not None:
+                if self.tier.health.error is not None:
                     # Nothing but time brings a failed tier back.
-                    await asyncio.sleep(max(0.0, self.tier.retry_at - time.monotonic()))
+                    await asyncio.sleep(max(0.0, self.tier.health.retry_at - time.monotonic()))
                     await self._come_back_to_full()
                 await self._collector.evictor.find_out(self.tier)
                 step = self.next_due()
@@ -128,10 +130,11 @@ class Promoter:
         except Outgrown:
             await tier.disconnect()
             tier.lease = None  # it lies elsewhere, with all else
-        if tier.marker is None and tier.blobs is not None and tier.ram is None:
+        if tier.marker is None and tier.blobs is not None:
             await reopen(self._state, tier)
         tier.marker = None  # what it holds is not known
-        self._unsure.update(step for step, error in tier.damaged.items() if isinstance(error, IndeterminateDelete))
+        damaged = tier.steps.damaged
+        self._unsure.update(step for step, error in damaged.items() if isinstance(error, IndeterminateDelete))
         await self._connect(tier)
         self._collector.evictor.tell_gone(self._unsure, tier)
         self._unsure.clear()
@@ -153,13 +156,13 @@ class Promoter:
         if tier.marker is None:
             return False
         try:
-            if not await tier.probe():
+            if not await marker_file.is_still(tier.store, tier.marker):
                 return False
             if tier.lease is not None:
                 await tier.lease.renew()  # which shows besides that it can be written to
         except TierUnavailable:
             # Nobody mounts shared memory again: where that went away it is made anew.
-            if tier.ram is None and not await reopen(self._state, tier):
+            if tier.shared and not await reopen(self._state, tier):
                 raise
             return False
         return True
@@ -179,15 +182,15 @@ class Promoter:
             self._succeeded()
             await self._collector.settle(self.tier)
         except NoRoom as error:
-            if not any(held > step and self._state.on_line(held.serial) for held in self.tier.held):
+            if not any(held > step and self._state.on_line(held.serial) for held in self.tier.steps.held):
                 raise
             # As if it had come and left for those: they are newer, and fill the tier.
             _log.warning("%s does not come to tier %r, which newer ones fill: %s", step, self.tier.name, error)
-            self.tier.tombstones.add(step)
+            self.tier.steps.tombstones.add(step)
             if self._tell_stuck is not None:
                 self._tell_stuck(step, self.tier, error)
         except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
-            if step in self._state.records() and step not in self.tier.tombstones:  # was not evicted meanwhile
+            if step in self._state.records() and step not in self.tier.steps.tombstones:  # was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
                 self.stuck[step] = error
                 if self._tell_stuck is not None:
@@ -203,7 +206,7 @@ class Promoter:
             del self._retry_at[step], self.stuck[step]
 
     def _succeeded(self) -> None:
-        if self.tier.recover():
+        if self.tier.health.recover():
             _log.info("tier %r works again", self.tier.name)
             self._state.events.emit(TierRecovered(self.tier.name))
             self._state.changed.notify()

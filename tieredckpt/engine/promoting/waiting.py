@@ -28,20 +28,20 @@ async def reached(
         TieredCkptError: what keeps the tier from it.
     """
     tier = state.tier(name)
-    while step not in tier.held:
+    while step not in tier.steps.held:
         promoter = promoters.get(name)
         if step in state.membership.failed:
             raise _again(state.membership.failed[step], "")
         if step in state.membership.undecided:
             await (state.changed.wait() if news is None else news(tier))
             continue
-        if step in tier.stuck:
-            raise _again(tier.stuck[step], f"{step} cannot reach tier {name!r}: ")
+        if step in tier.steps.stuck:
+            raise _again(tier.steps.stuck[step], f"{step} cannot reach tier {name!r}: ")
         if step not in state.records():
             raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
-        if tier.error is not None:
-            raise _again(tier.error, f"{step} is not on tier {name!r}: ")
-        if tier.kind.in_memory:
+        if tier.health.error is not None:
+            raise _again(tier.health.error, f"{step} is not on tier {name!r}: ")
+        if not tier.shared:
             raise NotFound(
                 f"{step} is not in tier {name!r}: it was too large for the slab and went past it, or has left it "
                 f"since; {' and '.join(repr(other.name) for other in state.holders(step))} has it"
@@ -64,13 +64,13 @@ async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
         before = state.observation.promotions_ended
         for promoter in promoters.values():
             await promoter.rest()
-        if any(tier.promotions for tier in state.tiers):
+        if any(tier.steps.promotions for tier in state.tiers):
             await state.changed.wait()
         elif state.observation.promotions_ended == before:  # else a step may be due now that no other is on its way
             break
     for promoter in promoters.values():
-        if promoter.tier.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
-            raise _again(promoter.tier.error, f"tier {promoter.tier.name!r} lacks {due}: ")
+        if promoter.tier.health.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
+            raise _again(promoter.tier.health.error, f"tier {promoter.tier.name!r} lacks {due}: ")
         for step, error in promoter.stuck.items():
             if step in state.records():
                 raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")

@@ -16,6 +16,7 @@ from tieredckpt.engine.opening.ram import ram_folder
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.restoring.source import Near, pinned
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -50,7 +51,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
             marker = await tier.open()
             if marker is not None and state.identity.marker is not None and marker.store == state.identity.marker.store:
                 await scan_tier(tier)
-            if tier.held:
+            if tier.steps.held:
                 unless_used.pop_all()
                 return tier
         except TieredCkptError as error:
@@ -61,14 +62,14 @@ async def look_into(state: State, folder: Path) -> Tier | None:
 @asynccontextmanager
 async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[list[Tier]]:
     """All RAM on this machine that has something of a step, kept from reuse meanwhile: first what is ``known``."""
-    found = [tier for tier in known if tier.ram is not None and tier.has_own(step)]
+    found = [tier for tier in known if not tier.shared and tier.steps.has_own(step)]
     async with AsyncExitStack() as until_read:
         for folder in await in_thread(folders_of_ranks, state):
             if any(tier.ram is not None and tier.store.location == str(folder) for tier in known):
                 continue
             if (tier := await look_into(state, folder)) is not None:
                 until_read.push_async_callback(tier.disconnect)
-                if step in tier.held:
+                if step in tier.steps.held:
                     found.append(tier)
         pins = AsyncExitStack()
         await until_read.enter_async_context(pins)
@@ -87,7 +88,7 @@ async def near(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncI
     async with attached(state, step, tuple(known)) as folders:
         for tier in folders:
             try:
-                index = await tier.load_index(step)
+                index = await step_index.load(tier, step)
             except (Corrupt, NotFound, TierUnavailable) as error:
                 _log.warning("%s: a part in RAM cannot be opened: %s", step, error)
                 continue

@@ -31,7 +31,9 @@ from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Catalog, Opened
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
@@ -97,8 +99,8 @@ class Opening:
         verdict = await vote(team, "open/parts", self._follow(found), self._decide)
         opened: Opened = decode(verdict, Opened)
         for record in opened.whole:
-            state.tiers[0].agree(record)
-        for step in tuple(state.tiers[0].parts):
+            state.tiers[0].steps.agree(record)
+        for step in tuple(state.tiers[0].steps.parts):
             if tuple(step) not in opened.kept:
                 _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, team.rank)
                 await self._evictor.let_part_go(step, state.tiers[0])
@@ -175,24 +177,24 @@ class Opening:
     async def _own_parts(self) -> bytes:
         """The parts in the RAM that this rank answers for: its own, and for its machine that of former ranks."""
         state, team = self._state, self._team
-        await self._collect_parts(state.tiers[0], tuple(state.tiers[0].parts))
+        await self._collect_parts(state.tiers[0], tuple(state.tiers[0].steps.parts))
         if team.local_ranks[0] == team.rank:
             for folder in await in_thread(partial(folders_of_ranks, state, but=team.local_ranks)):
                 if (tier := await look_into(state, folder)) is not None:
                     self.leftovers.append(tier)
-                    await self._collect_parts(tier, tuple(tier.held))
+                    await self._collect_parts(tier, tuple(tier.steps.held))
         parts = []
         for (serial, step), by_rank in self._folders.items():
             for rank, tier in by_rank.items():
-                index = await tier.load_index(StepId(serial, step))
+                index = await step_index.load(tier, StepId(serial, step))
                 parts.append(_Part(serial, step, rank, await in_thread(encode_own, index, pool=state.pool)))
         ram = state.tiers[0].ram
-        return encode(_InRam(parts, "" if ram is None else ram.notice))
+        return encode(_InRam(parts, "" if ram is None else ram.store.notice))
 
     async def _collect_parts(self, tier: Tier, steps: tuple[StepId, ...]) -> None:
         for step in steps:
             try:
-                rank = (await tier.load_index(step)).record.rank or 0
+                rank = (await step_index.load(tier, step)).record.rank or 0
             except (Corrupt, NotFound) as error:
                 _log.warning("%s of a former run cannot be read in RAM: %s", step, error)
                 continue
@@ -227,9 +229,9 @@ class Opening:
             self._agreement.parts[record.id] = parts[step]
             self._commits.homes[record.id] = homes[step]
         for record in whole:
-            state.tiers[0].agree(record)
+            state.tiers[0].steps.agree(record)
         state.adopt_line()
-        held = {tuple(step) for tier in state.tiers for step in tier.held}
+        held = {tuple(step) for tier in state.tiers for step in tier.steps.held}
         last = max([state.branch.last_serial, *(serial for serial, _ in parts)])
         kept = tuple(step for step in parts if step in held)
         return encode(Opened(tuple(whole), kept, last, state.branch.line))
@@ -252,7 +254,7 @@ def _tell_notices(notices: dict[int, str]) -> None:
 async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
     """Give back the memory of those folders of former ranks that hold none of the steps."""
     for tier in tuple(leftovers):
-        if tier in leftovers and not kept & tier.held.keys() and not tier.pins:
+        if tier in leftovers and not kept & tier.steps.held.keys() and not tier.steps.pins:
             leftovers.remove(tier)
             folder = Path(tier.store.location)
             await tier.disconnect()
@@ -268,8 +270,8 @@ def catalog_of(tier: Tier) -> Catalog:
     return Catalog(
         tier.name,
         tier.marker is not None,
-        tuple(HeldStep(brief(held.record), held.btree_key) for held in tier.held.values()),
-        tuple((step.serial, step.step, str(error)) for step, error in tier.damaged.items()),
+        tuple(HeldStep(brief(held.record), held.btree_key) for held in tier.steps.held.values()),
+        tuple((step.serial, step.step, str(error)) for step, error in tier.steps.damaged.items()),
     )
 
 
@@ -277,5 +279,5 @@ def adopt_catalog(tier: Tier, catalog: Catalog, marker: StoreMarker) -> None:
     """Know of a shared tier what rank 0 knows."""
     tier.clear()
     tier.marker = marker if catalog.known else None
-    tier.held.update({held.id: Held(held.record, held.btree_key) for held in catalog.steps})
-    tier.damaged.update({StepId(serial, step): Corrupt(text) for serial, step, text in catalog.damaged})
+    tier.steps.held.update({held.id: Held(held.record, held.btree_key) for held in catalog.steps})
+    tier.steps.damaged.update({StepId(serial, step): Corrupt(text) for serial, step, text in catalog.damaged})

@@ -49,7 +49,9 @@ from tieredckpt.engine.ranks.schedule import Plan
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, HeldStep, brief
 from tieredckpt.errors import Conflict, NoSpace, NotFound, RanksUnavailable, TierUnavailable
 from tieredckpt.events import (
@@ -95,8 +97,7 @@ class Ranked:
         )
         self.reports = Reports(state, collector, team, promote_at_once)
         ram = state.config.ram
-        keeps_copies = ram is not None and ram.replicas > 1
-        self.replicas = Replication(state, collector, team, self.commits, ram) if ram and keeps_copies else None
+        self.replicas = Replication(state, collector, team, self.commits, ram) if ram and ram.replicas > 1 else None
         self.plan = Plan(state, coordinates=team.coordinates, tell=self._tell_plan)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
@@ -151,7 +152,7 @@ class Ranked:
                 self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             streamed = state.membership.streamed.get(saved.step)
-            index = streamed.index if streamed is not None else await state.tiers[0].load_index(saved.step)
+            index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
         except BaseException as error:
             if saved is not None:
                 state.branch.failed(saved.step)
@@ -192,12 +193,12 @@ class Ranked:
         begin = time.monotonic()
         while not self.team.coordinates and (due := self._due()) is not None:
             step, tier = due
-            if tier.error is not None:
-                raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.error}")
+            if tier.health.error is not None:
+                raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.health.error}")
             await self.heard_more(step, tier, begin)
         for tier in state.tiers:
-            for step, error in tier.stuck.items():
-                if not self.team.coordinates and step in state.records() and step not in tier.held:
+            for step, error in tier.steps.stuck.items():
+                if not self.team.coordinates and step in state.records() and step not in tier.steps.held:
                     raise Failure.of(error).error()
 
     async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
@@ -225,7 +226,7 @@ class Ranked:
         view = state.view(at_rest=True)
         for tier in state.tiers:
             for step in state.records():
-                if step not in tier.stuck and is_due(state, step, tier, view):
+                if step not in tier.steps.stuck and is_due(state, step, tier, view):
                     return step, tier
         return None
 
@@ -251,7 +252,7 @@ class Ranked:
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
-            if not first.shared and found in first.held:
+            if not first.shared and found in first.steps.held:
                 await self._collector.evictor.let_part_go(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))
 
@@ -268,7 +269,7 @@ class Ranked:
                 self.replicas.saved(StepId(event.serial, event.step))
         elif isinstance(event, StepPromoted):
             tier = state.tier(event.tier)
-            held = tier.held.get(StepId(event.serial, event.step))
+            held = tier.steps.held.get(StepId(event.serial, event.step))
             if held is not None:
                 told = HeldStep(brief(held.record), held.btree_key)
                 self.team.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
@@ -306,7 +307,7 @@ class Ranked:
             case Evicted():
                 await self._evicted(message)
             case Stuck():
-                state.tier(message.tier).stuck[StepId(message.serial, message.step)] = message.failure.error()
+                state.tier(message.tier).steps.stuck[StepId(message.serial, message.step)] = message.failure.error()
             case SaveAt():
                 self._save_at(message)
             case TierNews():
@@ -337,13 +338,13 @@ class Ranked:
     async def _promoted(self, promoted: Promoted) -> None:
         record, step = promoted.held.record, promoted.held.id
         tier = self._state.tier(promoted.tier)
-        tier.drop(step)  # with what is remembered of its index, if it was committed anew
-        tier.held[step] = Held(record, promoted.held.btree_key)
+        tier.steps.drop(step)  # with what is remembered of its index, if it was committed anew
+        tier.steps.held[step] = Held(record, promoted.held.btree_key)
         if step in self._state.membership.undecided:  # it did not fit into RAM
             self._state.branch.committed(record)
-        tier.used_elsewhere = promoted.used
-        tier.tombstones.discard(step)
-        tier.stuck.pop(step, None)
+        tier.remote.used = promoted.used
+        tier.steps.tombstones.discard(step)
+        tier.steps.stuck.pop(step, None)
         await self.votes.settle(step, None)
         written = self.commits.written.pop((step, tier.name), 0)
         self._state.events.emit(
@@ -353,14 +354,14 @@ class Ranked:
     async def _evicted(self, evicted: Evicted) -> None:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
         if not tier.shared:
-            if step not in tier.held:
+            if step not in tier.steps.held:
                 self._state.adopt_if_gone(step)
                 return
             await self._collector.evictor.let_part_go(step, tier)
             self._give_back()
         else:
-            tier.drop(step)
-            tier.tombstones.add(step)
+            tier.steps.drop(step)
+            tier.steps.tombstones.add(step)
         self._state.adopt_if_gone(step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         if not tier.shared:
@@ -368,11 +369,10 @@ class Ranked:
 
     def _tier_news(self, news: TierNews) -> None:
         tier = self._state.tier(news.tier)
-        if news.failure is not None:
-            tier.error = news.failure.error()
-            self._state.events.emit(TierFailed(tier.name, tier.error, news.retry_in))
+        tier.health.error = None if news.failure is None else news.failure.error()
+        if tier.health.error is not None:
+            self._state.events.emit(TierFailed(tier.name, tier.health.error, news.retry_in))
             return
-        tier.error = None
         if news.marker is not None and news.marker != self._state.identity.marker:
             self._state.identity.marker = news.marker
             self.team.start(mark_ram(self._state), "mark of RAM")
@@ -384,7 +384,7 @@ class Ranked:
         """At rank 0: steps of former ranks take memory that no save can use; a newer one replaces them."""
         first = self._state.tiers[0]
         for step, homes in tuple(self.commits.homes.items()):
-            if step not in first.held:
+            if step not in first.steps.held:
                 del self.commits.homes[step]
                 continue
             needed = why_not(self._state, step, first) or waits_for_promotion(self._state, step, first)
@@ -395,5 +395,5 @@ class Ranked:
     def _give_back(self) -> None:
         """Give back the memory of former ranks that holds nothing any more, beside everything else."""
         if self.opening.leftovers:
-            held = set(self._state.tiers[0].held)
+            held = set(self._state.tiers[0].steps.held)
             self.team.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")

@@ -20,6 +20,7 @@ from tieredckpt.engine.ranks.messages import Damaged, Signalled, Wanted
 from tieredckpt.engine.repairing.repair import repair_chunks, repair_index
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
@@ -80,7 +81,7 @@ class Reports:
         self._team.report(Wanted(step.step, step.serial, tier.name))
         try:
             async with asyncio.timeout(limits.in_force.ask_rank_0_again):
-                await self._state.changed.until(lambda: step in tier.held)
+                await self._state.changed.until(lambda: step in tier.steps.held)
         except TimeoutError:
             patience = limits.in_force.ask_rank_0_again
             what = f"rank {COORDINATOR} has not brought {step} to tier {tier.name!r} within {patience:.0f} s"
@@ -102,7 +103,7 @@ class Reports:
 
     async def _promote(self, wanted: Wanted) -> None:
         step, tier = StepId(wanted.serial, wanted.step), self._state.tier(wanted.tier)
-        if (step, tier.name) in self._promoting or step in tier.held:  # all ranks may have been warned
+        if (step, tier.name) in self._promoting or step in tier.steps.held:  # all ranks may have been warned
             return
         self._promoting.add((step, tier.name))
         try:
@@ -116,7 +117,7 @@ class Reports:
         """Mend what rank 0 finds damaged itself: of many ranks that met it the first is right, or none is."""
         step, tier = StepId(told.serial, told.step), self._state.tier(told.tier)
         async with self._guards_mending:
-            if step not in tier.held:
+            if step not in tier.steps.held:
                 return
             _log.warning("rank %d found damage of %s on tier %r", rank, step, tier.name)
             try:
@@ -148,6 +149,6 @@ class Reports:
 
     async def _look_at_index(self, step: StepId, tier: Tier) -> None:
         try:
-            await in_thread(decode_step, *await tier.read_index(step), pool=self._state.pool)
+            await in_thread(decode_step, *await step_index.read(tier, step), pool=self._state.pool)
         except (Corrupt, NotFound) as error:
-            await repair_index(self._state, self._collector, step, tier, error, tier.indexes.get(step))
+            await repair_index(self._state, self._collector, step, tier, error, tier.steps.indexes.get(step))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound
 
@@ -31,14 +32,14 @@ async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str
     users = await collector.users_of(tier, packs)
     for step in users:
         with suppress(NotFound):  # evicted meanwhile
-            for key in packs & await tier.packs_of(step):
-                tier.orphans.pop(key, None)  # known to have been used: no grace needed
+            for key in packs & await step_index.packs(tier, step):
+                tier.packs.orphans.pop(key, None)  # known to have been used: no grace needed
     await collector.forget_packs(tier, packs)
     for step in users:
         try:
-            if step in tier.held:
+            if step in tier.steps.held:
                 written += await copy_step(state, collector, step, tier, again=True, leaving=packs)
         except NotFound:
-            if step in tier.held and step not in tier.leaving:  # and was not evicted meanwhile
+            if step in tier.steps.held and step not in tier.steps.leaving:  # and was not evicted meanwhile
                 raise
     return written

@@ -18,7 +18,7 @@ from tieredckpt.engine.repairing.scan_budget import Scan
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
-from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
@@ -65,11 +65,11 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
         try:
             left = await _mend_inline(state, collector, step, tier, chunks)
             if tier.ram is not None:
-                left += await _mend_slab(state, step, tier, chunks)
+                left += await _mend_slab(state, step, tier, tier.ram, chunks)
             else:
                 left += await _mend_packs(state, collector, step, tier, chunks)
         except TieredCkptError as error:
-            if not tier.keeps(step):
+            if not tier.steps.keeps(step):
                 continue  # evicted meanwhile, and nothing is left to mend
             left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
         for each in left:
@@ -107,8 +107,7 @@ async def _mend_inline(
     return left
 
 
-async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes, Damage]) -> list[Unmended]:
-    assert tier.ram is not None
+async def _mend_slab(state: State, step: StepId, tier: Tier, ram: Ram, chunks: dict[bytes, Damage]) -> list[Unmended]:
     left: list[Unmended] = []
     async with StepSource.open(state, step, only=tier) as source:
         for key, array in source.index.arrays.items():
@@ -120,10 +119,9 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, chunks: dict[bytes,
                 async with state.scratch.lend(aligned(nbytes)) as memory:
                     if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                         continue
-                    lies_at = chunk_in_ram(tier, chunk.where)[:nbytes]
+                    lies_at = ram.memory(chunk.where)[:nbytes]
                     await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
-                    if tier.slab_index is not None:
-                        tier.slab_index.trust(chunk.digest, chunk.where.offset)
+                    ram.index.trust(chunk.digest, chunk.where.offset)
                 state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name, nbytes))
     return left
 
@@ -149,9 +147,9 @@ async def _mend_packs(
                         lost[chunk.digest] = chunk.where
                     else:
                         origin[chunk.digest] = good.name, nbytes
-    async with tier.guards_packs:
+    async with tier.packs.guard:
         for digest in chunks:
-            tier.forget(digest)  # also what is lost: a step to come that has it writes it anew
+            tier.packs.forget(digest)  # also what is lost: a step to come that has it writes it anew
     if not origin:
         return left
     await copy_step(state, collector, step, tier, again=True, lost=lost)
@@ -192,26 +190,26 @@ async def repair_index(
         error: what is wrong with it.
         remembered: its index, as this process wrote or read it before.
     """
-    if remembered is not None and (tier.ram is None or await _is_unread(tier, step)):
-        async with tier.guards_packs:
+    ram = tier.ram
+    if remembered is not None and (ram is None or await _is_unread(tier, ram, step)):
+        async with tier.packs.guard:
             await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
-    if tier.ram is not None:
-        await collector.evictor.drop_unreadable(step, tier)
+    if ram is not None:
+        await collector.evictor.drop_unreadable(step, tier, ram)
         return
-    if not tier.keeps(step):
+    if not tier.steps.keeps(step):
         return  # it was evicted since it could not be read
-    tier.quarantine(step, error)
+    tier.steps.quarantine(step, error, tier.packs.sizes)
     if state.holders(step):
         await copy_step(state, collector, step, tier)
 
 
-async def _is_unread(tier: Tier, step: StepId) -> bool:
+async def _is_unread(tier: Tier, ram: Ram, step: StepId) -> bool:
     """Whether nobody reads the step in RAM, whose commit is taken away: a new one would not be locked by readers."""
-    assert tier.ram is not None
     try:
         await tier.store.stat(layout.manifest_key(step.step, step.serial))
     except NotFound:
         return False  # nobody can tell who has a lock on what was there
-    unread = await in_thread(tier.ram.retire, layout.manifest_key(step.step, step.serial))
-    return unread() and not tier.pins.get(step)
+    unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
+    return unread() and not tier.steps.pins.get(step)

@@ -12,6 +12,7 @@ from tieredckpt.engine.repairing.repack import rewrite
 from tieredckpt.engine.repairing.scan_budget import Scan
 from tieredckpt.engine.repairing.verify import Verified, verify_on
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.format import layout
@@ -46,19 +47,19 @@ async def scrub(
     for tier in tiers:
         scan, mend = Scan(Pace(rate)), repair and state.manages(tier)
         if not tier.answers or tier.marker is None:
-            if state.read_only and isinstance(tier.error, NotFound):
+            if state.read_only and isinstance(tier.health.error, NotFound):
                 continue  # it was never made, or ended with its process
-            found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.error}"))
+            found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.health.error}"))
             continue
         if (marker := await _check_marker(state, tier, repair=mend)) is not None:
             found.append(marker)
-        for step in sorted({*tier.held, *tier.damaged}, reverse=True):
-            if step in tier.held or step in tier.damaged:
+        for step in sorted({*tier.steps.held, *tier.steps.damaged}, reverse=True):
+            if step in tier.steps.held or step in tier.steps.damaged:
                 with suppress(NotFound):  # evicted meanwhile
                     found.append(
                         await verify_on(state, collector, step, tier, repair=mend, progress=progress, scan=scan)
                     )
-        if tier.ram is None and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
+        if tier.shared and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 
@@ -67,10 +68,10 @@ async def _check_marker(state: State, tier: Tier, *, repair: bool) -> Verified |
     assert tier.marker is not None
     problem = f"tier {tier.name!r}: {layout.MARKER} is not what was written"
     try:
-        if await tier.probe():
+        if await marker_file.is_still(tier.store, tier.marker):
             return None
         if repair:
-            await tier.mark(tier.marker)
+            await marker_file.write(tier.store, tier.marker)
     except TieredCkptError as error:
         return Verified(None, tier.name, 0, (layout.MARKER,), False, f"{problem}: {error}")
     return Verified(None, tier.name, 0, (layout.MARKER,), repair, problem)
@@ -81,15 +82,15 @@ async def _check_footers(state: State, collector: Collector, tier: Tier, *, repa
     damaged: set[str] = set()
     used: set[str] = set()
     try:
-        for key, size in tuple(tier.packs.items()):
+        for key, size in tuple(tier.packs.sizes.items()):
             try:
                 await pack_table(tier, key, size)
             except (Corrupt, NotFound):
-                if key in tier.packs:  # and was not collected meanwhile
+                if key in tier.packs.sizes:  # and was not collected meanwhile
                     damaged.add(key)
         for step in await collector.users_of(tier, damaged):
             with suppress(NotFound):  # evicted meanwhile
-                used |= damaged & await tier.packs_of(step)
+                used |= damaged & await step_index.packs(tier, step)
         damaged = used  # what no step refers to is what a crash left, and is collected
         if not damaged:
             return None
@@ -98,6 +99,6 @@ async def _check_footers(state: State, collector: Collector, tier: Tier, *, repa
             await collector.collect(tier, orphans=False)
     except TieredCkptError as error:
         return Verified(None, tier.name, 0, tuple(sorted(damaged)), False, f"tier {tier.name!r}: {error}")
-    left = damaged & tier.packs.keys()
+    left = damaged & tier.packs.sizes.keys()
     problem = f"tier {tier.name!r}: the footers of {len(damaged)} packs are damaged"
     return Verified(None, tier.name, 0, tuple(sorted(damaged)), repair and not left, problem)

@@ -56,7 +56,7 @@ async def verify_step(
     """As `verify_on`, for a step by its number, on one tier or on every tier that holds it. Raises `NotFound`."""
     step = state.find(number, serial, damaged=number is not None)
     tiers = [state.tier(name)] if name is not None else list(state.tiers)
-    holding = [tier for tier in tiers if step in tier.held or step in tier.damaged]
+    holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
     if not holding:
         raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
     found = []
@@ -105,12 +105,12 @@ async def _verify_on(
 ) -> Verified:
     record = state.records().get(step)
     nbytes = record.nbytes if record is not None else 0
-    with tier.indexes.rereading(step) as remembered:
+    with tier.steps.indexes.rereading(step) as remembered:
         try:
-            if step in tier.damaged and tier.ram is None and tier.blobs is not None:
+            if step in tier.steps.damaged and tier.shared and tier.blobs is not None:
                 await collector.evictor.look_again(step, tier)
-            if step in tier.damaged:
-                raise tier.damaged[step]
+            if step in tier.steps.damaged:
+                raise tier.steps.damaged[step]
             damage = await inspect(state, step, tier, progress, scan)
         except TierUnavailable as error:
             return Verified(step, tier.name, nbytes, (), False, str(error))
@@ -119,7 +119,7 @@ async def _verify_on(
     if not damage:
         return Verified(step, tier.name, nbytes, (), False, "")
     unmended = await repair_chunks(state, collector, step, damage) if repair else []
-    if repair and not tier.keeps(step):
+    if repair and not tier.steps.keeps(step):
         raise _left(step, tier)
     keys = tuple(sorted({found.key for found in damage}))
     lost = {key for each in unmended if isinstance(each.error, Corrupt) for key in each.keys}
@@ -137,7 +137,7 @@ async def _with_another_index(
     *,
     repair: bool,
 ) -> Verified:
-    if not tier.keeps(step):
+    if not tier.steps.keeps(step):
         raise _left(step, tier) from error  # and is not to come back
     record = state.records().get(step)
     problem = str(error)
@@ -145,10 +145,10 @@ async def _with_another_index(
         try:
             await repair_index(state, collector, step, tier, error, remembered)
         except TieredCkptError as failed:
-            if not tier.keeps(step):
+            if not tier.steps.keeps(step):
                 raise _left(step, tier) from failed
             problem = f"{error}; it could not be committed anew: {failed}"
-    repaired = repair and step in tier.held
+    repaired = repair and step in tier.steps.held
     lost = () if not repair or state.holders(step) else (layout.STEP_RECORD,)
     nbytes = record.nbytes if record is not None else 0
     return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)

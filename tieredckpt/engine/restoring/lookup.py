@@ -31,14 +31,14 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
     """The step of that number, or the newest; None when the store is empty. Raises as `Together.look_up`."""
     records = state.records()
     if step is None and not records:
-        silent = [tier for tier in state.tiers if tier.marker is None and tier.error is not None]
-        silent = [tier for tier in silent if not (state.read_only and isinstance(tier.error, NotFound))]
+        silent = [tier for tier in state.tiers if tier.marker is None and tier.health.error is not None]
+        silent = [tier for tier in silent if not (state.read_only and isinstance(tier.health.error, NotFound))]
         if silent:
             raise TierUnavailable(
                 f"no tier that answers holds a step, and {', '.join(repr(tier.name) for tier in silent)} cannot be "
-                f"read ({silent[0].error}); to start afresh all the same, take it out of the configuration"
+                f"read ({silent[0].health.error}); to start afresh all the same, take it out of the configuration"
             )
-        damaged = {step: tier.name for tier in state.tiers for step in tier.damaged}
+        damaged = {step: tier.name for tier in state.tiers for step in tier.steps.damaged}
         if damaged:
             raise Corrupt(
                 f"no step can be read: the commit of {max(damaged)} on tier {damaged[max(damaged)]!r}"

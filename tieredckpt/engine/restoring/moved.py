@@ -22,7 +22,7 @@ class Moved(NotFound):
 
 def places(state: State, step: StepId) -> Hashable:
     """Which tiers hold a step, and which commits of it."""
-    held = [(tier.name, tier.catalogued.stamps.get(step)) for tier in state.tiers if step in tier.held]
+    held = [(tier.name, tier.steps.catalogued.stamps.get(step)) for tier in state.tiers if step in tier.steps.held]
     return tuple(held), id(state.read_only_steps.get(step))
 
 

@@ -21,7 +21,7 @@ from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_o
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import digest
@@ -128,12 +128,11 @@ async def read_pieces(
     ``digested_reads`` is how many runs are read at a time of a store that digests them; 0 for as many as it likes best.
     """
     if tier.ram is not None:
-        return await _from_slab(state, source, tier, pieces)
+        return await _from_slab(state, source, tier, tier.ram, pieces)
     return await _from_packs(state, source, tier, pieces, digested_reads)
 
 
-async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[Piece]) -> list[Piece]:
-    encoding = tier.encoding
+async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pieces: list[Piece]) -> list[Piece]:
     waiting = deque(pieces)
     failed: list[Piece] = []
 
@@ -144,7 +143,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, pieces: list[
             except IndexError:
                 return
             try:
-                intact = deliver(piece, chunk_in_ram(tier, piece.extent), encoding)
+                intact = deliver(piece, ram.memory(piece.extent), ram.encoding)
             except Corrupt:
                 intact = False
             if not intact:
@@ -201,7 +200,7 @@ async def _from_packs(
     failed: list[Piece] = []
     if not pieces:
         return failed
-    encoding = tier.encoding
+    encoding = tier.chunks.encoding
     waiting = deque(_runs(pieces, encoding))
     traits = tier.store.traits
     if encoding.raw and traits.digested_reads and isinstance(tier.store, GetDigested):
@@ -279,7 +278,7 @@ async def _through_scratch(state: State, tier: Tier, run: Run, *, reading: async
 
     def unpack(memory: Bytes) -> list[Piece]:
         bad = []
-        encoding = tier.encoding
+        encoding = tier.chunks.encoding
         for piece in run.pieces:
             start = piece.extent.offset - run.offset
             if not deliver(piece, memory[start : start + piece.extent.length - encoding.checksum_size], encoding):

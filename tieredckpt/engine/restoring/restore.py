@@ -190,7 +190,7 @@ class Restorer:
 
     async def _check_views(self, step: StepId, index: StepIndex, views: Arrays) -> None:
         damage = await damage_of(self._state, index, views)
-        if damage and not self._state.read_only and step in self._state.tiers[0].held:
+        if damage and not self._state.read_only and step in self._state.tiers[0].steps.held:
             self._repair(step, damage, ())
         if damage:
             keys = ", ".join(map(repr, sorted({found.key for found in damage})))

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.locks import let_go
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepId, StepIndex, StepRecord
@@ -64,22 +65,18 @@ class ChosenStep:
 @asynccontextmanager
 async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
     """Keep a step on a tier while it is read from there, by this process or beside another."""
-    if tier.pin_elsewhere is not None:
-        async with tier.pin_elsewhere(step):
+    if tier.remote.pin is not None:
+        async with tier.remote.pin(step):
             yield
         return
-    tier.pins[step] = tier.pins.get(step, 0) + 1
-    fd = -1
+    tier.steps.pins[step] = tier.steps.pins.get(step, 0) + 1
     try:
-        if tier.ram is not None:
-            fd = tier.ram.share(layout.manifest_key(step.step, step.serial))
-        yield
+        with tier.chunks.kept(layout.manifest_key(step.step, step.serial)):
+            yield
     finally:
-        if fd >= 0:
-            let_go(fd)
-        tier.pins[step] -= 1
-        if not tier.pins[step]:
-            del tier.pins[step]
+        tier.steps.pins[step] -= 1
+        if not tier.steps.pins[step]:
+            del tier.steps.pins[step]
 
 
 @dataclass
@@ -140,14 +137,14 @@ class StepSource:
             return
         unreadable: list[tuple[Tier, TieredCkptError]] = []
         for tier in [only] if only is not None else state.holders(step):
-            if step in tier.leaving:  # nobody asks for pins any more
+            if step in tier.steps.leaving:  # nobody asks for pins any more
                 continue
             if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
                 continue
             async with AsyncExitStack() as stack:
                 try:
                     await stack.enter_async_context(pinned(tier, step))
-                    index = await tier.load_index(step)
+                    index = await step_index.load(tier, step)
                 except (Corrupt, NotFound, TierUnavailable) as error:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
@@ -185,15 +182,10 @@ class StepSource:
                     tried.add((tier.name, where))
                 yield tier, where
         for tier in self.state.tiers:
-            if tier.ram is not None and tier.slab_index is not None and self.near is None:
-                lies = tier.slab_index.find(digest)
-                if lies is not None and (tier.name, copy := Extent(tier.ram.slab_key, *lies)) not in tried:
-                    yield tier, copy  # of a later save, which copied what was damaged here
-            found = [
-                extent for extent in (tier.chunks.get(digest), *tier.duplicates.get(digest, ())) if extent is not None
-            ]
-            for extent in found:
-                if (tier.name, extent) not in tried and tier.blobs is not None and extent.path in tier.packs:
+            if self.near is not None and not tier.shared:
+                continue
+            for extent in tier.chunks.locate(digest):
+                if (tier.name, extent) not in tried and tier.blobs is not None:
                     yield tier, extent  # of another step, or of this one after a repair
 
     def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:
@@ -256,7 +248,7 @@ class StepSource:
     async def _index_on(self, tier: Tier) -> StepIndex:
         found = self._indexes.get(tier.name)
         if found is None:
-            found = self._indexes[tier.name] = await tier.load_index(self.step)
+            found = self._indexes[tier.name] = await step_index.load(tier, self.step)
         return found
 
     async def read(self, key: str, ordinal: int, memory: Bytes, *, bad: Tier | None = None) -> Tier:
@@ -275,7 +267,7 @@ class StepSource:
         chunk = self.index.arrays[key].chunks[ordinal]
         nbytes = self.index.arrays[key].grid.cell_nbytes
         last: TieredCkptError | None = None
-        silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.error is not None]
+        silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.health.error is not None]
         async for tier, where in self.candidates(key, ordinal, chunk.digest):
             if tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal):
                 continue
@@ -313,8 +305,8 @@ class StepSource:
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:
-            if tier.slab_index is not None and isinstance(chunk.where, Extent):
-                tier.slab_index.distrust(chunk.digest, chunk.where.offset)
+            if isinstance(chunk.where, Extent):
+                tier.chunks.distrust(chunk.digest, chunk.where)
             self.damage.append(Damage(tier, chunk.digest, key, error))
 
 
@@ -326,25 +318,25 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
     silent: TierUnavailable | None = None
     before = places(state, step)
     for tier in state.holders(step):
-        held = tier.held.get(step)
+        held = tier.steps.held.get(step)
         if held is None:
             continue  # it left while another tier was asked
         if held.whole:
             return held.record
         try:
-            record = (await tier.load_index(step)).record
+            record = (await step_index.load(tier, step)).record
         except (Corrupt, NotFound) as error:
             if await has_moved(state, step, before):
                 raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-            tier.quarantine(step, error)
+            tier.steps.quarantine(step, error, tier.packs.sizes)
             state.changed.notify()  # its tier is to get it anew
         except TierUnavailable as error:
             _report_silent(state, tier, error)
             silent = error
         else:
-            if tier.held.get(step) is held:  # and neither left meanwhile nor was committed anew
-                tier.held[step] = Held(record, held.btree_key)
+            if tier.steps.held.get(step) is held:  # and neither left meanwhile nor was committed anew
+                tier.steps.held[step] = Held(record, held.btree_key)
             return record
     if silent is not None:
         raise silent
@@ -358,5 +350,5 @@ def _level(state: State, error: TieredCkptError) -> int:
 
 def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
     # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
-    if isinstance(error, TierUnavailable) and tier.error is None and not state.read_only:
+    if isinstance(error, TierUnavailable) and tier.health.error is None and not state.read_only:
         state.report(tier, error)

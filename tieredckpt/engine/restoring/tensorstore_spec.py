@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.restoring.moved import unless_moved
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.format import layout, zarr
@@ -24,7 +26,7 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
     found = state.find(step)
     tier = state.tier(name) if name is not None else _whole_on(state, found)
     async with unless_moved(state, found):
-        index = await tier.load_index(found)
+        index = await step_index.load(tier, found)
     kvstore = {
         "driver": "ocdbt",
         "base": _folder(tier, ""),
@@ -39,7 +41,7 @@ def _whole_on(state: State, step: StepId) -> Tier:
     if not whole:
         ranks = state.membership.size
         raise NotFound(f"{step} is in the RAM of {ranks} ranks alone; promote it, and stock TensorStore opens it there")
-    return next((tier for tier in whole if tier.kind.tensorstore_spec is not None), whole[0])
+    return next((tier for tier in whole if kind_of(tier.config).tensorstore_spec is not None), whole[0])
 
 
 def spec_of(index: StepIndex, key: str, kvstore: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,10 +76,11 @@ def _moved(box: Box) -> dict[str, Any]:
 
 
 def _folder(tier: Tier, folder: str) -> dict[str, Any]:
-    describe = tier.kind.tensorstore_spec
+    kind = kind_of(tier.config)
+    describe = kind.tensorstore_spec
     if describe is None:
         raise Invalid(
-            f"stock TensorStore has no driver that reads tier {tier.name!r}, of the kind `{tier.kind.name}`; name "
+            f"stock TensorStore has no driver that reads tier {tier.name!r}, of the kind `{kind.name}`; name "
             "another tier that holds the step"
         )
     root = describe(tier.config, tier.store.location)

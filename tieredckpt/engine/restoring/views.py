@@ -19,6 +19,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.restoring.pieces import Form
 from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.digest import digest
@@ -42,12 +43,12 @@ async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tu
         None when the step is not in RAM, or cannot be read there.
     """
     tier = state.tiers[0]
-    if tier.ram is None or step not in tier.held:
+    if tier.ram is None or step not in tier.steps.held:
         return None
     try:
-        index = await tier.load_index(step)
+        index = await step_index.load(tier, step)
         arrays = {name: index.arrays[name] for name, form in forms.items() if _in_one_piece(index, name, form)}
-        return index, await in_thread(_view, tier.ram, step, arrays)
+        return index, await in_thread(_view, tier.ram.store, step, arrays)
     except (Corrupt, NotFound, TierUnavailable) as error:
         _log.warning("%s cannot be seen in RAM and is copied: %s", step, error)
         return None

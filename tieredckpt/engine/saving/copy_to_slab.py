@@ -16,6 +16,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError
@@ -62,15 +63,13 @@ def _put_back(snapshot: Snapshot, index: SlabIndex) -> None:
     snapshot.new_bytes = 0
 
 
-async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier: Tier) -> bool:
+async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier: Tier, ram: Ram) -> bool:
     """Copy all cells into the slab; False, with all of them still to do, when it can never hold them.
 
     Raises:
         SkipSave: there is no room now, and ``when_full`` says not to wait for it, or to wait no longer.
     """
-    assert tier.ram is not None
-    assert tier.slab_index is not None
-    slab, index = tier.ram.slab, tier.slab_index
+    slab, index = ram.slab, ram.index
     new = [cell for cell in snapshot.pending if cell.expected is None or not index.holds(cell.expected)]
     need = sum(slab_size(cell.nbytes) for cell in new)
     if need > slab.capacity:
@@ -152,7 +151,8 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
 
 def _waiting_helps(state: State, tier: Tier) -> bool:
     """Whether a step of the slab is on its way to a tier that works, or being read."""
-    stuck = sum(other.promotions > 0 and not other.responsive for other in state.tiers[tier.index + 1 :])
-    if tier.parts or len(tier.pins) > stuck:  # of which each promotion reads one: those that are stuck do not end soon
+    stuck = sum(other.steps.promotions > 0 and not other.responsive for other in state.tiers[tier.index + 1 :])
+    # Each promotion reads a step, and those that are stuck do not end soon.
+    if tier.steps.parts or len(tier.steps.pins) > stuck:
         return True
-    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.held)
+    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.steps.held)

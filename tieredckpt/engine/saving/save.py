@@ -28,7 +28,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.snapshot import Snapshot
-from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream
+from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream, usable_ram
 from tieredckpt.engine.state.branch import Continued, Origin
 from tieredckpt.engine.state.membership import Streamed
 from tieredckpt.engine.state.state import State
@@ -157,17 +157,19 @@ class Writer:
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
-                    if tier.ram is None and self._state.membership.size > 1:
+                    if not tier.shared:
+                        await commit_file.commit(tier, record, stored)
+                    elif self._state.membership.size > 1:
                         await self._keep_streamed(tier, StepIndex(record, arrays))
-                    elif tier.ram is None and self._state.agent_spill is not None:
+                    elif self._state.agent_spill is not None:
                         await self._state.agent_spill.commit(tier, StepIndex(record, stored), written.sizes)
                     else:
                         await commit_file.commit(tier, record, stored)
                     if self._state.membership.size == 1:
                         self._state.branch.committed(record)  # before anything may leave for or against it
             except BaseException:
-                if tier.slab_index is not None:
-                    tier.slab_index.drop({done.digest for done in snapshot.copied})
+                if tier.ram is not None:
+                    tier.ram.index.drop({done.digest for done in snapshot.copied})
                 raise
         return tier, record, arrays
 
@@ -206,10 +208,10 @@ class Writer:
     ) -> tuple[Tier, Located, WrittenPacks]:
         """Copy every cell to where it will be committed: the slab, or if that is too small the next tier."""
         first = self._state.tiers[0]
-        if first.ram is not None and first.healthy and first.name not in refusals:
+        if (ram := usable_ram(first, refusals)) is not None:
             with attributed(first):
-                if await fill_slab(self._state, self._collector, snapshot, first):
-                    return first, snapshot.in_slab(first.ram.slab_key), WrittenPacks()
+                if await fill_slab(self._state, self._collector, snapshot, first, ram):
+                    return first, snapshot.in_slab(ram.store.slab_key), WrittenPacks()
         return await stream(self._state, self._collector, snapshot, refusals, until_committed)
 
     # -- what is remembered -------------------------------------------------------------------------------

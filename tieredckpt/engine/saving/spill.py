@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, s
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.snapshot import Copied, Snapshot
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
@@ -23,7 +24,7 @@ from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
-__all__ = ["Located", "Refused", "attributed", "stream"]
+__all__ = ["Located", "Refused", "attributed", "stream", "usable_ram"]
 
 Located = dict[tuple[int, int], Chunk]
 """Where the chunk of each cell lies, by index of the leaf and ordinal of the cell."""
@@ -36,6 +37,11 @@ class Refused(Exception):
         super().__init__(error)
         self.tier = tier
         self.error = error
+
+
+def usable_ram(first: Tier, refusals: Collection[str]) -> Ram | None:
+    """What a save may be copied to, where RAM works and is not among the tiers that refused."""
+    return first.ram if first.healthy and first.name not in refusals else None
 
 
 @contextmanager
@@ -79,12 +85,12 @@ async def stream(
     """
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
     for tier in state.tiers:
-        if tier.kind.in_memory or tier.name in refusals:
+        if not tier.shared or tier.name in refusals:
             continue
         if not tier.healthy:
-            problems.append(f"tier {tier.name!r} is not available ({tier.error})")
+            problems.append(f"tier {tier.name!r} is not available ({tier.health.error})")
             continue
-        need = sum(tier.encoding.stored_size(cell.nbytes) for cell in snapshot.pending)
+        need = sum(tier.chunks.encoding.stored_size(cell.nbytes) for cell in snapshot.pending)
         with attributed(tier):
             if state.agent_spill is not None:
                 fits = await state.agent_spill.make_room(tier, need)
@@ -98,9 +104,9 @@ async def stream(
             with attributed(tier):
                 await state.agent_spill.borrow(tier, until_committed)
         elif state.membership.size == 1:
-            await until_committed.enter_async_context(tier.guards_packs)
+            await until_committed.enter_async_context(tier.packs.guard)
         # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
-        until_committed.callback(tier.streamed_to.clear)
+        until_committed.callback(tier.packs.streamed_to.clear)
         return tier, *await _write_all(state, collector, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
@@ -113,12 +119,12 @@ async def _passage(
 ) -> _Passage:
     first = state.tiers[0]
     largest = max((slab_size(cell.nbytes) for cell in snapshot.pending), default=0)
-    usable = first.ram is not None and first.healthy and first.name not in refusals
-    if usable and first.ram is not None and first.slab_index is not None and first.ram.slab.capacity >= largest:
+    ram = usable_ram(first, refusals)
+    if ram is not None and ram.slab.capacity >= largest:
         with attributed(first):
             # Before the packs of the next tier are held, for its promoter makes the room.
-            await wait_for_room(state, collector, first, partial(has_room, first.ram.slab, largest))
-        return _Passage(first.ram.slab, first.slab_index, first)
+            await wait_for_room(state, collector, first, partial(has_room, ram.slab, largest))
+        return _Passage(ram.slab, ram.index, first)
     return _through_scratch(state)
 
 
@@ -140,7 +146,7 @@ async def _write_all(
                 continue
             left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
             with attributed(tier):
-                async with needing(sum(tier.encoding.stored_size(cell.nbytes) for cell in left)):
+                async with needing(sum(tier.chunks.encoding.stored_size(cell.nbytes) for cell in left)):
                     nbytes, extents = await _write(state, tier, snapshot, passage.slab, written)
             new_bytes += nbytes
             for done in snapshot.copied:
@@ -183,10 +189,11 @@ async def _write(
     if state.agent_spill is not None:
         extents |= await state.agent_spill.find(tier, unknown)
     else:
-        tier.streamed_to |= _packs_with(tier, sizes)
+        tier.packs.streamed_to |= _packs_with(tier, sizes)
         await refer_to_intact(state, tier, None, unknown)
-        extents |= {digest: tier.chunks[digest] for digest, nbytes in unknown.items() if tier.has(digest, nbytes)}
-    tier.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
+        packs = tier.packs
+        extents |= {digest: packs.index[digest] for digest, nbytes in unknown.items() if packs.has(digest, nbytes)}
+    tier.packs.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
     new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
     waiting = sorted(new.values(), key=lambda done: done.offset)
     now = WrittenPacks()
@@ -196,20 +203,21 @@ async def _write(
     finally:
         written.add(now)
         if state.manages(tier):
-            tier.add_packs(now)
+            tier.packs.add(now)
     return sum(done.cell.nbytes for done in waiting), extents | now.extents
 
 
 def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
     """The packs that are known to have any of the chunks, or a copy of it."""
-    known = {tier.chunks[digest].path for digest in digests if digest in tier.chunks}
-    return known | {extent.path for digest in tier.duplicates.keys() & digests for extent in tier.duplicates[digest]}
+    chunks, duplicates = tier.packs.index, tier.packs.duplicates
+    known = {chunks[digest].path for digest in digests if digest in chunks}
+    return known | {extent.path for digest in duplicates.keys() & digests for extent in duplicates[digest]}
 
 
 async def _batches(
     state: State, tier: Tier, snapshot: Snapshot, waiting: Sequence[Copied], slab: Slab
 ) -> AsyncGenerator[Batch, None]:
-    traits, encoding = tier.store.traits, tier.encoding
+    traits, encoding = tier.store.traits, tier.chunks.encoding
     limit = min(traits.object_size, PACK_SIZE) if traits.ranged_get else 0
     pack: list[Copied] = []
     left = limit
@@ -225,8 +233,8 @@ async def _batches(
 
 
 async def _sealed(state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[Copied], slab: Slab) -> Batch:
-    batch, encoding = Batch(), tier.encoding
-    tier.streamed_to.add(batch.key)
+    batch, encoding = Batch(), tier.chunks.encoding
+    tier.packs.streamed_to.add(batch.key)
     try:
         payloads: list[Payload] = []
         for done in pack:

@@ -45,4 +45,4 @@ class Membership:
 
     def packs_streamed_to(self, tier: Tier) -> set[str]:
         """Packs of a tier to which saves of several ranks refer that are not committed there yet."""
-        return tier.streamed_to.union(*(part.packs for part in self.streamed.values() if part.tier is tier))
+        return tier.packs.streamed_to.union(*(part.packs for part in self.streamed.values() if part.tier is tier))

@@ -71,7 +71,7 @@ class Observation:
         """
         seconds = max(0.0, self.now() - step.saved_at)
         if step.saved_at >= self.observed.started_at:
-            tier.promotion_seconds = blend(tier.promotion_seconds, seconds)
+            tier.steps.promotion_seconds = blend(tier.steps.promotion_seconds, seconds)
         return seconds
 
     def observe(self, step: int | None, branch: Branch, tiers: Sequence[Tier]) -> Observed:
@@ -86,7 +86,8 @@ class Observation:
             last = saving if origin is branch.origin else last
             observed = dataclasses.replace(observed, last_save_at=at)
         observed = dataclasses.replace(observed, last_save_step=last)
-        seen = [tier.promotion_seconds for tier in tiers if tier.healthy and tier.promotion_seconds is not None]
+        known = (tier.steps.promotion_seconds for tier in tiers if tier.healthy)
+        seen = [seconds for seconds in known if seconds is not None]
         return dataclasses.replace(
             observed,
             promotion_seconds=seen[-1] if seen else None,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
 from tieredckpt.engine.notify import Notification
@@ -90,7 +91,7 @@ class State:
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step, nearest first, those that fail at present, or do not answer, last."""
-        holding = [tier for tier in self.tiers if step in tier.held]
+        holding = [tier for tier in self.tiers if step in tier.steps.held]
         return sorted(holding, key=lambda tier: not (tier.healthy and tier.responsive))
 
     def on_line(self, serial: int) -> bool:
@@ -114,7 +115,7 @@ class State:
             Corrupt: its commit is damaged on all tiers that have it.
         """
         whole = set(self.records())
-        unreadable = {found for tier in self.tiers for found in tier.damaged} - whole
+        unreadable = {found for tier in self.tiers for found in tier.steps.damaged} - whole
 
         def matching(among: set[StepId]) -> list[StepId]:
             return [found for found in among if step in (None, found.step) and serial in (None, found.serial)]
@@ -122,7 +123,7 @@ class State:
         if found := matching(whole | unreadable if damaged else whole):
             return max(found, key=lambda each: (self.on_line(each.serial), each))
         if found := matching(unreadable):
-            names = ", ".join(repr(tier.name) for tier in self.tiers if max(found) in tier.damaged)
+            names = ", ".join(repr(tier.name) for tier in self.tiers if max(found) in tier.steps.damaged)
             raise Corrupt(f"{max(found)} cannot be read: its commit is damaged on tier {names}, and no other has one")
         wanted = "a step" if step is None else f"step {step}"
         wanted += "" if serial is None else f" of serial {serial}"
@@ -136,7 +137,7 @@ class State:
         records = self.records()
         newest = max(records, default=None)
         self.branch.adopt(records[newest].line if newest else (), newest)
-        serials = [step.serial for tier in self.tiers for step in (*tier.held, *tier.damaged)]
+        serials = [step.serial for tier in self.tiers for step in (*tier.steps.held, *tier.steps.damaged)]
         blind = any(tier.marker is None for tier in self.tiers)
         self.branch.last_serial = max(self.branch.last_serial, *serials, 0) + (
             limits.in_force.serials_skipped if blind else 0
@@ -166,7 +167,8 @@ class State:
         """Take up what a tier holds that could not be read at start."""
         if not self.branch.line:  # nothing was found then, and nothing was saved since
             self.adopt_line()
-        self.branch.last_serial = max([self.branch.last_serial, *(step.serial for step in (*tier.held, *tier.damaged))])
+        found = (step.serial for step in (*tier.steps.held, *tier.steps.damaged))
+        self.branch.last_serial = max(self.branch.last_serial, *found, 0)
 
     # -- tiers --------------------------------------------------------------------------------------------
 
@@ -191,6 +193,15 @@ class State:
             return self.role is not Role.AGENT
         return self.membership.rank == 0 and self.role is not Role.TRAINER
 
+    def collects(self, tier: Tier) -> bool:
+        """Whether this process may delete packs there now. RAM has none: its extents come back with each step."""
+        return tier.shared and tier.answers and self.manages(tier)
+
+    def is_unused(self, tier: Tier) -> bool:
+        """Whether a tier is RAM of which one who only looks finds none: it was given back, or went with its machine."""
+        gone = tier.blobs is None and isinstance(tier.health.error, NotFound)
+        return self.read_only and gone and not tier.shared
+
     def check_writable(self, what: str) -> None:
         """Raise `Invalid` in a store that is only looked at."""
         if self.read_only:
@@ -201,8 +212,8 @@ class State:
         if not self.manages(tier):  # whoever does tells how it is
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
             return
-        delay = tier.fail(error)
-        if self.read_only and tier.is_unused:
+        delay = tier.health.fail(error)
+        if self.is_unused(tier):
             _log.info("tier %r is not in use: %s", tier.name, error)
             return
         level = logging.ERROR if isinstance(error, Conflict) else logging.WARNING
@@ -224,13 +235,13 @@ class State:
         replicas = {
             step.serial: nodes
             for step, nodes in tuple(self.membership.replicated.items())
-            if step in self.tiers[0].held
+            if step in self.tiers[0].steps.held
         }
         tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
         return StoreView(now, StepViews(steps, now, replicas), tiers, frozenset(self.observation.signals))
 
     def _as_if(self, view: StepView, step: StepId, tier: Tier) -> StepView:
-        names = tuple(each.name for each in self.tiers if step in each.held or each is tier)
+        names = tuple(each.name for each in self.tiers if step in each.steps.held or each is tier)
         return dataclasses.replace(view, tiers=names)
 
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
@@ -240,24 +251,24 @@ class State:
             survives=tier.survives.shown,
             capacity=tier.capacity,
             used=tier.used,
-            write_bandwidth=tier.write_bandwidth,
+            write_bandwidth=tier.remote.bandwidth or _write_bandwidth(tier),
             healthy=tier.healthy,
-            promoting=tier.promotions > 0 and not at_rest,
+            promoting=tier.steps.promotions > 0 and not at_rest,
         )
 
     @contextmanager
     def promoting(self, tier: Tier) -> Iterator[None]:
         """Let policies see that a promotion to the tier is under way."""
-        tier.promotions += 1
+        tier.steps.promotions += 1
         try:
             yield
             self.observation.promotions_ended += 1
         except BaseException:
-            if tier.error is None:  # or a tier that fails on and on would end some on and on
+            if tier.health.error is None:  # or a tier that fails on and on would end some on and on
                 self.observation.promotions_ended += 1
             raise
         finally:
-            tier.promotions -= 1
+            tier.steps.promotions -= 1
             self.changed.notify()
 
     def observe(self, step: int | None = None) -> Observed:
@@ -274,6 +285,11 @@ class State:
         seconds = time.monotonic() - begin
         self.events.emit(StepPromoted(record.step, record.serial, tier.name, record.nbytes, written, seconds, lag))
         self.changed.notify()
+
+
+def _write_bandwidth(tier: Tier) -> float | None:
+    """Bytes a second seen here lately; None before the first write, and for RAM."""
+    return tier.blobs.usage().write_bandwidth if isinstance(tier.blobs, Metered) else None
 
 
 def _described(step: StepId, record: StepRecord, tiers: tuple[str, ...], on_line: bool) -> StepView:

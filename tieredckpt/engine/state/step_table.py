@@ -58,7 +58,7 @@ class StepTable:
         try:
             changed = self._all() if self._torn else set()
             self._torn = True
-            changed = changed.union(*(tier.held.news() for tier in self._tiers))
+            changed = changed.union(*(tier.steps.held.news() for tier in self._tiers))
             if line != self._line:
                 changed |= self._moved(line)
                 self._line = line
@@ -71,7 +71,7 @@ class StepTable:
 
     def _all(self) -> set[StepId]:
         """Every step that there is, or was when this was renewed last."""
-        return set(self._views).union(*(tuple(tier.held) for tier in self._tiers))
+        return set(self._views).union(*(tuple(tier.steps.held) for tier in self._tiers))
 
     def _anew(self, line: Line) -> Called:
         """The same, found out from the tiers alone, while another call is renewing what is known."""
@@ -92,7 +92,7 @@ class StepTable:
         newest = next(reversed(views), None)
         in_order = True
         for step in sorted(changed):
-            holding = [(tier.name, held) for tier in self._tiers if (held := tier.held.get(step)) is not None]
+            holding = [(tier.name, held) for tier in self._tiers if (held := tier.steps.held.get(step)) is not None]
             if not holding:
                 views.pop(step, None)
                 records.pop(step, None)

@@ -1,6 +1,7 @@
-"""One tier: its blob store, what it holds, its health, and the small files that describe its steps.
+"""One tier: its blob store, the states of its steps, its packs or its slab, its health, and the files that describe it.
 
-In: a `BlobStore` and a tier's configuration. Out: `Tier`, `HeldSteps`, `StepIndex`. `commit_file` reads and writes
-manifests, `chunk_index` and `slab_index` know where chunks are, `chunk_reader` reads one,
-`lease` knows who writes. Knows one tier, and no other.
+In: a `BlobStore` and a tier's configuration. Out: `Tier`, which has `Steps`, `Health`, and `Packs`, or of RAM `Ram`;
+what both answer is asked of `tier.chunks`. `commit_file` writes and deletes manifests, `step_index` reads them,
+`marker_file` has the marker, `lease` knows who writes. `chunk_index` and `slab_index` know where chunks are,
+`chunk_reader` reads one. Knows one tier, and no other.
 """

@@ -1,4 +1,4 @@
-"""Reads one chunk of a tier: where it lies in RAM, or into memory, decoded and verified."""
+"""Reads one chunk of a tier into memory, decoded and verified."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ from tieredckpt.format.digest import digest_array
 from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["chunk_in_ram", "read_chunk"]
+__all__ = ["read_chunk"]
 
 Bytes = npt.NDArray[np.uint8]
-
-
-def chunk_in_ram(tier: Tier, extent: Extent) -> Bytes:
-    """The bytes of a chunk where they lie in RAM, not verified. Raises `Corrupt` where the slab has no such bytes."""
-    assert tier.ram is not None
-    return tier.ram.slab.bytes_at(extent.offset, extent.length)
 
 
 async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Bytes, pool: Executor) -> None:
@@ -30,7 +24,7 @@ async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Byt
 
     ``where`` is its extent, or its bytes as an index has them. Raises as a blob store does, and `Corrupt`.
     """
-    encoding = tier.encoding
+    encoding = tier.chunks.encoding
     place = "the index"
     if isinstance(where, bytes):
         found = await in_thread(PLAIN.decode, np.frombuffer(where, dtype=np.uint8), into.size, into, pool=pool)

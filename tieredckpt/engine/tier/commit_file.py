@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.concurrency import in_thread, outlast
-from tieredckpt.engine.tier.half_deleted import IndeterminateDelete
+from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.format import layout, ocdbt
@@ -30,7 +30,7 @@ class Encoded:
 
 async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
     """Encode the commit of a step, whose nodes will lie at ``btree_key``."""
-    work = partial(encode_step, record, arrays, btree_path=btree_key, encoding=tier.encoding)
+    work = partial(encode_step, record, arrays, btree_path=btree_key, encoding=tier.chunks.encoding)
     return Encoded(arrays, btree_key, await in_thread(work))
 
 
@@ -59,12 +59,12 @@ async def commit(
         NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next.
     """
     step = record.id
-    async with tier.turn(step):
-        before = tier.held.get(step)
-        if only_anew and before is None and step not in tier.damaged:
+    async with tier.steps.turn(step):
+        before = tier.steps.held.get(step)
+        if only_anew and before is None and step not in tier.steps.damaged:
             raise NotFound(f"tier {tier.name!r}: {step} was evicted before it could be committed anew")
         btree_key = layout.btree_key(step.step, step.serial)
-        if before is not None or step in tier.damaged or step in tier.doubtful:
+        if before is not None or step in tier.steps.damaged or step in tier.steps.doubtful:
             btree_key = f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
         if encoded is None or encoded.arrays is not arrays or encoded.btree_key != btree_key:
             encoded = await encode(tier, record, arrays, btree_key)
@@ -83,20 +83,21 @@ async def commit(
         except (TierUnavailable, asyncio.CancelledError):
             await _doubt(tier, step)
             raise
-        tier.know(record, arrays, btree_key, len(index.btree) + len(index.manifest))
+        for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):
+            tier.packs.orphans.pop(key, None)
         if before is not None and before.btree_key:
             await tier.store.delete(before.btree_key)
 
 
 async def _doubt(tier: Tier, step: StepId) -> None:
     """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
-    tier.doubt(step)
-    if step in tier.held:
+    tier.steps.doubt(step)
+    if step in tier.steps.held:
         return
     undoing = asyncio.ensure_future(tier.store.delete(layout.manifest_key(step.step, step.serial)))
     await outlast(undoing)
     if not undoing.cancelled() and undoing.exception() is None:
-        tier.doubtful.discard(step)
+        tier.steps.doubtful.discard(step)
 
 
 async def retract(tier: Tier, step: StepId) -> None:
@@ -105,15 +106,14 @@ async def retract(tier: Tier, step: StepId) -> None:
     Raises:
         TierUnavailable: it may be there or not, which shows when the tier works again.
     """
-    async with tier.turn(step):
+    async with tier.steps.turn(step):
         try:
             await tier.store.delete(layout.manifest_key(step.step, step.serial))
         except (TierUnavailable, asyncio.CancelledError):
-            if (held := tier.held.get(step)) is not None:
-                tier.quarantine(
-                    step, IndeterminateDelete(f"tier {tier.name!r}: {step} was being deleted when that failed", held)
-                )
+            if (held := tier.steps.held.get(step)) is not None:
+                why = IndeterminateDelete(f"tier {tier.name!r}: {step} was being deleted when that failed", held)
+                tier.steps.quarantine(step, why, tier.packs.sizes)
             raise
-        btree_key = tier.drop(step)
+        btree_key = tier.steps.drop(step)
         if btree_key is not None:
             await tier.store.delete(btree_key)

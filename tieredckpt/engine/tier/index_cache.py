@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tieredckpt.engine.tier.sizes import Sizes
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
@@ -16,6 +17,18 @@ _KEPT = 8
 
 class RecentIndexes(OrderedDict[StepId, StepIndex]):
     """Indexes by step, the one used last at the end, and not many of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Sizes[StepId] = Sizes()
+        """Bytes of the index files of every step, remembered or not."""
+        self.packs: dict[StepId, frozenset[str]] = {}
+        """The packs of every step that was read or written."""
+
+    def forget(self, step: StepId) -> frozenset[str] | None:
+        """Remember nothing of what a step refers to; returns its packs where they were known."""
+        self.pop(step, None)
+        return self.packs.pop(step, None)
 
     def remember(self, step: StepId, index: StepIndex) -> None:
         """Keep an index; the one that was not used for longest may go."""

@@ -1,49 +1,20 @@
-"""What a tier holds, kept so that nobody needs to look through all of it: sizes with their sum, steps with news."""
+"""The steps of one tier, and the state of each: held, damaged, leaving, stuck, in doubt, or a tombstone."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+from weakref import WeakValueDictionary
 
-from tieredckpt.errors import TieredCkptError
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.engine.tier.catalog_cache import Catalogued
+from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
+from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
-__all__ = ["DamagedSteps", "Held", "HeldSteps", "Sizes"]
-
-K = TypeVar("K")
-
-
-class Sizes(MutableMapping[K, int]):
-    """Bytes by key, and how many those are together."""
-
-    def __init__(self) -> None:
-        self._of: dict[K, int] = {}
-        self.total = 0
-
-    def __getitem__(self, key: K) -> int:
-        return self._of[key]
-
-    def __setitem__(self, key: K, nbytes: int) -> None:
-        self.total += nbytes - self._of.get(key, 0)
-        self._of[key] = nbytes
-
-    def __delitem__(self, key: K) -> None:
-        self.total -= self._of.pop(key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._of
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def clear(self) -> None:
-        self._of.clear()
-        self.total = 0
+__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateDelete", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +95,21 @@ class HeldSteps(dict[StepId, Held]):
         return self
 
 
+class IndeterminateDelete(TierUnavailable):
+    """A deletion failed: the step is there or not, which shows when its tier works again.
+
+    Stands among the damaged steps of a tier, with the step as it was held.
+    """
+
+    def __init__(self, message: str, held: Held) -> None:
+        super().__init__(message)
+        self.held = held
+
+
 class DamagedSteps(dict[StepId, TieredCkptError]):
     """The steps whose commit is there and cannot be read, and the packs that each may use all the same.
 
-    A step that is put here by anything but `condemn` keeps no packs.
+    A step that is put here by anything but `quarantine` keeps no packs.
     """
 
     def __init__(self) -> None:
@@ -154,3 +136,97 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         now = time.monotonic()
         self._any = {step: known for step, known in self._any.items() if step in self and now - known[0] < seconds}
         return {key for _, packs in self._any.values() for key in packs}
+
+
+@dataclass
+class Steps:
+    """What one tier knows of steps. Each method is a transition of a step from one state to another."""
+
+    held: HeldSteps = field(default_factory=HeldSteps)
+    parts: dict[StepId, Held] = field(default_factory=dict)
+    """In the RAM of a rank: its parts of steps that are not known to be whole."""
+    damaged: DamagedSteps = field(default_factory=DamagedSteps)
+    leaving: set[StepId] = field(default_factory=set)
+    """Steps that are being retracted: held no more, for whoever looks for another copy."""
+    tombstones: set[StepId] = field(default_factory=set)
+    """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
+    stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
+    """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
+    doubtful: set[StepId] = field(default_factory=set)
+    """Steps whose last commit failed in a way that may have succeeded all the same."""
+    pins: dict[StepId, int] = field(default_factory=dict)
+    """How many readers each step has."""
+    promotions: int = 0
+    """How many promotions to the tier are under way."""
+    promotion_seconds: float | None = None
+    """From a save to its commit here, a recent mean; None before the first."""
+    indexes: RecentIndexes = field(default_factory=RecentIndexes)
+    catalogued: Catalogued = field(default_factory=Catalogued)
+    _turns: WeakValueDictionary[StepId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+    def clear(self) -> None:
+        """Know nothing of what the tier holds, before that is found out anew."""
+        read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
+        for known in (self.held, self.parts, self.damaged, self.doubtful, *read):
+            known.clear()
+
+    def has_own(self, step: StepId) -> bool:
+        """Whether the step lies here, or a rank's part of it."""
+        held = self.held.get(step) or self.parts.get(step)
+        return held is not None and held.btree_key != ""
+
+    def keeps(self, step: StepId) -> bool:
+        """Whether the tier has the step, readable or not, and is not retracting it."""
+        return (step in self.held or step in self.damaged) and step not in self.leaving
+
+    def turn(self, step: StepId) -> asyncio.Lock:
+        """Held by whoever puts or deletes the step's manifest, or two of them would not know who was last."""
+        return self._turns.setdefault(step, asyncio.Lock())
+
+    def set_apart(self) -> None:
+        """Count no step as held: what lies here are parts of a rank, and the other ranks' are not known yet."""
+        self.parts.update(self.held)
+        self.held.clear()
+
+    def agree(self, record: StepRecord) -> None:
+        """Count a step as held: all ranks have their parts of it, whose record this is."""
+        part = self.parts.pop(record.id, None) or self.held.get(record.id)
+        self.held[record.id] = Held(record, part.btree_key if part is not None else "")
+
+    def know(self, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str, nbytes: int) -> frozenset[str]:
+        """Count a step as held, for its commit has just been put: ``nbytes`` long with its nodes, which the key names.
+
+        A rank's part counts as such. Returns the packs that it refers to.
+        """
+        step = record.id
+        (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
+        self.damaged.pop(step, None)
+        self.doubtful.discard(step)
+        self.tombstones.discard(step)
+        self.catalogued.forget(step)
+        self.indexes.nbytes[step] = nbytes
+        self.indexes.remember(step, StepIndex(record, dict(arrays)))
+        self.indexes.packs[step] = packs = packs_of(arrays)
+        return packs
+
+    def doubt(self, step: StepId) -> None:
+        """Remember nothing of a step whose commit failed, perhaps after it had happened."""
+        self.doubtful.add(step)
+        self.indexes.forget(step)
+
+    def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
+        """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""
+        if self.held.pop(step, None) is not None:
+            own = self.indexes.forget(step)
+            self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
+            self.catalogued.forget(step)
+
+    def drop(self, step: StepId) -> str | None:
+        """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
+        held = self.held.pop(step, self.parts.pop(step, None))
+        self.doubtful.discard(step)
+        self.catalogued.forget(step)
+        self.damaged.pop(step, None)
+        self.indexes.forget(step)
+        self.indexes.nbytes.pop(step, None)
+        return held.btree_key if held is not None else None

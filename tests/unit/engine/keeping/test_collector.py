@@ -237,7 +237,7 @@ async def test_what_is_committed_anew_keeps_to_good_bytes_where_a_damaged_copy_i
         await (await store.save(2, changed(2, keeps=4))).reached("disk")
         # A new process may meet the packs in any order: let it be this one.
         assert isinstance(damaged.where, Extent)
-        tier_of(store, "disk").chunks[damaged.digest] = damaged.where
+        tier_of(store, "disk").packs.index[damaged.digest] = damaged.where
         if why == "repair":
             await flip_chunk(store, "disk", 2, "w7")
             await store.verify(2, "disk", repair=True)
@@ -291,7 +291,7 @@ async def test_a_tier_that_reconnects_waits_for_the_collection_that_is_under_way
             await (await store.save(step, tree)).reached("disk")
     async with opened(place, disk) as store:
         tier, engine = tier_of(store, "disk"), store._life.engine
-        known = set(tier.held)
+        known = set(tier.steps.held)
         reading = faults["disk"].hold("get", key="steps/*")
         surveying = faults["disk"].hold("list", key="steps*")
         collecting = asyncio.create_task(store._life.loop.call(engine.collector.collect(tier, orphans=False)))
@@ -300,13 +300,13 @@ async def test_a_tier_that_reconnects_waits_for_the_collection_that_is_under_way
         begun = asyncio.create_task(surveying.reached())
         await asyncio.wait([begun], timeout=0.3)
         assert not begun.done()
-        assert set(tier.held) == known
+        assert set(tier.steps.held) == known
         reading.release()
         assert (await collecting).packs == 0
         surveying.release()
         await connecting
         await begun
-        assert set(tier.held) == known
+        assert set(tier.steps.held) == known
         await assert_restores(store, 2, changed(2))
 
 

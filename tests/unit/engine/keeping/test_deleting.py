@@ -126,7 +126,7 @@ async def test_a_number_is_deleted_with_every_save_of_it_on_the_branch(place: Pl
 
 async def test_a_step_that_is_being_read_is_not_deleted(place: Place) -> None:
     async with place.opened(1, 2) as store:
-        pins = tier_of(store, "ram").pins
+        pins = tier_of(store, "ram").steps.pins
         pins[store._life.engine.state.find(1)] = 1
         with pytest.raises(Conflict, match="is being read from tier 'ram'"):
             await store.delete(1, force=True)
@@ -224,7 +224,7 @@ async def test_copies_in_the_ram_of_other_nodes_do_not_bring_a_deleted_step_back
             ranked = store._life.engine.mode.ranked
             assert ranked is not None
             assert ranked.replicas is not None
-            return [step for tier in ranked.replicas.kept.values() for step in tier.parts]
+            return [step for tier in ranked.replicas.kept.values() for step in tier.steps.parts]
 
         for store in stores:
             changed = store._life.engine.state.changed
@@ -252,7 +252,7 @@ async def test_a_step_that_is_deleted_while_it_is_copied_is_not_committed(
         hold = faults["disk"].hold("put", key="packs/*")
         saved = await store.save(1, tree(1))
         await hold.reached()
-        tier_of(store, "disk").tombstones.add(saved.saved.step)
+        tier_of(store, "disk").steps.tombstones.add(saved.saved.step)
         hold.release()
         await (await store.save(2, tree(2))).reached("disk")
         assert await store.where(1) == ("ram",)

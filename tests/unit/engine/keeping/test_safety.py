@@ -20,7 +20,7 @@ from tieredckpt.blobs.base import Survives, Traits
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.state.state import Role, State
-from tieredckpt.engine.tier.tier import Held
+from tieredckpt.engine.tier.steps import Held
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
@@ -264,9 +264,9 @@ def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
     for tier in tiers:
         survives = [Survives.NOTHING, Survives.PROCESS] if tier.config.kind == "ram" else [*Survives]
         tier.blobs = _Store(draw(st.sampled_from(survives)))
-        tier.error = draw(st.sampled_from([None, None, TierUnavailable("silent")]))
+        tier.health.error = draw(st.sampled_from([None, None, TierUnavailable("silent")]))
         for serial in draw(st.sets(st.integers(1, 5))):
-            tier.held[StepId(serial, serial)] = Held(None, "")
+            tier.steps.held[StepId(serial, serial)] = Held(None, "")
     cut = draw(st.integers(0, 5))
     state.branch.line = ((1, cut), (5, 5)) if draw(st.booleans()) else ((1, cut),) if cut else ()
     return state
@@ -278,7 +278,7 @@ def _best(state: State, survives: Survives) -> StepId | None:
         step
         for tier in state.tiers
         if tier.answers and tier.survives >= survives
-        for step in tier.held
+        for step in tier.steps.held
         if state.on_line(step.serial)
     ]
     return max(left, default=None)
@@ -289,10 +289,10 @@ def test_nothing_that_may_go_makes_any_failure_cost_more(data: st.DataObject) ->
     """Whatever is let go one after the other, in any order: after every kind of failure the same step is restored."""
     state = _state(data.draw)
     before = {survives: _best(state, survives) for survives in Survives}
-    holding = [(step, tier) for tier in state.tiers for step in tier.held if tier.answers]
+    holding = [(step, tier) for tier in state.tiers for step in tier.steps.held if tier.answers]
     for step, tier in data.draw(st.permutations(holding)):
         if not why_not(state, step, tier):
-            del tier.held[step]
+            del tier.steps.held[step]
         assert {survives: _best(state, survives) for survives in Survives} == before
 
 
@@ -304,17 +304,17 @@ def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.D
     """Each lets steps go by what it knew at first: after every kind of failure the same step is restored."""
     state = _state(data.draw, with_ram=True)
     before = {survives: _best(state, survives) for survives in Survives}
-    known = {tier.name: dict(tier.held) for tier in state.tiers}
+    known = {tier.name: dict(tier.steps.held) for tier in state.tiers}
     left: dict[str, dict[StepId, Held]] = {}
     for state.role in (Role.TRAINER, Role.AGENT):
         mine = [tier for tier in state.tiers if state.manages(tier)]
-        holding = [(step, tier) for tier in mine for step in tier.held if tier.answers]
+        holding = [(step, tier) for tier in mine for step in tier.steps.held if tier.answers]
         for step, tier in data.draw(st.permutations(holding)):
             if not why_not(state, step, tier):
-                del tier.held[step]
-        left |= {tier.name: dict(tier.held) for tier in mine}
+                del tier.steps.held[step]
+        left |= {tier.name: dict(tier.steps.held) for tier in mine}
         for tier in mine:
-            tier.held.update(known[tier.name])
+            tier.steps.held.update(known[tier.name])
     for tier in state.tiers:
-        tier.held = left[tier.name]
+        tier.steps.held = left[tier.name]
     assert {survives: _best(state, survives) for survives in Survives} == before

@@ -176,11 +176,11 @@ async def test_the_time_to_the_slowest_tier_that_works_is_observed(
         await store.save(1, tree())
         await store.flush()
         disk, far = (store._life.engine.state.tier(name) for name in ("disk", "far"))
-        assert disk.promotion_seconds is not None
-        assert far.promotion_seconds is not None
-        disk.promotion_seconds, far.promotion_seconds = 3.0, 7.0
+        assert disk.steps.promotion_seconds is not None
+        assert far.steps.promotion_seconds is not None
+        disk.steps.promotion_seconds, far.steps.promotion_seconds = 3.0, 7.0
         assert store.observed().promotion_seconds == 7.0
-        monkeypatch.setattr(far, "error", RuntimeError("dead"))
+        monkeypatch.setattr(far.health, "error", RuntimeError("dead"))
         assert store.observed().promotion_seconds == 3.0
 
 

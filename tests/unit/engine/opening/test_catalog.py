@@ -27,7 +27,7 @@ from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.upkeep import catalogue
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format import layout
@@ -90,18 +90,18 @@ def reads(store: CheckpointStore) -> tuple[int, int]:
 
 def known(tier: Tier) -> dict[str, Any]:
     """All that a store knows of a tier, however it came to know it."""
-    extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.chunks.items()}
-    for digest, places in tier.duplicates.items():
+    extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.packs.index.items()}
+    for digest, places in tier.packs.duplicates.items():
         extents.setdefault(digest, set()).update(places)
     steps = {
         step: (each.btree_key, each.record.saved_at, each.record.nbytes, each.record.metrics, each.record.line)
-        for step, each in tier.held.items()
+        for step, each in tier.steps.held.items()
     }
     return {
         "steps": steps,
-        "damaged": set(tier.damaged),
-        "packs": dict(tier.packs),
-        "index": dict(tier.index_bytes),
+        "damaged": set(tier.steps.damaged),
+        "packs": dict(tier.packs.sizes),
+        "index": dict(tier.steps.indexes.nbytes),
         "extents": extents,
     }
 
@@ -205,7 +205,7 @@ async def test_the_newest_step_is_read_whatever_a_catalog_says_of_it(place: Plac
     for newest in (1, 2, 3):
         await place.trained(newest)
         async with place.opened() as store:
-            held = tier_of(store, "disk").held
+            held = tier_of(store, "disk").steps.held
             assert {step.serial for step, each in held.items() if each.whole} == {newest}
             assert held[StepId(newest, newest)].record.provenance["process"] == str(os.getpid())
 
@@ -219,7 +219,7 @@ async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -
         assert [each.repaired for each in await store.verify(1, "disk", repair=True)] == [True]
     async with place.opened() as store:
         assert reads(store)[1] == 0
-        assert not tier_of(store, "disk").held[StepId(1, 1)].whole
+        assert not tier_of(store, "disk").steps.held[StepId(1, 1)].whole
         restored = await store.restore(1, resume=False)
         assert restored is not None
         assert_same(restored.tree, state(1))
@@ -228,7 +228,7 @@ async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -
 async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> None:
     await place.trained(1, 2)
     async with place.opened(read_only=True) as store:
-        (key,) = await store._life.loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
+        (key,) = await store._life.loop.call(step_index.packs(tier_of(store, "disk"), StepId(1, 1)))
     again = place.disk / layout.pack_key("ab" * 16)
     again.parent.mkdir()
     shutil.copy(place.disk / key, again)
@@ -237,7 +237,7 @@ async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> N
     async with place.opened(read_only=True) as store:
         assert reads(store)[1] == 0
         assert known(tier_of(store, "disk")) == before
-        assert len(tier_of(store, "disk").duplicates) == 4
+        assert len(tier_of(store, "disk").packs.duplicates) == 4
 
 
 async def test_a_commit_that_changed_since_is_read_and_not_believed(place: Place) -> None:
@@ -252,12 +252,12 @@ async def test_a_commit_that_changed_since_is_read_and_not_believed(place: Place
 async def test_a_pack_of_another_size_is_read_and_not_believed(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     await place.trained(1, 2, 3)
     async with place.opened() as store:
-        (key,) = await store._life.loop.call(tier_of(store, "disk").packs_of(StepId(1, 1)))
-        chunks = len(tier_of(store, "disk").chunks)
+        (key,) = await store._life.loop.call(step_index.packs(tier_of(store, "disk"), StepId(1, 1)))
+        chunks = len(tier_of(store, "disk").packs.index)
     os.truncate(place.disk / key, 4096)
     async with place.opened() as store:
         assert f"pack {key} has no readable footer" in caplog.text
-        assert len(tier_of(store, "disk").chunks) < chunks
+        assert len(tier_of(store, "disk").packs.index) < chunks
     caplog.clear()
     async with place.opened():
         assert f"pack {key} has no readable footer" in caplog.text  # as long as it is there
@@ -326,7 +326,7 @@ async def test_there_are_few_catalogs_and_none_of_what_has_gone(place: Place) ->
         assert len(place.catalogs) <= 5
     size = sum(path.stat().st_size for path in place.catalogs)
     async with place.opened() as store:
-        assert tier_of(store, "disk").catalogued.nbytes == size
+        assert tier_of(store, "disk").steps.catalogued.nbytes == size
         for step in range(1, 15):
             await store.evict(step, "disk")
     assert sum(path.stat().st_size for path in place.catalogs) < size / 2
@@ -348,7 +348,7 @@ async def test_a_tier_that_takes_no_catalog_loses_nothing(place: Place, faults: 
 async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_index = Tier.load_index
+    load_index = step_index.load
 
     async def leave(tier: Tier, step: StepId) -> StepIndex:
         index = await load_index(tier, step)
@@ -357,7 +357,7 @@ async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
         return index
 
     await place.trained(1, 2, 3)
-    monkeypatch.setattr(Tier, "load_index", leave)
+    monkeypatch.setattr(step_index, "load", leave)
     async with place.opened() as store:
         with pytest.raises(NotFound):
             await store.restore(1)
@@ -384,7 +384,7 @@ async def test_where_a_store_tells_no_times_packs_are_believed_and_steps_are_rea
         assert any(key.startswith(layout.CATALOGS) for key in objects.data)
         async with CheckpointStore.open(both) as store:
             assert reads(store)[1] == 0
-            assert all(each.whole for each in tier_of(store, "disk").held.values())
+            assert all(each.whole for each in tier_of(store, "disk").steps.held.values())
             await assert_all_there(store, 1, 2)
 
 

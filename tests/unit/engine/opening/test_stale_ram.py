@@ -118,4 +118,4 @@ async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memor
 
 async def agreed(store: CheckpointStore, step: int) -> None:
     state = store._life.engine.state
-    await state.changed.until(lambda: any(held.step == step for held in state.tiers[0].held))
+    await state.changed.until(lambda: any(held.step == step for held in state.tiers[0].steps.held))

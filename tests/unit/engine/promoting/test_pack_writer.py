@@ -18,6 +18,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.promoting.copy_step import _GROWTH, Need, _packs
 from tieredckpt.engine.promoting.pack_writer import Payload, seal_all
+from tieredckpt.engine.tier import step_index
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
@@ -85,9 +86,9 @@ async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
             await store.promote(1, "disk")
         (tier, *_) = store._life.engine.state.tiers
         assert tier.ram is not None
-        (step,) = tier.held
+        (step,) = tier.steps.held
         for key in ("w2", "w5"):
-            where = (await tier.load_index(step)).arrays[key].chunks[1].where
+            where = (await step_index.load(tier, step)).arrays[key].chunks[1].where
             assert isinstance(where, Extent)
             tier.ram.slab.array[where.offset] ^= 1
         if not elsewhere:
@@ -117,22 +118,22 @@ async def test_packs_before_a_failure_are_referred_to_by_the_next_try(
         faulty.fail("put", NoSpace("full"), key="packs/*", nth=4)
         with pytest.raises(NoSpace):
             await store.promote(1, "disk")
-        before = dict(disk.packs)
+        before = dict(disk.packs.sizes)
         assert len(before) >= 2
         await store.promote(1, "disk")
-        assert before.items() <= disk.packs.items()
-        assert sum(at.length for at in disk.chunks.values()) == 16 * (CHUNK + CRC32C.overhead)
-        assert {at.path for at in disk.chunks.values()} == disk.packs.keys()
+        assert before.items() <= disk.packs.sizes.items()
+        assert sum(at.length for at in disk.packs.index.values()) == 16 * (CHUNK + CRC32C.overhead)
+        assert {at.path for at in disk.packs.index.values()} == disk.packs.sizes.keys()
         # A put that was cancelled by the failure may have stored its pack; that one is collected later.
         stored = {path.stem for path in (tmp_path / "disk" / "packs").rglob("*.pack")}
-        assert {key.rpartition("/")[2].removesuffix(".pack") for key in disk.packs} <= stored
-        assert len(stored) <= len(disk.packs) + 1
+        assert {key.rpartition("/")[2].removesuffix(".pack") for key in disk.packs.sizes} <= stored
+        assert len(stored) <= len(disk.packs.sizes) + 1
 
 
 async def test_a_rank_that_follows_remembers_no_packs(shared_memory: Path, tmp_path: Path) -> None:
     async with cohort(2, shared_memory, tmp_path / "disk") as ranks:
         await ranks.reached(await ranks.save(1), "disk")
         leader, follower = (tier_of(ranks[rank], "disk") for rank in (0, 1))
-        assert len(leader.packs) >= 2
-        assert {at.path for at in leader.chunks.values()} == leader.packs.keys()
-        assert not any((follower.packs, follower.chunks, follower.orphans))
+        assert len(leader.packs.sizes) >= 2
+        assert {at.path for at in leader.packs.index.values()} == leader.packs.sizes.keys()
+        assert not any((follower.packs.sizes, follower.packs.index, follower.packs.orphans))

@@ -109,7 +109,7 @@ async def test_a_flush_ends_though_a_tier_is_tried_again_and_again_meanwhile(
             if self.tier is not failing:
                 refused = faults.struck["no space", "put"]
                 await self._state.changed.until(lambda: faults.struck["no space", "put"] > refused)
-                await self._state.changed.until(lambda: not failing.promotions)
+                await self._state.changed.until(lambda: not failing.steps.promotions)
 
         monkeypatch.setattr(Promoter, "rest", rest_and_see_the_disk_fail_once_more)
         faults["disk"].fail("put", NoSpace("full"), key="packs/*", times=None)
@@ -497,7 +497,7 @@ async def test_a_mount_that_hangs_at_open_holds_up_neither_open_nor_close(
     monkeypatch.setattr(Path, "is_dir", lambda path: hang() if path == disk else is_dir(path))
     try:
         async with CheckpointStore.open(settings, read_only=read_only) as store:
-            error = tier_of(store, "disk").error
+            error = tier_of(store, "disk").health.error
             assert "'disk'" in str(error)
             assert "deadline" in str(error)
         assert not answered.is_set()

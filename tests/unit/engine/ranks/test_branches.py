@@ -92,7 +92,7 @@ async def test_a_save_that_fails_on_one_rank_leaves_branch_and_origin_on_all(
     async with place.opened(1, 2, 3) as ranks:
         await ranks.restored(1)
         with monkeypatch.context() as patch:
-            patch.setattr(ranks[hurt]._life.engine.state.tiers[0].slab_index, "allocate", fail)
+            patch.setattr(ranks[hurt]._life.engine.state.tiers[0].ram.index, "allocate", fail)
             saving = (store.save(2, part(22, rank, SIZE)) for rank, store in enumerate(ranks.stores))
             await asyncio.gather(*saving, return_exceptions=True)
         await ranks.failed(step=2)

@@ -302,7 +302,7 @@ async def test_a_rank_whose_ram_fails_streams_and_the_step_is_committed_all_the_
 async def _fail(store: CheckpointStore, error: Exception) -> None:
     tier = store._life.engine.state.tiers[0]
     store._life.engine.state.report(tier, error)
-    tier.retry_at = time.monotonic() + SOON
+    tier.health.retry_at = time.monotonic() + SOON
 
 
 async def test_settings_that_only_ranks_have_are_checked(place: Place) -> None:

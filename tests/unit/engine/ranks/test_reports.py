@@ -14,6 +14,7 @@ from support.insight import flip_chunk
 from support.scenes import SOON, folder, ram
 
 from tieredckpt.engine.ranks.messages import Damaged
+from tieredckpt.engine.tier import step_index
 from tieredckpt.events import ChunkRepaired, StepPromoted
 from tieredckpt.preempt import EXIT_STATUS, preemption
 
@@ -69,7 +70,7 @@ async def test_a_rank_that_sees_damage_where_there_is_none_has_nothing_written(
         state = ranks[0]._life.engine.state
         step = state.newest()
         assert step is not None
-        index = await ranks[0]._life.loop.call(state.tier("disk").load_index(step))
+        index = await ranks[0]._life.loop.call(step_index.load(state.tier("disk"), step))
         digests = tuple(chunk.digest for array in index.arrays.values() for chunk in array.chunks)
         for digests_said in (digests, ()):
             said = Damaged(step.step, step.serial, "disk", digests_said)

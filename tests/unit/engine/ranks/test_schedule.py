@@ -100,7 +100,7 @@ async def test_a_rank_that_failed_to_save_keeps_step_with_the_schedule_of_the_ot
 ) -> None:
     schedule = {"kind": "every_n_steps", "n": 10}
     async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule) as ranks:
-        hurt = ranks[1]._life.engine.state.tiers[0].slab_index
+        hurt = ranks[1]._life.engine.state.tiers[0].ram.index
         assert hurt is not None
         allocate = hurt.allocate
 

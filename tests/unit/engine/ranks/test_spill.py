@@ -104,8 +104,10 @@ async def test_a_pack_that_another_step_came_to_need_and_left_stays_with_the_par
 
         async def as_if_known_to_be_used() -> None:
             await asyncio.sleep(0)
-            disk.packs.update({path.relative_to(place.disk).as_posix(): path.stat().st_size for path in place.packs()})
-            disk.orphans.clear()
+            disk.packs.sizes.update(
+                {path.relative_to(place.disk).as_posix(): path.stat().st_size for path in place.packs()}
+            )
+            disk.packs.orphans.clear()
 
         await leader._life.loop.call(as_if_known_to_be_used())
         assert place.packs()

@@ -116,7 +116,7 @@ async def test_what_a_tier_forgets_while_a_save_streams_to_it_is_known_to_the_sa
         await held.reached()
 
         async def forget() -> None:
-            tier_of(store, "disk").chunks.clear()
+            tier_of(store, "disk").packs.index.clear()
 
         await store._life.loop.call(forget())
         held.release()

@@ -339,11 +339,11 @@ async def test_parts_of_what_may_become_a_step_leave_for_room_that_is_needed_alo
         tier = tier_of(s.store, "ram")
 
         collector = s.store._life.engine.collector
-        tier.set_apart()
+        tier.steps.set_apart()
         await s.store._life.loop.call(collector.evict_unretained(tier))
-        assert len(tier.parts) == 1
+        assert len(tier.steps.parts) == 1
         await s.store._life.loop.call(collector.make_room(tier, lambda: False))
-        assert len(tier.parts) == 0
+        assert len(tier.steps.parts) == 0
         await s.check(1)
 
 

@@ -12,8 +12,9 @@ from support.records import first_record
 from tieredckpt.config import PosixTier
 from tieredckpt.engine.state.state import _described
 from tieredckpt.engine.state.step_table import Line, StepTable
-from tieredckpt.engine.tier.steps import Sizes
-from tieredckpt.engine.tier.tier import Held, Tier
+from tieredckpt.engine.tier.sizes import Sizes
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import NoneNode
 from tieredckpt.policy.views import StepView, StepViews, StoreView
@@ -58,11 +59,11 @@ class RollMachine(RuleBasedStateMachine):
     @rule(tier=st.integers(0, 2), step=steps)
     def comes(self, tier: int, step: StepId) -> None:
         self.version += 1
-        self.tiers[tier].held[step] = Held(record(step, self.version), "")
+        self.tiers[tier].steps.held[step] = Held(record(step, self.version), "")
 
     @rule(tier=st.integers(0, 2), step=steps, how=st.sampled_from(["pop", "del", "popitem"]))
     def goes(self, tier: int, step: StepId, how: str) -> None:
-        held = self.tiers[tier].held
+        held = self.tiers[tier].steps.held
         if how == "pop":
             held.pop(step, None)
         elif held and how == "popitem":
@@ -72,7 +73,7 @@ class RollMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, 2), some=st.lists(steps), how=st.sampled_from(["update", "|=", "setdefault"]))
     def several_come(self, tier: int, some: list[StepId], how: str) -> None:
-        held = self.tiers[tier].held
+        held = self.tiers[tier].steps.held
         self.version += 1
         added = {step: Held(record(step, self.version), "") for step in some}
         if how == "update":
@@ -85,7 +86,7 @@ class RollMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, 2))
     def all_go(self, tier: int) -> None:
-        self.tiers[tier].held.clear()
+        self.tiers[tier].steps.held.clear()
 
     @rule(line=lines)
     def the_line_moves(self, line: Line) -> None:
@@ -100,15 +101,15 @@ class RollMachine(RuleBasedStateMachine):
     def everybody_is_called(self) -> None:
         called = self.roll.call(self.line)
         expected: dict[StepId, StepView] = {}
-        for step in sorted({step for tier in self.tiers for step in tier.held}):
-            holding = [tier for tier in self.tiers if step in tier.held]
+        for step in sorted({step for tier in self.tiers for step in tier.steps.held}):
+            holding = [tier for tier in self.tiers if step in tier.steps.held]
             on_line = any(first <= step.serial <= last for first, last in self.line)
             names = tuple(tier.name for tier in holding)
-            expected[step] = _described(step, holding[0].held[step].record, names, on_line)
+            expected[step] = _described(step, holding[0].steps.held[step].record, names, on_line)
         assert list(called.records) == list(expected)
         assert called.views == tuple(expected.values())
         for step, held in called.records.items():
-            assert held is next(tier.held[step].record for tier in self.tiers if step in tier.held)
+            assert held is next(tier.steps.held[step].record for tier in self.tiers if step in tier.steps.held)
 
 
 TestRoll = RollMachine.TestCase

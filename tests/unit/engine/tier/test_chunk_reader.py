@@ -11,7 +11,7 @@ from support.insight import flip_chunk, index_of, tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.tier.chunk_reader import chunk_in_ram, read_chunk
+from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.ocdbt import Extent
 
@@ -54,9 +54,10 @@ async def test_a_chunk_is_read_as_it_was_saved_or_refused(tiers: dict[str, Any],
         with pytest.raises(Corrupt, match="has digest"):
             await read(where, digest=bytes(16))
         if name == "ram":
-            assert chunk_in_ram(tier, where).tobytes() == chunk
+            assert tier.ram is not None
+            assert tier.ram.memory(where).tobytes() == chunk
             with pytest.raises(Corrupt, match="outside the slab"):
-                chunk_in_ram(tier, Extent(where.path, 1 << 40, CHUNK))
+                tier.ram.memory(Extent(where.path, 1 << 40, CHUNK))
         await flip_chunk(store, name, 1, "w", 1)
         with pytest.raises(Corrupt, match="has digest"):
             await read(where)

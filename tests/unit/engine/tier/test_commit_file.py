@@ -18,7 +18,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
@@ -73,7 +73,7 @@ class Scene:
         """As if the commit had been misread just now."""
 
         async def misread() -> None:
-            self.tier.quarantine(self.step, Corrupt("misread"))
+            self.tier.steps.quarantine(self.step, Corrupt("misread"), self.tier.packs.sizes)
 
         await self.store._life.loop.call(misread())
 
@@ -81,7 +81,7 @@ class Scene:
         """The eviction of the step by hand, which has begun."""
         task = asyncio.create_task(self.store.evict(1, "disk"))
         async with asyncio.timeout(SOON):
-            while self.step not in self.tier.leaving:
+            while self.step not in self.tier.steps.leaving:
                 await asyncio.sleep(0.001)
         return task
 
@@ -130,7 +130,7 @@ async def test_a_step_that_was_evicted_before_it_is_committed_anew_stays_away(
     if damaged:
         await scene.quarantine()
     written = faults["disk"].hold("put", key="packs/*")
-    scene.tier.chunks.clear()  # so that its chunks are written anew, which takes time
+    scene.tier.packs.index.clear()  # so that its chunks are written anew, which takes time
     anew = asyncio.create_task(scene.copied(again=not damaged))
     await written.reached()
     deleted = faults["disk"].hold("delete", key=MANIFEST)
@@ -259,7 +259,7 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
     tier = scene.tier
 
     async def commit_otherwise() -> tuple[StepIndex, StepIndex]:
-        index = await tier.load_index(scene.step)
+        index = await step_index.load(tier, scene.step)
         arrays, name = dict(index.arrays), layout.btree_key(scene.step.step, scene.step.serial)
         if changed == "arrays":
             key, array = next(iter(arrays.items()))
@@ -269,7 +269,7 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
         encoded = await commit_file.encode(tier, index.record, arrays, name)
         await commit_file.retract(tier, scene.step)
         await commit_file.commit(tier, index.record, index.arrays, encoded)
-        manifest, nodes, key = await tier.read_index(scene.step)
+        manifest, nodes, key = await step_index.read(tier, scene.step)
         return index, decode_step(manifest, nodes, key)
 
     meant, found = await scene.store._life.loop.call(commit_otherwise())
@@ -283,4 +283,4 @@ async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_mende
     mending = repair_index(engine.state, engine.admin._collector, scene.step, scene.tier, Corrupt("misread"))
     await scene.store._life.loop.call(mending)
     assert await scene.is_gone()
-    assert scene.step not in scene.tier.damaged
+    assert scene.step not in scene.tier.steps.damaged

@@ -17,11 +17,11 @@ from support.insight import extents, flip_chunk, tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import copy_start_and_digest, digest_array
-from tieredckpt.format.encoding import ENCODINGS, PLAIN, Bytes, Encoded, Encoding
+from tieredckpt.format.encoding import ENCODINGS, Bytes, Encoded, Encoding
 from tieredckpt.format.layout import aligned
 
 _GZIP = 31  # of zlib: with the header of gzip
@@ -61,7 +61,7 @@ DEFLATED = Encoding(
 def deflated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tier below RAM stores chunks so."""
     monkeypatch.setitem(ENCODINGS, DEFLATED.name, DEFLATED)
-    monkeypatch.setattr(Tier, "encoding", property(lambda tier: DEFLATED if tier.ram is None else PLAIN))
+    monkeypatch.setattr(Packs, "encoding", DEFLATED)
 
 
 def soft(seed: int = 0) -> dict[str, Any]:
@@ -134,11 +134,11 @@ async def test_a_store_that_is_opened_again_refers_to_what_it_finds(tiers: dict[
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(1, soft())
         await store.flush()
-        used = tier_of(store, "disk").packs.total
+        used = tier_of(store, "disk").packs.sizes.total
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(2, soft() | {"epoch": 2})
         await store.flush()
-        assert tier_of(store, "disk").packs.total == used
+        assert tier_of(store, "disk").packs.sizes.total == used
         await store.evict(2, "ram")
         restored = await store.restore()
         assert restored is not None

@@ -84,13 +84,13 @@ class Commits:
         Raises as `copy_step`; `RanksUnavailable` when ranks are silent, `Conflict` when their parts do not fit.
         """
         parts = self._agreement.parts.get(step)
-        if parts is None or step not in self._state.tiers[0].held:
+        if parts is None or step not in self._state.tiers[0].steps.held:
             return await copy_step(self._state, self._collector, step, tier)
-        was_there = step in tier.damaged
+        was_there = step in tier.steps.damaged
         try:
             return await self.commit(step, tier, parts)
         except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
-            if was_there and not tier.keeps(step):
+            if was_there and not tier.steps.keeps(step):
                 raise  # it was evicted meanwhile, and stays away
             others = (other for other in self._state.holders(step) if other is not tier and other.shared)
             if not any(other.answers for other in others):
@@ -108,7 +108,7 @@ class Commits:
 
     async def commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> int:
         """See `promote`; ``parts`` are what the ranks have, encoded, by rank."""
-        if step in tier.held:
+        if step in tier.steps.held:
             return 0
         begin = time.monotonic()
         try:
@@ -123,21 +123,21 @@ class Commits:
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
-        was_there = step in tier.damaged
+        was_there = step in tier.steps.damaged
         find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
         ranks, sizes = await find()
-        counted_on = set(tier.packs)
-        stored_size = tier.encoding.stored_size
-        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.chunks)
+        counted_on = set(tier.packs.sizes)
+        stored_size = tier.chunks.encoding.stored_size
+        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.packs.index)
         await have_room(self._state, self._collector, step, tier, need)
         # To the end: nothing is collected that ranks refer to, or have just written.
-        async with needing(need), tier.guards_packs:
-            if step in tier.held:
+        async with needing(need), tier.packs.guard:
+            if step in tier.steps.held:
                 return 0
-            if counted_on - tier.packs.keys():  # the steps that made room had chunks of this one
+            if counted_on - tier.packs.sizes.keys():  # the steps that made room had chunks of this one
                 ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, sizes)
-            lacking = {digest: having for digest, having in ranks.items() if digest not in tier.chunks}
+            lacking = {digest: having for digest, having in ranks.items() if digest not in tier.packs.index}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
@@ -151,7 +151,7 @@ class Commits:
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent):
-                        tier.chunks.setdefault(chunk.digest, chunk.where)
+                        tier.packs.index.setdefault(chunk.digest, chunk.where)
             await self._remove_parts(step, tier, tuple(parts))
         return sum(nbytes for each in done for nbytes in each.packs.values())
 
@@ -188,7 +188,7 @@ class Commits:
         done: dict[int, Done] = {rank: decode(data, Done) for rank, data in came.items() if rank != COORDINATOR}
         done[COORDINATOR] = await mine
         for each in done.values():
-            tier.add_packs(WrittenPacks(sizes=each.packs))
+            tier.packs.add(WrittenPacks(sizes=each.packs))
         if missing:
             raise RanksUnavailable(
                 f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write what they have of it within "
@@ -226,10 +226,10 @@ class Commits:
 
         def merged() -> StepIndex:
             whole = without_places(merge_parts(parts)) if kept is None else kept
-            return placed(whole, extents_of(written), tier.chunks, tier.encoding)
+            return placed(whole, extents_of(written), tier.packs.index, tier.chunks.encoding)
 
         index = await in_thread(merged, pool=self._state.pool)
-        check_found(index, tier.packs)
+        check_found(index, tier.packs.sizes)
         return index
 
     async def _remove_parts(self, step: StepId, tier: Tier, ranks: Sequence[int]) -> None:
@@ -253,7 +253,7 @@ class Commits:
         team, tier = self._team, self._state.tier(order.tier)
         data = await team.communicator.take(COORDINATOR, f"todo/{order.number}", timeout=team.deadline)
         todo: dict[int, bytes] = decode(data, dict[int, bytes])
-        async with tier.guards_packs:
+        async with tier.packs.guard:
             with self._state.promoting(tier):
                 done = await self._contribute(step, tier, todo)
         await team.communicator.post([COORDINATOR], f"done/{order.number}", encode(done))
@@ -278,7 +278,7 @@ class Commits:
             failure = Failure.of(error)
         finally:
             if self._state.manages(tier):
-                tier.add_packs(written)
+                tier.packs.add(written)
         self.written[step, tier.name] = written.nbytes
         return Done(written.sizes, found, time.monotonic() - begin, failure)
 

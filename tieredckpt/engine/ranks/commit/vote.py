@@ -231,7 +231,7 @@ class Votes:
         if agreed.in_ram:
             self._state.membership.undecided.discard(step)
             self._state.branch.committed(agreed.record)
-            self._state.tiers[0].agree(agreed.record)
+            self._state.tiers[0].steps.agree(agreed.record)
         else:
             self._state.membership.undecided.add(step)  # until it is on the tier
         self._state.events.emit(StepCommitted(step.step, step.serial, agreed.record.nbytes))

@@ -22,10 +22,10 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
-from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
+from tieredckpt.engine.tier.ram import Ram
+from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
@@ -93,12 +93,13 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
         Refused: the other rank says why it cannot keep it.
     """
     communicator = transfer.communicator
+    assert tier.ram is not None
     try:
         async with pinned(tier, step):
-            index = await tier.load_index(step)
+            index = await step_index.load(tier, step)
             await communicator.post([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
             lacks = await _take_answer(transfer, "lacks", to)
-            sent = await _send(transfer, tier, index, lacks, to, pace)
+            sent = await _send(transfer, tier.ram, index, lacks, to, pace)
             await _take_answer(transfer, "kept", to)
             return sent
     except NotFound:
@@ -127,7 +128,7 @@ def _offer(index: StepIndex) -> bytes:
     return encode_part(Part(index.record, arrays))
 
 
-async def _send(transfer: Transfer, tier: Tier, index: StepIndex, lacks: Sequence[bytes], to: int, pace: Pace) -> int:
+async def _send(transfer: Transfer, ram: Ram, index: StepIndex, lacks: Sequence[bytes], to: int, pace: Pace) -> int:
     extents = unique_extents(index.arrays)
     sent = 0
     for digest in lacks:
@@ -135,7 +136,7 @@ async def _send(transfer: Transfer, tier: Tier, index: StepIndex, lacks: Sequenc
             raise Corrupt(f"rank {to} asks for a chunk that {index.record.id} has not")
         nbytes = extents[digest].length
         await pace.take(nbytes)
-        memory = memoryview(chunk_in_ram(tier, extents[digest]))
+        memory = memoryview(ram.memory(extents[digest]))
         await transfer.communicator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
         sent += nbytes
     return sent
@@ -155,15 +156,17 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
     if not offer:
         raise NotFound(f"rank {source} let the part go that it was to give")
     told = "lacks"
-    taken = _Taken(tier)
+    ram = tier.ram
+    assert ram is not None
+    taken = _Taken(tier, ram)
     try:
         part = await in_thread(decode_part, offer, f"the part offered by rank {source}", pool=state.pool)
         step = part.record.id
-        if tier.has_own(step):
+        if tier.steps.has_own(step):
             await _tell(transfer, "lacks", source, _Answer())
         else:
             sizes = _sizes(part.arrays)
-            await _have_room(tier, step, sizes, make_room)
+            await _have_room(tier, ram, step, sizes, make_room)
             await in_thread(taken.have_memory, sizes)
             lacks = taken.reserve(sizes)
             await _tell(transfer, "lacks", source, _Answer(b"".join(lacks)))
@@ -194,10 +197,8 @@ def _sizes(arrays: Mapping[str, PartArray]) -> dict[bytes, int]:
     }
 
 
-async def _have_room(tier: Tier, step: StepId, sizes: Mapping[bytes, int], make_room: MakeRoom) -> None:
-    assert tier.ram is not None
-    assert tier.slab_index is not None
-    slab, chunks = tier.ram.slab, tier.slab_index
+async def _have_room(tier: Tier, ram: Ram, step: StepId, sizes: Mapping[bytes, int], make_room: MakeRoom) -> None:
+    slab, chunks = ram.slab, ram.index
 
     def need() -> int:
         return sum(slab_size(nbytes) for digest, nbytes in sizes.items() if not chunks.holds(digest))
@@ -216,33 +217,28 @@ class _Taken:
     """What a part that is being kept uses of the slab: chunks that were there, and extents for those to come."""
 
     tier: Tier
+    ram: Ram
     uses: list[bytes] = field(default_factory=list)
     extents: dict[bytes, tuple[int, Bytes]] = field(default_factory=dict)
     """Of chunks that have not come yet."""
     places: dict[bytes, Extent] = field(default_factory=dict)
     committed: bool = False
 
-    @property
-    def _index(self) -> SlabIndex:
-        assert self.tier.slab_index is not None
-        return self.tier.slab_index
-
     def have_memory(self, sizes: Mapping[bytes, int]) -> None:
         """Let the slab grow in one go for what is not there. Blocking."""
-        assert self.tier.ram is not None
-        slab = self.tier.ram.slab
-        lacking = sum(slab_size(nbytes) for digest, nbytes in sizes.items() if self._index.find(digest) is None)
+        slab = self.ram.slab
+        lacking = sum(slab_size(nbytes) for digest, nbytes in sizes.items() if self.ram.index.find(digest) is None)
         with suppress(NoSpace):  # then it is the first extent that is refused
             slab.reserve(slab.used + lacking)
 
     def reserve(self, sizes: Mapping[bytes, int]) -> list[bytes]:
         """Use what is there, and have an extent for all else, whose digests are returned. Raises `NoSpace`."""
         for digest, nbytes in sizes.items():
-            offset = self._index.take(digest)
+            offset = self.ram.index.take(digest)
             if offset is not None:
                 self._use(digest, offset, nbytes)
                 continue
-            found = self._index.allocate(nbytes)
+            found = self.ram.index.allocate(nbytes)
             if found is None:
                 raise NoSpace(
                     f"the slab at {self.tier.store.location} has no piece of {format_size(nbytes)} left for a "
@@ -254,12 +250,11 @@ class _Taken:
     def arrived(self, digest: bytes) -> None:
         """Count a chunk as there: its extent has its bytes."""
         offset, memory = self.extents.pop(digest)
-        self._use(digest, self._index.add(digest, offset, memory.size), memory.size)
+        self._use(digest, self.ram.index.add(digest, offset, memory.size), memory.size)
 
     def _use(self, digest: bytes, offset: int, nbytes: int) -> None:
-        assert self.tier.ram is not None
         self.uses.append(digest)
-        self.places[digest] = Extent(self.tier.ram.slab_key, offset, nbytes)
+        self.places[digest] = Extent(self.ram.store.slab_key, offset, nbytes)
 
     def located(self, arrays: Mapping[str, PartArray]) -> dict[str, ArrayIndex]:
         """The arrays of the part, with every chunk where it lies here."""
@@ -278,10 +273,10 @@ class _Taken:
     def end(self) -> None:
         """Give back what no commit uses."""
         for offset, memory in self.extents.values():
-            self._index.release(offset, memory.size)
+            self.ram.index.release(offset, memory.size)
         self.extents.clear()
         if not self.committed:
-            self._index.drop(self.uses)
+            self.ram.index.drop(self.uses)
             self.uses.clear()
 
 

@@ -32,6 +32,7 @@ from tieredckpt.engine.ranks.messages import Replicate, Replicated
 from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
 from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
@@ -152,8 +153,8 @@ class Replication:
             _log.warning("rank %d keeps no replicas: %s", self._team.rank, error)
             return _LACKING
         has = _Has(
-            [step for step in {*own.held, *own.parts} if own.has_own(step)],
-            {ward: [*tier.parts] for ward, tier in self.kept.items()},
+            [step for step in {*own.steps.held, *own.steps.parts} if own.steps.has_own(step)],
+            {ward: [*tier.steps.parts] for ward, tier in self.kept.items()},
         )
         return encode(has)
 
@@ -186,7 +187,7 @@ class Replication:
         own = self._own
         if own.ram is None:
             raise TierUnavailable(f"tier {own.name!r} could not be opened there")
-        folder = replica_folder(Path(own.ram.location), ward)
+        folder = replica_folder(Path(own.ram.store.location), ward)
         capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
         sharers = len(self._team.local_ranks) * self._config.replicas
 
@@ -197,9 +198,9 @@ class Replication:
         marker = await tier.open()
         assert self._state.identity.marker is not None
         if marker != self._state.identity.marker:
-            await tier.mark(self._state.identity.marker)
+            await marker_file.write(tier.store, self._state.identity.marker)
         await scan_tier(tier)
-        tier.set_apart()
+        tier.steps.set_apart()
         tier.marker = self._state.identity.marker
 
     @property
@@ -211,7 +212,7 @@ class Replication:
         self._unsubscribe()
         for tier in self.kept.values():
             if remove and tier.ram is not None:
-                await asyncio.to_thread(tier.ram.remove)
+                await asyncio.to_thread(tier.ram.store.remove)
             if tier.blobs is not None:
                 await tier.blobs.close()
         self.kept.clear()
@@ -239,8 +240,8 @@ class Replication:
 
     def _next(self) -> Replicate | None:
         """The copies of the newest step that lack, if they can be made."""
-        step = max((step for step in self._own.held if self._state.on_line(step.serial)), default=None)
-        if step is None or step in self._tried or self._own.held[step].record.ranks != self._team.size:
+        step = max((step for step in self._own.steps.held if self._state.on_line(step.serial)), default=None)
+        if step is None or step in self._tried or self._own.steps.held[step].record.ranks != self._team.size:
             return None
         has = self._has.get(step, {})
         if len(has) < self._team.size:
@@ -261,7 +262,7 @@ class Replication:
         begin = time.monotonic()
         self._team.tell(order)
         topic, failure, sent = f"replicas/done/{order.number}", None, 0
-        patience = self._team.deadline + self._own.held[step].record.nbytes / self._slowest
+        patience = self._team.deadline + self._own.steps.held[step].record.nbytes / self._slowest
         mine = encode(await self._copy(order))
         ranks: tuple[int, ...] = ()
         try:
@@ -332,7 +333,7 @@ class Replication:
             self._own if part == self._team.rank else self.kept.get(part),
             self._commits.folders.get(step, {}).get(part),
         ]
-        tier = next((tier for tier in here if tier is not None and tier.has_own(step)), self._own)
+        tier = next((tier for tier in here if tier is not None and tier.steps.has_own(step)), self._own)
         return await give(self._state, self._transfer(order, part), tier, step, to, self._pace)
 
     async def _keep(self, order: Replicate, part: int, source: int) -> None:
@@ -341,13 +342,14 @@ class Replication:
             await keep(self._state, transfer, self.kept[part], source, self._let_older_go)
             return
         step = await keep(self._state, transfer, self._own, source, self._collector.make_room)
-        self._own.agree(self._own.held[step].record if step in self._own.held else self._own.parts[step].record)
+        steps = self._own.steps
+        steps.agree((steps.held.get(step) or steps.parts[step]).record)
         self._state.changed.notify()
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
         """What goes to make room: never the step of which all copies are known to be there, or else the newest."""
-        whole_ones = self._state.membership.replicated or {max(tier.parts, default=None)}
-        for step in sorted(tier.parts):
+        whole_ones = self._state.membership.replicated or {max(tier.steps.parts, default=None)}
+        for step in sorted(tier.steps.parts):
             if enough():
                 return
             if step not in whole_ones:
@@ -357,7 +359,7 @@ class Replication:
         """A step that was deleted on every tier has no copies either, or they would bring it back at an opening."""
         if isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
-            if step not in self._state.records() and any(step in tier.parts for tier in self.kept.values()):
+            if step not in self._state.records() and any(step in tier.steps.parts for tier in self.kept.values()):
                 self._team.start(self._let_go(step), f"giving back of copies of {step}")
 
     async def _let_go(self, step: StepId) -> None:
@@ -374,7 +376,7 @@ class Replication:
             return
         self._state.membership.replicated = {step: news.copies}
         for tier in self.kept.values():
-            for older in [held for held in tier.parts if held < step]:
+            for older in [held for held in tier.steps.parts if held < step]:
                 try:
                     await self._collector.evictor.let_part_go(older, tier)
                 except TieredCkptError as error:

@@ -15,7 +15,6 @@ from tieredckpt.engine.ranks.restore.transfer import ChunkTransfer, Terms, agree
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.restoring.source import Near, StepSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.manifest import StepId
 
@@ -140,7 +139,7 @@ class _Place:
         if tier is None or extent is None or tier.ram is None:
             return None
         try:
-            return chunk_in_ram(tier, extent)
+            return tier.ram.memory(extent)
         except Corrupt:
             return None
 

@@ -14,7 +14,8 @@ from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
 from tieredckpt.engine.restoring.source import ChosenStep
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Held
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.steps import Held
 from tieredckpt.errors import Conflict, Corrupt, NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -40,9 +41,9 @@ async def open_read_only_ram(state: State) -> None:
         if tier is None:
             continue
         try:
-            for step in tuple(tier.held):
+            for step in tuple(tier.steps.held):
                 try:
-                    index = await tier.load_index(step)
+                    index = await step_index.load(tier, step)
                 except (Corrupt, NotFound) as error:
                     _log.info("%s cannot be read in the RAM of a rank: %s", step, error)
                     continue
@@ -59,11 +60,11 @@ async def open_read_only_ram(state: State) -> None:
             continue
         whole[step] = ChosenStep(step, first, merged, partial(near, state, step))
     for step in state.read_only_steps:
-        if step not in whole and not first.has_own(step):
-            first.drop(step)
+        if step not in whole and not first.steps.has_own(step):
+            first.steps.drop(step)
     state.read_only_steps = whole
     for step, chosen in whole.items():
-        first.held.setdefault(step, Held(chosen.index.record, ""))
+        first.steps.held.setdefault(step, Held(chosen.index.record, ""))
 
 
 def seen_in_ram(state: State) -> Hashable:
@@ -82,4 +83,4 @@ def seen_in_ram(state: State) -> Hashable:
 def _folders(state: State) -> list[Path]:
     """The RAM of ranks; not the one that is open here, which has no part of a step."""
     ram = state.tiers[0].ram
-    return [folder for folder in folders_of_ranks(state) if ram is None or str(folder) != ram.location]
+    return [folder for folder in folders_of_ranks(state) if ram is None or str(folder) != ram.store.location]

@@ -28,6 +28,7 @@ from tieredckpt.engine.ranks.restore.rendezvous import Rendezvous
 from tieredckpt.engine.restoring.lookup import Wanted
 from tieredckpt.engine.restoring.source import ChosenStep
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
@@ -208,7 +209,7 @@ class CollectiveRestores:
             try:
                 if not tier.shared:
                     return tier, await in_thread(self._index_of_parts, step, pool=self._state.pool)
-                return tier, await tier.read_index(step)
+                return tier, await step_index.read(tier, step)
             except (Conflict, Corrupt, NotFound, TierUnavailable) as error:
                 _log.warning("%s cannot be opened on tier %r: %s", step, tier.name, error)
                 problem = error

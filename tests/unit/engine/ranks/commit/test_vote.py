@@ -221,17 +221,17 @@ async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: 
     async with place.open() as ranks:
         trees = [part(2, rank, SIZE) for rank in range(SIZE)]
         hurt = ranks[1]._life.engine.state.tiers[0]
-        assert hurt.slab_index is not None
-        allocate = hurt.slab_index.allocate
+        assert hurt.ram.index is not None
+        allocate = hurt.ram.index.allocate
 
         def fail(nbytes: int) -> Any:
             raise OSError("the device is gone")
 
-        hurt.slab_index.allocate = fail
+        hurt.ram.index.allocate = fail
         results = await asyncio.gather(
             *(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)), return_exceptions=True
         )
-        hurt.slab_index.allocate = allocate
+        hurt.ram.index.allocate = allocate
         assert isinstance(results[1], OSError)
         for event in await ranks.failed(step=2):
             assert event.ranks == (1,)

@@ -23,7 +23,7 @@ from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
 from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable
@@ -54,7 +54,7 @@ class Node:
         """Have a part of rank 0 of 2 in RAM, as a save of that rank leaves it."""
         tier = self.tier
         assert tier.ram is not None
-        assert tier.slab_index is not None
+        assert tier.ram.index is not None
         flat = flatten(tree)
         arrays = {}
         for key, array in tree.items():
@@ -65,11 +65,11 @@ class Node:
                 if data.size <= 4096:
                     chunks.append(Chunk(digest(data), data.tobytes()))
                     continue
-                found = tier.slab_index.allocate(data.size)
+                found = tier.ram.index.allocate(data.size)
                 assert found is not None
                 found[1][:] = data
-                offset = tier.slab_index.add(digest(data), found[0], data.size)
-                chunks.append(Chunk(digest(data), Extent(tier.ram.slab_key, offset, data.size)))
+                offset = tier.ram.index.add(digest(data), found[0], data.size)
+                chunks.append(Chunk(digest(data), Extent(tier.ram.store.slab_key, offset, data.size)))
             arrays[key] = ArrayIndex(cells, array.dtype, chunks)
         record = first_record(
             flat.structure,
@@ -89,8 +89,8 @@ class Node:
         """An array of a part in RAM, from the bytes that its index names."""
         tier = self.tier
         assert tier.ram is not None
-        tier.indexes.clear()  # so that it is read from the folder
-        index = await tier.load_index(step)
+        tier.steps.indexes.clear()  # so that it is read from the folder
+        index = await step_index.load(tier, step)
         found = b""
         for chunk in index.arrays[key].chunks:
             where = chunk.where
@@ -160,7 +160,7 @@ async def test_a_replica_has_every_byte_of_the_part(shared_memory: Path) -> None
         assert await copy(giver, keeper, step, 1) == (12 * CHUNK, step)
         assert await keeper.read(step, "w") == tree(1)["w"].tobytes()
         assert await keeper.read(step, "small") == tree(1)["small"].tobytes()
-        assert (await keeper.tier.load_index(step)).record == (await giver.tier.load_index(step)).record
+        assert (await step_index.load(keeper.tier, step)).record == (await step_index.load(giver.tier, step)).record
 
 
 async def test_only_chunks_that_the_keeper_lacks_are_sent(shared_memory: Path) -> None:
@@ -190,20 +190,20 @@ async def test_what_does_not_fit_is_refused_with_the_numbers_on_both_sides(share
         for end in (given, kept):
             assert "a copy of step 2 (serial 2) needs 240 KiB" in str(end)
         assert keeper.used == used
-        assert second not in {*keeper.tier.parts, *keeper.tier.held}
+        assert second not in {*keeper.tier.steps.parts, *keeper.tier.steps.held}
         assert await keeper.read(first, "w") == tree(1)["w"].tobytes()
 
 
 async def test_a_part_that_rots_on_the_way_is_not_kept(shared_memory: Path) -> None:
     async with nodes(shared_memory, World(2)) as (giver, keeper):
         step = await giver.save(1, tree(1))
-        extents = [*unique_extents((await giver.tier.load_index(step)).arrays).values()]
+        extents = [*unique_extents((await step_index.load(giver.tier, step)).arrays).values()]
         assert giver.tier.ram is not None
         giver.tier.ram.slab.array[extents[5].offset] ^= 1
         given, kept = await copy(giver, keeper, step, 1)
         assert isinstance(given, Refused)
         assert isinstance(kept, Corrupt)
-        assert not {*keeper.tier.parts, *keeper.tier.held}
+        assert not {*keeper.tier.steps.parts, *keeper.tier.steps.held}
         assert keeper.used == 0
 
 
@@ -220,7 +220,7 @@ async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path
         assert keeper.used == 0
         dead.cancel()
         await asyncio.wait([dead])
-        assert not giver.tier.pins
+        assert not giver.tier.steps.pins
 
 
 @pytest.mark.parametrize("verb", ["post", "take", "receive"])
@@ -232,7 +232,7 @@ async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb
         dead = asyncio.create_task(keep(keeper.state, Transfer(keeper.communicator, 1, 0.2), keeper.tier, 0, no_room))
         with pytest.raises(RanksUnavailable):
             await give(giver.state, Transfer(giver.communicator, 1, 0.2), giver.tier, step, 1, Pace(None))
-        assert not giver.tier.pins
+        assert not giver.tier.steps.pins
         dead.cancel()
         await asyncio.wait([dead])
 

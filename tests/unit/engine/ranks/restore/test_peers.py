@@ -18,6 +18,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.engine.ranks.replicas import replication
 from tieredckpt.engine.ranks.restore.transfer import PEERS
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import ReplicationFailed
@@ -73,8 +74,8 @@ async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(cluster: 
         for store in stores[:2]:  # both of one node
             tier = store._life.engine.state.tiers[0]
             assert tier.ram is not None
-            (step,) = tier.held
-            for extent in [*unique_extents((await tier.load_index(step)).arrays).values()][::2]:
+            (step,) = tier.steps.held
+            for extent in [*unique_extents((await step_index.load(tier, step)).arrays).values()][::2]:
                 tier.ram.slab.array[extent.offset] ^= 1
         for rank, came in enumerate(await restore(stores, 1)):
             assert (PEERS in came) == (rank < 2)

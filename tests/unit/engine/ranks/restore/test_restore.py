@@ -17,6 +17,7 @@ from support.insight import mapped_below
 from support.scenes import config, folder
 
 from tieredckpt import CheckpointStore, Shard, Sharded
+from tieredckpt.engine.tier import step_index
 from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.events import StepEvicted
 
@@ -221,7 +222,7 @@ async def test_damage_in_ram_is_read_around_and_mended(place: Place) -> None:
         ram = ranks[1]._life.engine.state.tiers[0].ram
         assert ram is not None
         index = await ranks[1]._life.loop.call(
-            ranks[1]._life.engine.state.tiers[0].load_index(ranks[1]._life.engine.state.newest())
+            step_index.load(ranks[1]._life.engine.state.tiers[0], ranks[1]._life.engine.state.newest())
         )
         extent = next(chunk.where for array in index.arrays.values() for chunk in array.chunks)
         ram.slab.array[extent.offset : extent.offset + 100] ^= 1
@@ -279,7 +280,9 @@ async def test_what_one_rank_lets_go_for_room_is_in_the_ram_of_none(place: Place
             assert "ram" not in await store.where(1)
         for rank in (0, 2):
             tier = ranks[rank]._life.engine.state.tiers[0]
-            assert not any(tier.has_own(step) for step in ranks[rank]._life.engine.state.records() if step.step == 1)
+            assert not any(
+                tier.steps.has_own(step) for step in ranks[rank]._life.engine.state.records() if step.step == 1
+            )
 
 
 async def test_a_process_that_looks_on_sees_and_reads_what_only_the_ranks_ram_has(place: Place) -> None:

@@ -1,0 +1,83 @@
+"""The packs of a tier, and the chunks that lie in them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tieredckpt.engine.tier.chunk_index import ChunkIndex
+from tieredckpt.engine.tier.sizes import Sizes
+from tieredckpt.engine.tier.written_packs import WrittenPacks
+from tieredckpt.format.encoding import CRC32C, Encoding
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Packs"]
+
+
+@dataclass
+class Packs:
+    """What is known of the packs of a durable tier."""
+
+    encoding: ClassVar[Encoding] = CRC32C
+    """How chunks are stored in them."""
+    sizes: Sizes[str] = field(default_factory=Sizes)
+    """Bytes of every pack, by key."""
+    index: ChunkIndex = field(default_factory=ChunkIndex)
+    """The dedupe index: every chunk in the packs."""
+    duplicates: dict[bytes, list[Extent]] = field(default_factory=dict)
+    """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
+    verified: set[bytes] = field(default_factory=set)
+    """Chunks of earlier processes that are intact where ``index`` has them, read or vouched for by a step."""
+    unlisted: set[str] = field(default_factory=set)
+    """Packs of which nobody knows what they hold."""
+    orphans: dict[str, float] = field(default_factory=dict)
+    """When packs that no step was known to use were last changed (epoch seconds)."""
+    streamed_to: set[str] = field(default_factory=set)
+    """Packs to which a save may refer that is streaming here: they stay, though beside other ranks it holds no lock."""
+    guard: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while packs are written and committed, and while dead ones are collected."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that the chunks take."""
+        return self.sizes.total
+
+    def clear(self) -> None:
+        """Know of no packs."""
+        for known in (self.sizes, self.index, self.duplicates, self.verified, self.unlisted, self.orphans):
+            known.clear()
+
+    def has(self, digest: bytes, nbytes: int) -> bool:
+        """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
+        extent = self.index.get(digest)
+        return extent is not None and self.encoding.fits(extent.length, nbytes)
+
+    def locate(self, digest: bytes) -> Iterator[Extent]:
+        """Where a chunk lies, whatever step refers to it."""
+        for extent in (self.index.get(digest), *self.duplicates.get(digest, ())):
+            if extent is not None and extent.path in self.sizes:
+                yield extent
+
+    def distrust(self, digest: bytes, extent: Extent) -> None:
+        """A chunk was read there that is damaged: nothing, for it is forgotten when it is mended."""
+
+    def kept(self, manifest: str) -> AbstractContextManager[None]:
+        """Keep what the step of that manifest refers to while it is read: nothing, for the step is pinned."""
+        return nullcontext()
+
+    def add(self, written: WrittenPacks) -> None:
+        """Know of packs that were just written; for whoever manages the tier, under ``guard``."""
+        for key, nbytes in written.sizes.items():
+            self.sizes[key] = nbytes
+            self.unlisted.discard(key)
+            self.orphans[key] = time.time()  # until a commit refers to it
+        self.index.update(written.extents)
+
+    def forget(self, digest: bytes) -> None:
+        """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guard``."""
+        self.index.pop(digest, None)
+        self.verified.discard(digest)

@@ -1,0 +1,67 @@
+"""RAM as a tier that is connected: its slab, and the chunks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.locks import let_go
+from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.engine.tier.slab_index import SlabIndex
+from tieredckpt.format.encoding import PLAIN, Encoding
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Ram"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass
+class Ram:
+    """The one pack of a RAM tier, which is a slab."""
+
+    encoding: ClassVar[Encoding] = PLAIN
+    """RAM does not pay for a checksum."""
+    store: RamStore
+    slab: Slab = field(init=False)
+    index: SlabIndex = field(init=False)
+    """Knows of no chunk where another process writes the slab."""
+    unread: list[tuple[Callable[[], bool], list[bytes]]] = field(default_factory=list)
+    """Steps retracted from the slab, by their chunks, that another process may still be reading, and what tells."""
+
+    def __post_init__(self) -> None:
+        self.slab = self.store.slab
+        self.index = SlabIndex(self.slab)
+
+    @property
+    def used(self) -> int:
+        """Bytes that the chunks take."""
+        return self.slab.used
+
+    def memory(self, extent: Extent) -> Bytes:
+        """The bytes of a chunk where they lie, not verified. Raises `Corrupt` where the slab has no such bytes."""
+        return self.slab.bytes_at(extent.offset, extent.length)
+
+    def locate(self, digest: bytes) -> Iterator[Extent]:
+        """Where a chunk lies, whatever step refers to it."""
+        if (found := self.index.find(digest)) is not None:
+            yield Extent(self.store.slab_key, *found)
+
+    def distrust(self, digest: bytes, extent: Extent) -> None:
+        """A chunk was read there that is damaged: no save to come may use it."""
+        self.index.distrust(digest, extent.offset)
+
+    @contextmanager
+    def kept(self, manifest: str) -> Iterator[None]:
+        """Keep what the step of that manifest refers to while it is read. Raises `NotFound`, `TierUnavailable`."""
+        fd = self.store.share(manifest)
+        try:
+            yield
+        finally:
+            let_go(fd)

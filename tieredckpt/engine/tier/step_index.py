@@ -1,0 +1,55 @@
+"""Reads the index of a step on a tier, or has it from the cache."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format import layout, ocdbt
+from tieredckpt.format.manifest import StepId, StepIndex, decode_step
+
+__all__ = ["load", "packs", "read"]
+
+_MANIFEST_MAX = 1 << 20
+_BTREE_MAX = 1 << 30
+
+
+async def read(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
+    """The manifest of a step, its index nodes and their key. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
+    manifest = await tier.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
+    root = ocdbt.read_root(manifest)
+    if not root.path.startswith(layout.step_folder(step.step, step.serial)):
+        raise Corrupt(f"tier {tier.name!r}, {step}: the manifest points to {root.path!r}, outside the step")
+    # Not the most that any nodes take: others wait for what is said here, and so long is waited for an answer.
+    nbytes = max(root.offset + root.length, root.tree_bytes)
+    return manifest, await tier.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
+
+
+async def load(tier: Tier, step: StepId) -> StepIndex:
+    """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
+    steps = tier.steps
+    if not steps.has_own(step):
+        raise NotFound(f"tier {tier.name!r} does not hold {step}")
+    found = steps.indexes.get(step)
+    if found is None:
+        try:
+            found = await asyncio.to_thread(decode_step, *await read(tier, step))
+            if found.record.id != step:
+                raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {found.record.id}")
+        except Corrupt as error:
+            if step in steps.held and not steps.held[step].whole:
+                steps.quarantine(step, error, tier.packs.sizes)  # as if it had been read at opening
+            raise
+    steps.indexes.remember(step, found)
+    return found
+
+
+async def packs(tier: Tier, step: StepId) -> frozenset[str]:
+    """The packs that a step refers to. Raises as `load`."""
+    known = tier.steps.indexes.packs
+    found = known.get(step)
+    if found is None:
+        found = known[step] = packs_of((await load(tier, step)).arrays)
+    return found
