@@ -132,7 +132,7 @@ class Engine:
         self.admin = self.mode.admin
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
         self.restorer = Restorer(self.state, self.mode, self.mending.behind)
-        self._writer = Writer(self.state, self.collector)
+        self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
         self.inventory = Inventory(self.state)
         self.captures = Captures(self.state, self.save)

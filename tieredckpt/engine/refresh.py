@@ -122,8 +122,8 @@ class Refresh:
         if seen != self._seen:
             await open_read_only_ram(state)
             self._seen = seen
-        for step, chosen in state.read_only_steps.items():
-            first.held.setdefault(step, Held(chosen.index.record, ""))
+        for step, merged in state.read_only_steps.items():
+            first.held.setdefault(step, Held(merged.index.record, ""))
         state.adopt_line()
         state.changed.notify()
 

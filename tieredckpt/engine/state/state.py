@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
@@ -22,6 +21,7 @@ from tieredckpt.engine.state.branch import Branch
 from tieredckpt.engine.state.failures import failure_history
 from tieredckpt.engine.state.identity import Identity
 from tieredckpt.engine.state.membership import Membership
+from tieredckpt.engine.state.merged_ram import MergedRam
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.tier.lease import Holder
@@ -31,10 +31,6 @@ from tieredckpt.events import Events, StepPromoted, TierFailed
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
 from tieredckpt.policy.views import StepViews
-
-if TYPE_CHECKING:
-    from tieredckpt.engine.agent.client_spill import AgentSpill
-    from tieredckpt.engine.restoring.source import ChosenStep
 
 __all__ = ["Role", "State", "numbers"]
 
@@ -69,12 +65,8 @@ class State:
     role: Role = Role.WHOLE
     deleting: set[StepId] = field(default_factory=set)
     """Steps that a person deletes at present."""
-    agent_spill: AgentSpill | None = None
-    """At a trainer with an agent: how it streams to tiers that the agent manages."""
-    chosen: ChosenStep | None = None
-    """Of several ranks: the step that all restore at present, or restored last."""
-    read_only_steps: dict[StepId, ChosenStep] = field(default_factory=dict)
-    """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
+    read_only_steps: dict[StepId, MergedRam] = field(default_factory=dict)
+    """Steps that are whole in the RAM of ranks of this machine, for a reader."""
     look_anew: Callable[[], Awaitable[None]] | None = None
     """Where nothing is written: makes what is known fresh."""
     _roll: StepTable = field(init=False)

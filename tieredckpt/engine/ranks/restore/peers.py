@@ -13,7 +13,8 @@ from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
 from tieredckpt.engine.ranks.restore.plan import Stock, Task
 from tieredckpt.engine.ranks.restore.transfer import ChunkTransfer, Terms, agree_on_tasks, decline
 from tieredckpt.engine.restoring.pieces import Piece
-from tieredckpt.engine.restoring.source import Near, StepSource
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.merged_ram import Near
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.chunk_reader import chunk_in_ram
 from tieredckpt.errors import Corrupt

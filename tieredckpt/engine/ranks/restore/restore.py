@@ -93,6 +93,8 @@ class CollectiveRestores:
         self._reading = False
         """Whether all ranks read."""
         self._index: Index = (b"", b"", "")
+        self.chosen: ChosenStep | None = None
+        """What all ranks restore at present."""
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that all ranks restore, and its record; once in a restore.
@@ -108,7 +110,7 @@ class CollectiveRestores:
             raise
         chosen: Chosen = decode(verdict, Chosen)
         if chosen.step is None:
-            self._state.chosen = None
+            self.chosen = None
             return None
         self._found = True
         manifest, btree = await self._pass_index(topic, chosen)
@@ -117,7 +119,7 @@ class CollectiveRestores:
         self._sharing.begin(self._number)
         known = (self._state.tiers[0], *self._opening.leftovers)
         here = partial(near, self._state, found, known)
-        self._state.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._sharing.take)
+        self.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._sharing.take)
         return found, index.record
 
     async def together(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -147,7 +149,7 @@ class CollectiveRestores:
             try:
                 await vote(self._team, f"restored/{self._number}", mine(), _agree)
             finally:
-                self._state.chosen = None
+                self.chosen = None
         return result[0]
 
     async def begin(self, failure: Exception | None = None) -> None:
