@@ -89,6 +89,13 @@ def test_the_names_of_a_training_script_load_nothing_heavy(names: str) -> None:
     assert "tieredckpt.engine.engine" not in modules
 
 
+def test_a_star_import_needs_no_optional_framework() -> None:
+    """Nor does it load one that is there: mpi4py would initialise MPI."""
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}))"
+    program = f"{blocked}\nfrom tieredckpt import *\nprint(CheckpointStore, TierInfo)"
+    subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+
+
 def test_opening_a_store_loads_what_its_saves_need(tmp_path: Path) -> None:
     """Nothing of it is imported while a save runs, when a descriptor or memory may be missing."""
     program = f"""
