@@ -170,7 +170,7 @@ class Service:
             case said.Commit(tier):
                 await self._lent.commit(order)
                 self._lent.give_back(tier)
-                await engine.collector.settle(state.tier(tier))
+                await engine.collector.after_commit(state.tier(tier))
             case said.GiveBack(tier):
                 self._lent.give_back(tier)
         return None

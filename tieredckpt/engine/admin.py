@@ -37,7 +37,7 @@ class Admin:
         self._check_ours(f"promote to tier {name!r}", self._state.manages(tier))
         tier.tombstones.discard(step)
         written = await self._promote(step, tier)
-        await self._collector.settle(tier)
+        await self._collector.after_commit(tier)
         return written
 
     async def evict(self, number: int, name: str) -> None:

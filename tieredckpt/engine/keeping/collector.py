@@ -271,8 +271,8 @@ class Collector:
                         if extent.path in packs:
                             tier.forget(digest)
 
-    async def settle(self, tier: Tier) -> None:
-        """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""
+    async def after_commit(self, tier: Tier) -> None:
+        """Apply retention to a tier after a commit there. Failures are logged."""
         try:
             await self.apply_retention(tier)
         except TieredCkptError as error:

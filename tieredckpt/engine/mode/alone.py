@@ -114,7 +114,7 @@ class Alone:
         """Return when a tier has a step, waiting by ``wait`` for what this process hears of it."""
         await wait(None)
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when what other processes do for this one is done. Raises what keeps them from it."""
 
     async def told(self) -> None:

@@ -36,12 +36,12 @@ class AmongRanks(Alone):
         self,
         state: State,
         collector: Collector,
-        team: Group,
+        group: Group,
         open_tiers: Callable[..., Awaitable[None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
-        state.membership = Membership(team.rank, team.size, tuple(team.local_ranks))
-        self.ranked = Ranked(state, collector, team, open_tiers, partial(look_up, state), promote_at_once)
+        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks))
+        self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.tell_stuck = self.ranked.tell_stuck
         super().__init__(state, collector)
 
@@ -53,7 +53,7 @@ class AmongRanks(Alone):
 
     async def leave(self, *, done: bool, in_order: bool) -> None:
         if in_order:
-            await self.ranked.team.part()
+            await self.ranked.group.part()
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
         await self.ranked.close()
@@ -88,11 +88,11 @@ class AmongRanks(Alone):
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
         await wait(partial(self.ranked.heard_more, step, since=time.monotonic()))
 
-    async def settled(self) -> None:
-        await self.ranked.settled()
+    async def drained(self) -> None:
+        await self.ranked.drained()
 
     async def told(self) -> None:
-        await self.ranked.team.all_told()
+        await self.ranked.group.all_told()
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self.ranked.restores.together(work)

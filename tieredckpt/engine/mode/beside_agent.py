@@ -58,5 +58,5 @@ class BesideAgent(Alone):
         else:
             await self.link.reached(step, name)
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         await self.link.flush()

@@ -15,12 +15,12 @@ from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["remove_stale_ram", "stale_holders"]
+__all__ = ["remove_stale_ram", "stale_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
 
-def stale_holders(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
+def stale_steps(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
     """Of the steps in RAM, those from a serial on that is another's on a slower tier, up to the next that both have.
 
     What follows a step that both have was saved by a training that knew of it.
@@ -44,7 +44,7 @@ async def remove_stale_ram(state: State) -> None:
     first = state.tiers[0]
     if first.ram is None:
         return
-    for step in stale_holders(state, [held.record for held in first.held.values()]):
+    for step in stale_steps(state, [held.record for held in first.held.values()]):
         if first.slab_index is None:
             first.drop(step)
             continue

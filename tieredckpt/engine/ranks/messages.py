@@ -207,8 +207,8 @@ class RendezvousOpened(msgspec.Struct, frozen=True, tag=True):
 class RendezvousComplete(msgspec.Struct, frozen=True, tag=True):
     """All ranks are there for a restore, which begins; or some are not, and it does not."""
 
-    number: int
-    """Of the restore."""
+    epoch: int
+    """The number of the restore, the same on all ranks."""
     asks: dict[int, int]
     """The ranks that are answered, and how often each had asked."""
     missing: tuple[int, ...] = ()

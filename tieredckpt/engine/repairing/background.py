@@ -69,7 +69,7 @@ class BackgroundRepair:
                 await repair_index(self._state, self._collector, step, tier, error)
         await repair_chunks(self._state, self._collector, step, damage)
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when nothing is being mended."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))

@@ -119,7 +119,7 @@ class Captures:
             await outlast(asyncio.gather(*pending, return_exceptions=True))
             raise
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when none is under way."""
         while self.pending:
             await asyncio.wait(set(self.pending))

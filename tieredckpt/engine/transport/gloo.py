@@ -71,7 +71,7 @@ class _Lane:
 
 
 class GlooBulk:
-    """`Communicator.send` and `Communicator.receive` for a communicator that can only post.
+    """`Communicator.send_bulk` and `Communicator.recv_bulk` for a communicator that has messages alone.
 
     Args:
         messages: the communicator. Two ranks tell each other by it that both are there, before gloo lets them wait
@@ -107,7 +107,7 @@ class GlooBulk:
 
         await self._whole(meet, "meet", 0, peer, timeout)
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """In pieces, each copied before it leaves."""
         deadline = time.monotonic() + timeout
 
@@ -127,7 +127,7 @@ class GlooBulk:
 
         await self._whole(self._in_turn("send", to, tag, send), "send", len(memory), to, timeout)
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """In pieces, each copied after it has come."""
         deadline = time.monotonic() + timeout
 
@@ -253,8 +253,8 @@ class GlooBulk:
         return await asyncio.shield(self._groups[peer])
 
     async def _make_group(self, peer: int, deadline: float) -> Any:
-        await self._messages.post([peer], _TOPIC, b"")
-        await self._messages.take(peer, _TOPIC, timeout=max(0.0, deadline - time.monotonic()))
+        await self._messages.send([peer], _TOPIC, b"")
+        await self._messages.recv(peer, _TOPIC, timeout=max(0.0, deadline - time.monotonic()))
         with self._lane() as lane:
             return await lane.call(deadline, self._connect_to, peer, deadline)
 

@@ -136,7 +136,7 @@ class MpiCommunicator:
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
+    async def send(self, to: Collection[int], topic: str, data: bytes) -> None:
         """Begin to send the message; polling sees to the rest."""
         self._check_open()
         message = _encode(_Message(topic, data))
@@ -149,11 +149,11 @@ class MpiCommunicator:
         for rank in to:
             self._leaving.append((self._comm.Isend([message, MPI.BYTE], rank, _MESSAGE_TAG), message))
 
-    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
+    async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
         """Poll until the message is there."""
         self._check_open()
         asyncio.get_running_loop().call_soon(self._poll)  # once it is waited for
-        return await self._inbox.take(source, topic, timeout)
+        return await self._inbox.recv(source, topic, timeout)
 
     def _poll(self) -> None:
         self._stir.set()
@@ -194,7 +194,7 @@ class MpiCommunicator:
 
     # -- bulk ---------------------------------------------------------------------------------------------
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """In pieces, each copied before it leaves."""
 
         async def begin(part: memoryview, piece: Piece) -> Any:
@@ -206,7 +206,7 @@ class MpiCommunicator:
 
         await self._transfer("send", to, memory, begin, end, tag, timeout)
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """In pieces, each copied after it has come."""
 
         async def begin(part: memoryview, piece: Piece) -> Any:

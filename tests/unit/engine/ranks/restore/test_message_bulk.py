@@ -33,11 +33,11 @@ async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> N
 
         async def give() -> None:
             for each in sent:
-                await giver.send(1, memoryview(each), tag=3, timeout=SOON)
+                await giver.send_bulk(1, memoryview(each), tag=3, timeout=SOON)
 
         async def take() -> None:
             for each in got:
-                await taker.receive(0, memoryview(each), tag=3, timeout=SOON)
+                await taker.recv_bulk(0, memoryview(each), tag=3, timeout=SOON)
 
         await asyncio.gather(give(), take())
         assert [bytes(each) for each in got] == sent
@@ -48,4 +48,6 @@ async def test_a_silent_rank_is_waited_for_until_the_deadline(silent: int) -> No
     async with pair(World(2, bulk=False)) as communicators:
         alive = MessageBulk(communicators[1 - silent])
         with pytest.raises(RanksUnavailable):
-            await (alive.send if silent else alive.receive)(silent, memoryview(bytearray(10)), tag=1, timeout=0.1)
+            await (alive.send_bulk if silent else alive.recv_bulk)(
+                silent, memoryview(bytearray(10)), tag=1, timeout=0.1
+            )
