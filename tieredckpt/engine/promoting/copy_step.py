@@ -10,10 +10,11 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal, seal_all, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal, seal_all, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
@@ -195,7 +196,9 @@ async def batches(
     from_slab, encoding = source.tier.ram is not None, target.encoding
     behind = source.tier.ram is None or source.tier.ram.slab.writable
     traits = target.store.traits
-    limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
+    limit = min(
+        traits.object_size, limits.in_force.pack_size if from_slab else state.scratch.capacity // _SCRATCH_PACKS
+    )
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
     threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)

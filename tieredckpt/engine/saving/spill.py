@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import needing
-from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal_all, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal_all, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import Copied, Snapshot
@@ -193,7 +194,7 @@ async def _batches(
     state: State, tier: Tier, snapshot: Snapshot, waiting: Sequence[Copied], slab: Slab
 ) -> AsyncGenerator[Batch, None]:
     traits, encoding = tier.store.traits, tier.encoding
-    limit = min(traits.object_size, PACK_SIZE) if traits.ranged_get else 0
+    limit = min(traits.object_size, limits.in_force.pack_size) if traits.ranged_get else 0
     pack: list[Copied] = []
     left = limit
     for done in waiting:

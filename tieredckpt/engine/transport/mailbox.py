@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from tieredckpt.concurrency import together
+from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable, TieredCkptError
@@ -42,10 +43,6 @@ T = TypeVar("T")
 _log = logging.getLogger("tieredckpt")
 
 _HELLO = "hello"
-_HELLO_AGAIN = 1.0
-"""Seconds after which a rank that nobody welcomed says hello once more."""
-_GO_WITHIN = 5.0
-"""Seconds after which one that was welcomed and not told to go does: rank 0 may be dead."""
 _CARRIER_TIMEOUT = 30.0
 """Seconds that the carrier may take to put one message, or to look into a mailbox."""
 _SENDS_AT_ONCE = 16
@@ -212,14 +209,14 @@ class Mailbox:
         while True:
             if time.monotonic() >= hello_at:
                 await self._carried(self._carrier.put(_HELLO, str(self.rank), hello))
-                hello_at = time.monotonic() + _HELLO_AGAIN
+                hello_at = time.monotonic() + limits.in_force.hello_again
             messages = await self._look()
             early += [message for message in messages if message.kind == "post"]
             for message in messages:
                 if message.kind == "welcome" and message.endpoints:
                     self._endpoints = [message.endpoints[0]]
                     await self._put(COORDINATOR, _Message("here", message.session, self.rank))
-                    hello_at = time.monotonic() + _GO_WITHIN
+                    hello_at = time.monotonic() + limits.in_force.go_within
                 if message.kind == "go" and len(message.endpoints) == self.size:
                     self._endpoints = message.endpoints
                     return message.session

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.limits import limit
 
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.engine.ranks.communicator import RanksMissing, exchange
-from tieredckpt.engine.transport import mailbox
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError, TierUnavailable
@@ -160,8 +160,7 @@ async def met_or_looked(office: Office, opening: dict[int, asyncio.Task[None]]) 
 async def test_wherever_a_rank_dies_while_they_meet_its_next_process_meets_the_others(
     office: Office, died: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "_HELLO_AGAIN", 0.03)
-    monkeypatch.setattr(mailbox, "_GO_WITHIN", 0.1)
+    limit(monkeypatch, hello_again=0.03, go_within=0.1)
     ranks = mailboxes(office)
     dying = Dying(office, calls)
     dead = ranks[died] = Mailbox(dying, rank=died, size=3)
@@ -196,7 +195,7 @@ class Slow(Office):
 
 
 async def test_no_hello_is_left_for_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_HELLO_AGAIN", 0.0)  # they go on until they hear of their welcome
+    limit(monkeypatch, hello_again=0.0)  # they go on until they hear of their welcome
     office = Slow()
     ranks = mailboxes(office)
     await meet(ranks)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.errors import RanksUnavailable
 
 __all__ = ["MessageBulk"]
-
-_PIECE = 1 << 20
 
 
 class MessageBulk:
@@ -29,20 +28,20 @@ class MessageBulk:
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Return when the receiver has taken everything. Raises `RanksUnavailable`."""
         deadline = time.monotonic() + timeout
-        for start in range(0, len(memory), _PIECE):
+        for start in range(0, len(memory), limits.in_force.message_size):
             self._sent[to, tag] += 1
             topic = f"bulk/{tag}/{self._sent[to, tag]}"
-            await self._communicator.send([to], topic, bytes(memory[start : start + _PIECE]))
+            await self._communicator.send([to], topic, bytes(memory[start : start + limits.in_force.message_size]))
             await self._communicator.recv(to, f"{topic}/taken", timeout=max(0.0, deadline - time.monotonic()))
 
     async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Fill the memory. Raises `RanksUnavailable`."""
         deadline = time.monotonic() + timeout
-        for start in range(0, len(memory), _PIECE):
+        for start in range(0, len(memory), limits.in_force.message_size):
             self._received[source, tag] += 1
             topic = f"bulk/{tag}/{self._received[source, tag]}"
             piece = await self._communicator.recv(source, topic, timeout=max(0.0, deadline - time.monotonic()))
-            into = memory[start : start + _PIECE]
+            into = memory[start : start + limits.in_force.message_size]
             if len(piece) != len(into):
                 raise RanksUnavailable(f"rank {source} has sent {len(piece)} bytes instead of {len(into)}", [source])
             into[:] = piece

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from reliability.ranks import InProcess, World
+from support.limits import limit
 
-from tieredckpt.engine.ranks.restore import message_bulk
 from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
 from tieredckpt.errors import RanksUnavailable
 
@@ -25,7 +25,7 @@ async def pair(world: World) -> AsyncIterator[tuple[InProcess, InProcess]]:
 
 
 async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_bulk, "_PIECE", 1000)
+    limit(monkeypatch, message_size=1000)
     sent = [bytes([i]) * (700 * i) for i in range(6)]
     async with pair(World(2, bulk=False)) as (one, other):
         giver, taker = MessageBulk(one), MessageBulk(other)
