@@ -56,11 +56,11 @@ _TRY_AGAIN = 1.0
 
 
 class _Unfit(Exception):
-    """This agent and that trainer are not for each other."""
+    """This agent cannot serve that trainer."""
 
 
 class _Outdated(Exception):
-    """This agent is in the way of one that does what the trainer wants."""
+    """An agent of the trainer's version and configuration should replace this one."""
 
 
 class Agent:

@@ -1,4 +1,4 @@
-"""What a person asks of a store, whatever its policies say: promote, evict, delete, collect, verify."""
+"""Manual operations, which no policy decides: promote, evict, delete, collect, verify."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Admin"]
 
 
 class Admin:
-    """Orders that come from people and programs. Lives on the engine's loop.
+    """Carries out manual operations. Lives on the engine's loop.
 
     ``promote`` copies a step to a tier and gives the bytes written.
     """

@@ -184,7 +184,7 @@ class Engine:
             await self.mode.reopened()
 
     def prefault(self) -> None:
-        """Have RAM's memory mapped, behind everything else."""
+        """Map RAM's memory in the background."""
         ram = self.state.tiers[0].ram
         if ram is not None and not self._read_only:
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prefault)

@@ -1,4 +1,4 @@
-"""What a process that does not write knows of a store, made fresh whenever it is asked: another process changes it.
+"""Refreshes what a reader knows of a store at each call: another process changes it.
 
 Steps are listed, and only those are read that are new or were committed anew. RAM that a trainer gave back, took anew
 or made is let go and attached, and so is a tier that was not there, or that was replaced.

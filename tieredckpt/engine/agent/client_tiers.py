@@ -1,6 +1,6 @@
-"""How a trainer streams a step that RAM cannot hold to a tier of its agent: it writes the packs, the agent commits.
+"""Streams a step that RAM cannot hold to a tier of the agent: the trainer writes packs, the agent commits.
 
-The agent makes the room, tells which chunks the tier has, and collects nothing there until the commit.
+The agent makes room, says which chunks the tier has, and collects nothing there until the commit.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Collector:
     # -- by policy, and for room --------------------------------------------------------------------------
 
     async def apply_retention(self, tier: Tier) -> None:
-        """Let the steps go that the tier's policy does not retain.
+        """Evict the steps that the tier's policy does not retain.
 
         A tier with a capacity keeps them until room is needed; one without would grow for ever.
         """
@@ -62,7 +62,7 @@ class Collector:
             await self.collect(tier, orphans=False)
 
     async def evict_unretained(self, tier: Tier) -> None:
-        """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
+        """Evict all steps from RAM that its policy does not retain and that wait for no promotion."""
         assert tier.ram is not None
         await self.evictor.reclaim_unread(tier)
         for step in leaving(self._state, tier):

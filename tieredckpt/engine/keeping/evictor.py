@@ -1,4 +1,4 @@
-"""How a step leaves a tier: out of RAM, where its extents wait for whoever reads them, or by its manifest."""
+"""Evicts steps: deletes the manifest first; in RAM, extents are reused once their last reader has released them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Evictor:
         self._state.changed.notify()
 
     async def reclaim_unread(self, tier: Tier) -> None:
-        """Have the extents of steps that left RAM while somebody read them, once nobody does."""
+        """Reclaim extents of evicted steps once their last reader has released them."""
         if tier.unread:
             await whole(self._look_who_reads(tier))
 

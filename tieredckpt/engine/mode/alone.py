@@ -1,4 +1,4 @@
-"""The modes of a process that nobody else works with: one that saves, and one that only reads."""
+"""The modes of a process that works alone: one that saves, and one that only reads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Alone:
         """Tell the others that this process ends: whether all that was due is done, and whether it was asked to be."""
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
-        """Let everything go; ``may_remove`` tells whether all that RAM holds may go."""
+        """Release everything; ``may_remove`` tells whether RAM may be freed with all that it holds."""
 
     # -- saves and promotions -----------------------------------------------------------------------------
 
@@ -104,11 +104,11 @@ class Alone:
         return await copy_step(self.state, self.collector, step, tier)
 
     async def ask_to_promote(self, step: StepId, tier: Tier) -> None:
-        """Have a step promoted before older ones, whichever process does that."""
+        """Ask for the promotion of a step before older ones, in whichever process does it."""
         await self.admin.promote(step.step, tier.name)
 
     async def give_way(self, step: StepId, name: str) -> None:
-        """Have another process interrupt the promotion of an older step to a tier that it manages."""
+        """Ask the process that manages a tier to interrupt the promotion of an older step."""
 
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
         """Return when a tier has a step, waiting by ``wait`` for what this process hears of it."""

@@ -74,7 +74,7 @@ async def write_catalog(tier: Tier, store: str) -> bool:
 
 
 def _plan(tier: Tier) -> _Plan | None:
-    """What is to be written; None if that can wait."""
+    """The catalog to write; None if that can wait."""
     known = tier.catalogued
     packs = tier.packs.keys() - known.packs - tier.unlisted
     steps = set() if known.timeless else tier.held.keys() - known.steps

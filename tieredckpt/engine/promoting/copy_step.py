@@ -127,7 +127,7 @@ def check_wanted(step: StepId, tier: Tier) -> None:
 
 
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
-    """Let the step go on referring to the bytes that it refers to now, but for those that were forgotten.
+    """Keep the step's references to the bytes that it has now, except those that were forgotten.
 
     Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
     """
@@ -146,7 +146,7 @@ def _sizes(source: StepSource) -> dict[bytes, int]:
 def _missing(
     source: StepSource, tier: Tier, lost: Mapping[bytes, Extent]
 ) -> tuple[dict[bytes, Need], dict[bytes, int]]:
-    """By digest, where each chunk occurs that the tier does not have and is not lost, and how many bytes it has."""
+    """The chunks that the tier lacks and that are not lost, by digest: where each occurs, and its bytes."""
     needs: dict[bytes, Need] = {}
     sizes: dict[bytes, int] = {}
     for key, array in source.index.arrays.items():
@@ -160,7 +160,7 @@ def _missing(
 
 
 async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
-    """Have room on the tier for so many bytes of the step. Raises `NoSpace`."""
+    """Make room on the tier for so many bytes of the step. Raises `NoSpace`."""
     if not await make_room(state, collector, step, tier, need):
         raise NoRoom.of(
             f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "

@@ -77,7 +77,7 @@ class Group:
     def begin(
         self, apply: Callable[[Logged], Awaitable[None]], hear: Callable[[int, Reported], Awaitable[None]]
     ) -> None:
-        """Send what is told from now on, and ``apply`` every message of rank 0, one after another.
+        """Begin to send, and to ``apply`` every message of rank 0, one after another.
 
         At rank 0, ``hear`` every message of each other rank, one after another.
         """
@@ -149,11 +149,11 @@ class Group:
 
     @property
     def deserted(self) -> bool:
-        """Whether this rank has waited for rank 0 in vain, and has not heard it since."""
+        """Whether rank 0 has timed out here, and was not heard since."""
         return COORDINATOR in self._silent
 
     def missed(self, ranks: Iterable[int]) -> None:
-        """Take note that ranks were waited for in vain."""
+        """Note that ranks have timed out."""
         self._silent.update(ranks)
 
     async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
@@ -170,11 +170,11 @@ class Group:
     # -- the log ------------------------------------------------------------------------------------------
 
     def tell(self, message: Logged) -> None:
-        """Let every other rank know, in the order of the calls. Of rank 0 alone; waits for nobody."""
+        """Append a message to rank 0's log, which all other ranks apply in order. For rank 0; does not wait."""
         self._put(message)
 
     def report(self, message: Reported) -> None:
-        """Let rank 0 know, in the order of the calls. Of the other ranks; waits for nobody."""
+        """Append a message to this rank's log, which rank 0 applies in order. For other ranks; does not wait."""
         self._put(message)
 
     def _put(self, message: Logged | Reported) -> None:
@@ -267,7 +267,7 @@ async def vote(
 
 
 async def bow_out(group: Group, topic: str) -> None:
-    """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
+    """Abort a vote on behalf of this rank; does not wait for the outcome."""
     failure = Failure.of(RanksUnavailable(f"rank {group.rank} has given up {topic!r}", [group.rank]))
     await group.communicator.send(group.others if group.coordinates else [COORDINATOR], topic, encode((b"", failure)))
 

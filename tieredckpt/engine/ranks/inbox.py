@@ -66,7 +66,7 @@ class Inbox:
         ) from self.trouble
 
     def close(self) -> None:
-        """Let everybody who waits go with `Closed`, and forget what came."""
+        """End all waits with `Closed`, and forget what came."""
         self.closed = True
         self._early.clear()
         for (source, _), waiting in self._waiting.items():

@@ -296,6 +296,6 @@ class Done(msgspec.Struct, frozen=True):
 
 
 def decode_said(data: bytes) -> tuple[bytes, Failure | None]:
-    """What a rank has to say, or why it has nothing. Raises `Corrupt`."""
+    """A rank's contribution to a vote, or its failure. Raises `Corrupt`."""
     said: tuple[bytes, Failure | None] = decode(data, tuple[bytes, Failure | None])
     return said

@@ -1,4 +1,4 @@
-"""What a store of several ranks does together with the others, and what it hears from rank 0."""
+"""One rank's share of a store of several: saves, restores, and what rank 0 decides."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Ranked:
         return saved
 
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
-        """Let the schedule see what it sees on ranks that have saved it, or the next is not saved together."""
+        """Show the schedule what it sees on ranks that have saved the step, or the next is not saved together."""
         self._state.branch.count_from(origin)
         seen = self._state.observation
         seen.observed = replace(seen.observed, last_save_step=step, last_save_at=seen.now())
@@ -258,7 +258,7 @@ class Ranked:
     # -- what rank 0 tells ----------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
-        """Let the other ranks know what happened to steps and shared tiers."""
+        """Tell the other ranks what happened to steps and shared tiers."""
         state = self._state
         if isinstance(event, CommitFailed) and event.tier is None:
             self.plan.failed(event.step)
@@ -286,7 +286,7 @@ class Ranked:
             self.group.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
 
     def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
-        """Let the other ranks know that a step cannot come to a tier for now."""
+        """Tell the other ranks that a step cannot come to a tier for now."""
         self.group.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
 
     async def _apply(self, message: Logged) -> None:

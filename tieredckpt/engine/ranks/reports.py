@@ -1,4 +1,4 @@
-"""What ranks report to rank 0, which acts for all: damage on shared tiers, signals, and steps that they want there.
+"""Reports of ranks to rank 0, which acts for all: damage on shared tiers, signals, promotions that they ask for.
 
 A rank that finds damage on a shared tier reads around it, and one whose machine is taken away may be the only one
 that was warned; but who writes to shared tiers, and asks the policies, is rank 0.
@@ -73,7 +73,7 @@ class Reports:
                 self._group.report(Damaged(step.step, step.serial, tier.name, ()))
 
     async def promote(self, step: StepId, tier: Tier) -> None:
-        """Have rank 0 bring a step to a shared tier at once.
+        """Ask rank 0 to promote a step to a shared tier at once.
 
         Raises `RanksUnavailable` when it is not there soon; rank 0 may still be at it, and may be asked again.
         """

@@ -54,7 +54,7 @@ class _Shape:
 
 
 class Together(Protocol):
-    """What a restore does with the other ranks, as whoever makes a `Restorer` gives it."""
+    """What a restore asks of the mode: to act together with the other ranks."""
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run this rank's work of a restore. Raises if it fails on any rank."""

@@ -169,7 +169,7 @@ class Writer:
         return await in_thread(function, *arguments, pool=self._state.pool)
 
     def _decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
-        """What a save continues. Raises `Conflict` for a number that this branch has."""
+        """The branch that a save continues. Raises `Conflict` for a number that this branch has."""
         state = self._state
         continued = state.branch.decide(step, origin, overwrite=overwrite)
         known = (*state.records(), *state.membership.undecided)
@@ -253,7 +253,7 @@ class Writer:
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    """Of what makes the saves; found out once, for that parses the package's metadata."""
+    """Versions of the software that saves; cached, since finding them parses the package's metadata."""
     return {"tieredckpt": version("tieredckpt"), "python": platform.python_version(), "numpy": np.__version__}
 
 

@@ -69,16 +69,16 @@ class State:
     """Steps that are whole in the RAM of ranks of this machine, for a reader."""
     look_anew: Callable[[], Awaitable[None]] | None = None
     """Where nothing is written: makes what is known fresh."""
-    _roll: StepTable = field(init=False)
+    _step_table: StepTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roll = StepTable(self.tiers, _described)
+        self._step_table = StepTable(self.tiers, _described)
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def records(self) -> dict[StepId, StepRecord]:
         """Every step that some tier holds, by age; not to be changed. From any thread."""
-        return self._roll.call(self.branch.line).records
+        return self._step_table.call(self.branch.line).records
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step, nearest first, those that fail at present, or do not answer, last."""
@@ -189,7 +189,7 @@ class State:
             raise Invalid(f"cannot {what}: the store was opened with read_only=True")
 
     def report(self, tier: Tier, error: Exception) -> None:
-        """Note that a tier failed, and tell everybody; its promoter brings it back."""
+        """Note that a tier failed, and emit an event; its promoter brings it back."""
         if not self.manages(tier):  # whoever does tells how it is
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
             return
@@ -210,7 +210,7 @@ class State:
         With ``at_rest``, as it would be if no promotion were under way.
         """
         now = self.observation.now()
-        steps = self._roll.call(self.branch.line).views
+        steps = self._step_table.call(self.branch.line).views
         if and_on is not None:
             steps = tuple(self._as_if(view, *and_on) if view.serial == and_on[0].serial else view for view in steps)
         replicas = {
@@ -239,7 +239,7 @@ class State:
 
     @contextmanager
     def promoting(self, tier: Tier) -> Iterator[None]:
-        """Let policies see that a promotion to the tier is under way."""
+        """Show policies a promotion to the tier while the block runs."""
         tier.promotions += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""What is known of a step whose deletion failed: it may be there or not, which shows when its tier works again."""
+"""A step whose deletion failed: it may be there or not, which shows when its tier works again."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Lease:
         await self._give_way()
 
     async def release(self) -> None:
-        """Give the lease back; one that cannot be deleted now is left to whoever finds it."""
+        """Release the lease; if it cannot be deleted now, the next process that finds it does so."""
         _of_this_process.discard(self._key)
         await self.store.delete(self._key)
 

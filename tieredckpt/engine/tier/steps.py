@@ -1,4 +1,4 @@
-"""What a tier holds, kept so that nobody needs to look through all of it: sizes with their sum, steps with news."""
+"""Collections of what a tier holds that keep their sums and changes: sizes with a total, steps with news."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class HeldSteps(dict[StepId, Held]):
 class DamagedSteps(dict[StepId, TieredCkptError]):
     """The steps whose commit is there and cannot be read, and the packs that each may use all the same.
 
-    A step that is put here by anything but `condemn` keeps no packs.
+    A step that is put here by anything but `quarantine` keeps no packs.
     """
 
     def __init__(self) -> None:

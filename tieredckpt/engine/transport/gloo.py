@@ -108,7 +108,7 @@ class GlooBulk:
         await self._whole(meet, "meet", 0, peer, timeout)
 
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied before it leaves."""
+        """Send in pieces, each copied before it leaves."""
         deadline = time.monotonic() + timeout
 
         async def send() -> None:
@@ -128,7 +128,7 @@ class GlooBulk:
         await self._whole(self._in_turn("send", to, tag, send), "send", len(memory), to, timeout)
 
     async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied after it has come."""
+        """Receive in pieces, each copied after it has come."""
         deadline = time.monotonic() + timeout
 
         async def receive() -> None:
@@ -167,7 +167,7 @@ class GlooBulk:
         self._ending.close()
 
     def end_waits(self) -> None:
-        """Let no thread wait in gloo any more, nor any transfer go on. May be called on any thread."""
+        """End every wait in gloo and every transfer. May be called on any thread."""
         for peer, making in list(self._groups.items()):
             if making.done() and not making.cancelled() and making.exception() is None:
                 self._end_waits(making.result(), peer)
@@ -180,7 +180,7 @@ class GlooBulk:
 
     @property
     def rank(self) -> int:
-        """That of the communicator."""
+        """The rank of the communicator."""
         return self._messages.rank
 
     # -- one transfer -------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class GlooBulk:
     async def _whole(
         self, work: Callable[[], Coroutine[Any, Any, None]], verb: str, nbytes: int, peer: int, timeout: float
     ) -> None:
-        """Let the work end by its deadline; where it fails or is cancelled, the two transfer nothing any more."""
+        """Run the work until its deadline; if it fails or is cancelled, the two ranks transfer nothing any more."""
         if self._closed:
             raise _closed()
         if peer in self._broken:
@@ -291,6 +291,6 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from gloo when the interpreter is gone already would abort the process."""
+    """End all waits at exit: a thread that returns from gloo after the interpreter has gone would abort the process."""
     for bulk in list(_living):
         bulk.end_waits()

@@ -68,10 +68,10 @@ class Carrier(Protocol):
         """
 
     async def drop(self, mailbox: str) -> None:
-        """Remove a mailbox that nobody uses any more, with what is in it."""
+        """Remove a mailbox that is no longer used, with what is in it."""
 
     async def close(self) -> None:
-        """Let go of what it holds. Idempotent."""
+        """Release what it holds. Idempotent."""
 
 
 class _Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -248,7 +248,7 @@ class Mailbox:
 
     @property
     def mailboxes(self) -> list[str]:
-        """Of all ranks of the session."""
+        """The mailboxes of all ranks of the session."""
         return [_mailbox_name(rank, endpoint) for rank, endpoint in enumerate(self._endpoints)]
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Mailbox:
             self._inbox.arrived(*key, b"".join(fragments[number] for number in sorted(fragments)))
 
     async def _look(self) -> list[_Message]:
-        """What is in this rank's mailbox; what keeps the carrier from looking is remembered, and tried again."""
+        """Take the messages in this rank's mailbox; if the carrier fails, its error is kept, and the look repeated."""
         try:
             messages = await self._carried(self._carrier.take(_mailbox_name(self.rank, self._endpoint)))
         except RanksUnavailable as error:

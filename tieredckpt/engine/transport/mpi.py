@@ -114,7 +114,7 @@ class MpiCommunicator:
         return comm
 
     async def close(self) -> None:
-        """Let what is leaving leave, and free the communicator."""
+        """Finish sends under way, and free the communicator."""
         if self._inbox.closed:
             return
         self._inbox.close()
@@ -182,7 +182,7 @@ class MpiCommunicator:
                 since = time.monotonic()
 
     def _turn(self) -> list[tuple[int, bytearray]]:
-        """Let messages go on; returns those that have come."""
+        """Poll sends and receives; returns the messages that have come."""
         self._leaving = [(request, message) for request, message in self._leaving if not request.Test()]
         status = MPI.Status()
         while (probed := self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)) is not None:
@@ -195,7 +195,7 @@ class MpiCommunicator:
     # -- bulk ---------------------------------------------------------------------------------------------
 
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied before it leaves."""
+        """Send in pieces, each copied before it leaves."""
 
         async def begin(part: memoryview, piece: Piece) -> Any:
             await in_thread(_copy, part, piece)
@@ -207,7 +207,7 @@ class MpiCommunicator:
         await self._transfer("send", to, memory, begin, end, tag, timeout)
 
     async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied after it has come."""
+        """Receive in pieces, each copied after it has come."""
 
         async def begin(part: memoryview, piece: Piece) -> Any:
             return await self._call(self._comm.Irecv, [piece, MPI.BYTE], source, _FIRST_BULK_TAG + tag)

@@ -121,7 +121,7 @@ class _Objects:
         await self._delete([info async for info in self._store.list(f"{self._folder}{mailbox}/")])
 
     async def sweep(self, *, spare: Collection[str]) -> None:
-        """Remove old messages, by the clock of the store, which may be that of whoever wrote them."""
+        """Remove old messages, by the clock of the store, which may be that of their writers."""
         infos = [info async for info in self._store.list(self._folder)]
         newest = max((info.modified for info in infos), default=0.0)
         old = [info for info in infos if newest - info.modified > _STALE]

@@ -81,11 +81,11 @@ class TorchCommunicator(Mailbox):
         await super().close()
 
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """By gloo."""
+        """Over gloo."""
         await self._bulk.send_bulk(to, memory, tag=tag, timeout=timeout)
 
     async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """By gloo."""
+        """Over gloo."""
         await self._bulk.recv_bulk(source, memory, tag=tag, timeout=timeout)
 
     @property

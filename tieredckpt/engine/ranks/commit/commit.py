@@ -163,7 +163,7 @@ class Commits:
         shares: Mapping[int, Sequence[bytes]],
         sizes: Mapping[bytes, int],
     ) -> list[Done]:
-        """Let every rank write its share and its part, and wait until all have."""
+        """Ask every rank to write its share and its part, and wait until all have."""
         self._ordered += 1
         number, group = self._ordered, self._group
         todo: dict[int, dict[int, bytes]] = {rank: {} for rank in range(group.size)}

@@ -239,7 +239,7 @@ class Votes:
         self._state.changed.notify()
 
     async def apply_aborted(self, failed: Aborted) -> None:
-        """Let this rank's part go, and continue with the serial that all others continue with."""
+        """Drop this rank's part, and continue with the serial that all others continue with."""
         self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
         if failed.attempt in self._announced:
             await self._give_up(failed.attempt, failed.ranks, failed.reason)

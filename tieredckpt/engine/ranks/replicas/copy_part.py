@@ -85,7 +85,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: int, pace: Pace) -> int:
-    """Let rank ``to`` have the part of a step that lies on ``tier``, one in RAM; returns the bytes sent.
+    """Copy the part of a step that lies on ``tier``, one in RAM, to rank ``to``; returns the bytes sent.
 
     Raises:
         NotFound: it is not there any more.
@@ -228,7 +228,7 @@ class _Taken:
         return self.tier.slab_index
 
     def have_memory(self, sizes: Mapping[bytes, int]) -> None:
-        """Let the slab grow in one go for what is not there. Blocking."""
+        """Grow the slab once for all that is not there. Blocking."""
         assert self.tier.ram is not None
         slab = self.tier.ram.slab
         lacking = sum(slab_size(nbytes) for digest, nbytes in sizes.items() if self._index.find(digest) is None)

@@ -207,7 +207,7 @@ class Replication:
         return self._state.tiers[0]
 
     async def close(self, *, remove: bool) -> None:
-        """Let the kept parts go: for the next process, or for good."""
+        """Release the kept parts: for the next process, or for good."""
         self._unsubscribe()
         for tier in self.kept.values():
             if remove and tier.ram is not None:
@@ -345,7 +345,7 @@ class Replication:
         self._state.changed.notify()
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
-        """What goes to make room: never the step of which all copies are known to be there, or else the newest."""
+        """Evict kept replicas oldest first, never the last fully replicated step (the newest if none is)."""
         whole_ones = self._state.membership.replicated or {max(tier.parts, default=None)}
         for step in sorted(tier.parts):
             if enough():

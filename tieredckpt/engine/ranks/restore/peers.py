@@ -1,4 +1,4 @@
-"""What ranks do for each other in a restore: who has a chunk in RAM gives it, one reads for all what none has."""
+"""Exchange of chunks in a restore: ranks send what they have in RAM, and one reads for all what none has."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class PeerExchange:
         return list(range(first, self._number + 1))
 
     async def decline(self, exchanges: Sequence[int]) -> None:
-        """Let the others not wait for this rank in exchanges that it takes no part in."""
+        """Tell the others not to wait for this rank in these exchanges."""
         for number in exchanges:
             await decline(self._group.communicator, number)
 
     @property
     def _number(self) -> int:
-        """Of the last exchange. Failures on the way leave it the same on all ranks."""
+        """The number of the last exchange. It stays the same on all ranks after failures."""
         return self._epoch * (_ROUNDS + 1) + self._round
 
     async def take(self, source: StepSource, pieces: list[Piece], sources: dict[str, int]) -> list[Piece]:

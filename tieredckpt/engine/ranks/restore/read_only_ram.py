@@ -1,4 +1,4 @@
-"""What a process that only looks on sees of the RAM of a training's ranks, as far as they are on its machine."""
+"""Read-only access to the RAM tiers of local ranks."""
 
 from __future__ import annotations
 

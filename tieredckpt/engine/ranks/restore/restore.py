@@ -48,7 +48,7 @@ Index = tuple[bytes, bytes, str]
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """What a rank wants to restore, and what its RAM has no more."""
+    """The step that a rank wants to restore, and those that have left its RAM."""
 
     wanted: Wanted
     gone: Steps
@@ -167,13 +167,13 @@ class CollectiveRestores:
     # -- who gives up -------------------------------------------------------------------------------------
 
     def _leave_behind(self) -> None:
-        """Let the others not wait for this rank in the restore that was cancelled here."""
+        """Tell the others not to wait for this rank in the restore that was cancelled here."""
         topics = [] if self._begun else [f"reading/{self._epoch}"]
         exchanges = self._peers.leave(within=True) if self._begun else []
         self._group.start_last(self._bow_out(topics, exchanges), f"leaving of restore {self._epoch}")
 
     def _stay_away(self, epoch: int) -> None:
-        """Let the others not wait for this rank in a restore for which it had asked, and does no more."""
+        """Tell the others not to wait for this rank in a restore that it has withdrawn from."""
         topics = [f"{phase}/{epoch}" for phase in ("restore", "reading", "restored")]
         self._group.start_last(self._bow_out(topics, ()), f"leaving of restore {epoch}")
 

@@ -70,7 +70,7 @@ class Terms:
 async def agree_on_tasks(
     communicator: Communicator, number: int, stock: Stock, terms: Terms, *, timeout: float
 ) -> list[Task] | None:
-    """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
+    """Plan an exchange with all ranks, and return this rank's tasks; all call it with the same new ``number``.
 
     Ranks that do not answer in time take no part. None where no rank has anything to do, or rank 0 is silent.
     """
