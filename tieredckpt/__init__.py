@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from tieredckpt.engine.ranks.communicator import Communicator
     from tieredckpt.engine.repairing.verify import Verified
     from tieredckpt.engine.saving.save import Saved
-    from tieredckpt.engine.transport.jax import JaxCommunicator
-    from tieredckpt.engine.transport.mpi import MpiCommunicator
-    from tieredckpt.engine.transport.torch import TorchCommunicator
+    from tieredckpt.engine.transport.jax import JaxCommunicator as JaxCommunicator
+    from tieredckpt.engine.transport.mpi import MpiCommunicator as MpiCommunicator
+    from tieredckpt.engine.transport.torch import TorchCommunicator as TorchCommunicator
     from tieredckpt.events import (
         ChunkRepaired,
         CommitFailed,
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
+# Without JaxCommunicator, MpiCommunicator and TorchCommunicator: they import what need not be installed, and mpi4py
+# initialises MPI.
 __all__ = [
     "AS_SAVED",
     "ArrayInfo",
@@ -84,9 +86,7 @@ __all__ = [
     "DamagedStep",
     "Event",
     "Invalid",
-    "JaxCommunicator",
     "KvstoreTier",
-    "MpiCommunicator",
     "NoSpace",
     "NotFound",
     "Observed",
@@ -125,7 +125,6 @@ __all__ = [
     "TierRecovered",
     "TierUnavailable",
     "TieredCkptError",
-    "TorchCommunicator",
     "Verified",
     "__version__",
     "preemption",
@@ -218,4 +217,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__, *_HOME, *_MODULES})

@@ -1,4 +1,4 @@
-"""What a store tells the outside while it works: frozen event values and their distribution.
+"""Events of a store, as frozen values, and their distribution to listeners.
 
 Events carry plain numbers (bytes, seconds) and names. A listener runs in the engine's thread and must return quickly:
 one that takes seconds is named in the log, and one that calls the store is refused, for that would wait for itself. One
@@ -99,7 +99,7 @@ class StepCommitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed(Event):
-    """What several ranks do together was not done, and is told on every rank: nothing was committed.
+    """A save or a promotion of several ranks failed: nothing was committed. Emitted on every rank.
 
     ``tier`` is None where the ranks did not agree on what each has in its own memory; ``ranks`` are those that
     failed, were silent or disagreed, as far as known.

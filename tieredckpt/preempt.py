@@ -175,7 +175,7 @@ class Preemption:
 
     async def _keep(self) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
-        await self._engine.captures.settled()
+        await self._engine.captures.drained()
         while (step := self._state.newest()) is not None and step not in self._tier.steps.held:
             try:
                 await self._promote(step)

@@ -83,6 +83,7 @@ class SyncStore:
         as `Closed` if it has not ended when everything is promoted; what is called later is `Closed`. A forked
         process closes nothing of its parent's.
         """
+        self._is_open = False
         self._life.close_blocking(clean=True)
 
     # -- saving -------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ async def speak(me: Rank, communicator: Communicator) -> dict[str, Any]:
     assert len(got) == LARGE
     came = await gather(communicator, "pieces", got[:rank], timeout=DEADLINE)
     assert came == ({other: got[:other] for other in range(size)} if rank == 0 else {})
-    await communicator.post([(rank + 1) % size], "ring", bytes([rank]))
-    assert await communicator.take((rank - 1) % size, "ring", timeout=DEADLINE) == bytes([(rank - 1) % size])
+    await communicator.send([(rank + 1) % size], "ring", bytes([rank]))
+    assert await communicator.recv((rank - 1) % size, "ring", timeout=DEADLINE) == bytes([(rank - 1) % size])
     nbytes = 0
     if communicator.bulk:
         nbytes = await pass_round(rank, size, communicator)
@@ -62,8 +62,8 @@ async def pass_round(rank: int, size: int, communicator: Communicator) -> int:
     async with asyncio.TaskGroup() as group:
         for index in range(len(sizes)):
             tag = 7 if index < 2 else index  # two with one tag come in the order in which they were sent
-            group.create_task(communicator.send(following, memoryview(mine[index]), tag=tag, timeout=DEADLINE))
-            group.create_task(communicator.receive(before, memoryview(theirs[index]), tag=tag, timeout=DEADLINE))
+            group.create_task(communicator.send_bulk(following, memoryview(mine[index]), tag=tag, timeout=DEADLINE))
+            group.create_task(communicator.recv_bulk(before, memoryview(theirs[index]), tag=tag, timeout=DEADLINE))
     for index, n in enumerate(sizes):
         assert theirs[index] == bytes([before + 10 * index]) * n, f"parcel {index}"
     return sum(sizes)
@@ -195,10 +195,10 @@ async def outlive(me: Rank) -> None:
         told: dict[str, Any] = {"missing": list(error.ranks), "seconds": time.monotonic() - begin}
     else:
         told = {"missing": []}
-    await communicator.post([me.size - 1], "into the void", bytes(1 << 20))  # does not wait for the dead
+    await communicator.send([me.size - 1], "into the void", bytes(1 << 20))  # does not wait for the dead
     others = [rank for rank in range(me.size - 1) if rank != me.rank]
-    await communicator.post(others, "still", bytes([me.rank]))
-    told["still"] = [list(await communicator.take(other, "still", timeout=DEADLINE)) for other in others]
+    await communicator.send(others, "still", bytes([me.rank]))
+    told["still"] = [list(await communicator.recv(other, "still", timeout=DEADLINE)) for other in others]
     if me.arguments["bulk"]:
         told["bulk"] = await bulk_without(me, communicator)
         told["cancelled"] = await cancelled_bulk(me, communicator)
@@ -228,7 +228,8 @@ async def bulk_without(me: Rank, communicator: Communicator) -> list[float]:
         raise AssertionError("the dead have answered")
 
     async with asyncio.TaskGroup() as group:
-        sending, receiving = (group.create_task(in_vain(each)) for each in (communicator.send, communicator.receive))
+        sending = group.create_task(in_vain(communicator.send_bulk))
+        receiving = group.create_task(in_vain(communicator.recv_bulk))
         await pass_round(me.rank, dead, communicator)
     await pass_round(me.rank, dead, communicator)
     return [sending.result(), receiving.result()]
@@ -237,15 +238,15 @@ async def bulk_without(me: Rank, communicator: Communicator) -> list[float]:
 async def cancelled_bulk(me: Rank, communicator: Communicator) -> float | None:
     """Seconds that rank 0 needs to cancel a receive under way, whose memory nothing touches afterwards."""
     if me.rank == 1:
-        await communicator.send(0, memoryview(b"x" * (5 << 20)), tag=3, timeout=DEADLINE)
-        await communicator.take(0, "cancelled", timeout=DEADLINE)
+        await communicator.send_bulk(0, memoryview(b"x" * (5 << 20)), tag=3, timeout=DEADLINE)
+        await communicator.recv(0, "cancelled", timeout=DEADLINE)
         with suppress(RanksUnavailable):
-            await communicator.send(0, memoryview(b"x" * 1000), tag=3, timeout=1.0)
-        await communicator.post([0], "sent", b"")
+            await communicator.send_bulk(0, memoryview(b"x" * 1000), tag=3, timeout=1.0)
+        await communicator.send([0], "sent", b"")
     if me.rank != 0:
         return None
     into = bytearray(9 << 20)  # more than is sent, so that it waits
-    receiving = asyncio.create_task(communicator.receive(1, memoryview(into), tag=3, timeout=DEADLINE))
+    receiving = asyncio.create_task(communicator.recv_bulk(1, memoryview(into), tag=3, timeout=DEADLINE))
     while not into[(5 << 20) - 1] and not receiving.done():  # a thread fills it
         await asyncio.sleep(0.001)
     begin = time.monotonic()
@@ -254,8 +255,8 @@ async def cancelled_bulk(me: Rank, communicator: Communicator) -> float | None:
     seconds = time.monotonic() - begin
     assert receiving.cancelled()
     before = bytes(into)
-    await communicator.post([1], "cancelled", b"")
-    await communicator.take(1, "sent", timeout=DEADLINE)
+    await communicator.send([1], "cancelled", b"")
+    await communicator.recv(1, "sent", timeout=DEADLINE)
     assert into == before
     return seconds
 
@@ -269,7 +270,7 @@ async def leave(me: Rank) -> None:
     heard = await asyncio.gather(*(exchange(ranks[each], "hello", said[each], timeout=DEADLINE) for each in range(2)))
     assert heard == [[f"{each} of {rank}".encode() for rank in range(me.size)] for each in range(2)]
     for each in ranks:
-        receive = each.receive((me.rank + 1) % me.size, memoryview(bytearray(10)), tag=0, timeout=3600.0)
+        receive = each.recv_bulk((me.rank + 1) % me.size, memoryview(bytearray(10)), tag=0, timeout=3600.0)
         WAITING.append(asyncio.create_task(receive))
     await barrier(ranks[0], "end", timeout=DEADLINE)
 
@@ -288,17 +289,17 @@ async def meet_again(me: Rank) -> None:
     everybody = range(me.size)
     if attempt == 0:
         for number in range(20):
-            await communicator.post(everybody, f"word/{number}", b"first")
+            await communicator.send(everybody, f"word/{number}", b"first")
         await barrier(communicator, "posted", timeout=DEADLINE)
         if me.rank == me.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(3600)
-    await communicator.post(everybody, "word/0", b"second")
-    words = [await communicator.take(other, "word/0", timeout=DEADLINE) for other in everybody]
+    await communicator.send(everybody, "word/0", b"second")
+    words = [await communicator.recv(other, "word/0", timeout=DEADLINE) for other in everybody]
     stale = []
     for other in everybody:
         with suppress(RanksUnavailable):
-            stale.append(str(await communicator.take(other, "word/1", timeout=0.2)))
+            stale.append(str(await communicator.recv(other, "word/1", timeout=0.2)))
     await barrier(communicator, "end", timeout=DEADLINE)
     await communicator.close()
     me.tell({"words": [word.decode() for word in words], "stale": stale})

@@ -83,7 +83,7 @@ def die(me: Rank, store: SyncStore) -> None:
     assert agreed.is_set()
     ranked = store._life.engine.mode.ranked
     assert ranked is not None
-    ranked.team.deadline = me.arguments["deadline"]  # from here on: they have met, and go on at the same time
+    ranked.group.deadline = me.arguments["deadline"]  # from here on: they have met, and go on at the same time
     if me.rank == me.arguments["victim"]:
 
         async def hang(*_: object) -> None:

@@ -4,9 +4,9 @@
 
     world = World(4, nodes=["a", "a", "b", "b"])
     stores = [CheckpointStore.open(config, ranks=communicator) for communicator in world.communicators()]
-    world.kill(3, "post", topic="written/*", nth=2)     # at its second such call, rank 3 dies ...
+    world.kill(3, "send", topic="written/*", nth=2)     # at its second such call, rank 3 dies ...
     await world.died(3)
-    held = world.hold(1, "take")                        # rank 1 hangs there ...
+    held = world.hold(1, "recv")                        # rank 1 hangs there ...
     await held.reached()
     held.release()                                      # ... until now
     world.delay(2, 0.5)                                 # every call of rank 2 takes half a second longer
@@ -235,21 +235,21 @@ class InProcess:
         if self._session is not None:
             self._session.ends[self.rank].inbox.close()
 
-    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
+    async def send(self, to: Collection[int], topic: str, data: bytes) -> None:
         """Hand the message to the loops of the receivers."""
-        async with self._call("post", topic):
+        async with self._call("send", topic):
             for rank in to:
                 end = self._ends[rank]
                 end.soon(end.inbox.arrived, self.rank, topic, bytes(data))
 
-    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
-        """A message that was posted."""
-        async with self._call("take", topic):
-            return await self._ends[self.rank].inbox.take(source, topic, timeout)
+    async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
+        """A message that was sent."""
+        async with self._call("recv", topic):
+            return await self._ends[self.rank].inbox.recv(source, topic, timeout)
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Return when the receiver has taken the bytes, the strictest that an engine may be."""
-        async with self._call("send", str(tag)):
+        async with self._call("send_bulk", str(tag)):
             mine, theirs = self._ends[self.rank], self._ends[to]
             taken = asyncio.Event()
             parcel = _Parcel(bytes(memory), lambda: mine.soon(taken.set))
@@ -261,9 +261,9 @@ class InProcess:
                 what = f"rank {to} has not received {len(memory)} bytes within {timeout:.1f} s"
                 raise RanksUnavailable(what, [to]) from None
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Fill the memory with the next bytes sent with this tag."""
-        async with self._call("receive", str(tag)):
+        async with self._call("recv_bulk", str(tag)):
             queue = self._ends[self.rank].queue(source, tag)
             try:
                 async with asyncio.timeout(timeout):
@@ -284,7 +284,7 @@ class InProcess:
     async def _call(self, verb: str, topic: str) -> AsyncIterator[None]:
         """Meet the script, and let nothing come back to a rank that died meanwhile."""
         self._check_open()
-        if verb in ("send", "receive") and not self.bulk:
+        if verb in ("send_bulk", "recv_bulk") and not self.bulk:
             raise Invalid("this communicator sends nothing in bulk")
         if not self._death.done():
             for effect in self._world.strike(self.rank, verb, topic):

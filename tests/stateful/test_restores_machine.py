@@ -31,7 +31,7 @@ A_MOMENT = 0.3
 PLACES = [
     (verb, topic)
     for topic in ("log/*", "restore/*", "reading/*", "exchange/*", "restored/*")
-    for verb in ("post", "take")
+    for verb in ("send", "recv")
 ]
 """Calls of a communicator at which a rank may be cancelled; each rank makes some of them."""
 
@@ -67,13 +67,13 @@ class RestoresMachine(RuleBasedStateMachine):
     @contextmanager
     def soon_given_up(self) -> Iterator[None]:
         """Ranks wait a moment for each other."""
-        teams = [store._life.engine.mode.ranked.team for store in self.ranks.stores]
+        groups = [store._life.engine.mode.ranked.group for store in self.ranks.stores]
         try:
-            for each in teams:
+            for each in groups:
                 each.deadline = A_MOMENT
             yield
         finally:
-            for each in teams:
+            for each in groups:
                 each.deadline = SOON
 
     async def outcomes(

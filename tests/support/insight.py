@@ -36,7 +36,7 @@ def let_wait(stores: Iterable[CheckpointStore], seconds: float) -> None:
     Where one is to be missed and where none is, other times are right: what goes well may take long on a busy machine.
     """
     for store in stores:
-        store._life.engine.mode.ranked.team.deadline = seconds
+        store._life.engine.mode.ranked.group.deadline = seconds
 
 
 async def index_of(store: CheckpointStore, tier: str, step: int) -> dict[str, ArrayIndex]:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ def test_the_names_of_a_training_script_load_nothing_heavy(names: str) -> None:
     assert "tieredckpt.engine.engine" not in modules
 
 
+def test_a_star_import_needs_no_optional_framework() -> None:
+    """Nor does it load one that is there: mpi4py would initialise MPI."""
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}))"
+    program = f"{blocked}\nfrom tieredckpt import *\nprint(CheckpointStore, TierInfo)"
+    subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+
+
 def test_opening_a_store_loads_what_its_saves_need(tmp_path: Path) -> None:
     """Nothing of it is imported while a save runs, when a descriptor or memory may be missing."""
     program = f"""
@@ -117,3 +125,16 @@ def test_a_kind_of_tier_is_imported_where_a_configuration_has_it() -> None:
     _, modules, _ = imported(f"tieredckpt.config; {configured}")
     assert modules & kinds == {"tieredckpt.blobs.ram.kind", "tieredckpt.blobs.posix.kind"}
     assert "tensorstore" not in modules
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not by types either; layers cannot tell for the modules of one folder."""
+    grimp = pytest.importorskip("grimp")  # of import-linter
+    graph = grimp.build_graph("tieredckpt", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    del imports["tieredckpt"]  # an extension module is no Python file: importing one looks like importing the package
+    imports["tieredckpt.sync"].remove("tieredckpt.store")  # each face of a store gives the other
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

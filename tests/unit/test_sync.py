@@ -72,6 +72,8 @@ def test_a_store_is_opened_and_closed_without_a_with_block(tiers: StoreConfig, t
     store.close()
     with pytest.raises(Closed):
         store.steps()
+    with pytest.raises(Invalid, match="opened before"):
+        store.__enter__()
     with CheckpointStore.open_sync(tiers) as store:
         assert store.latest_step() == 1
         with pytest.raises(Invalid, match="opened before"):

@@ -56,11 +56,11 @@ _TRY_AGAIN = 1.0
 
 
 class _Unfit(Exception):
-    """This agent and that trainer are not for each other."""
+    """This agent cannot serve that trainer."""
 
 
 class _Outdated(Exception):
-    """This agent is in the way of one that does what the trainer wants."""
+    """An agent of the trainer's version and configuration should replace this one."""
 
 
 class Agent:
@@ -146,9 +146,9 @@ class Agent:
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""
         self._wire = wire
-        farewell = said.Goodbye(done=False)
+        goodbye = said.Goodbye(done=False)
         try:
-            farewell = await self._serve(wire)
+            goodbye = await self._serve(wire)
         except Parted as error:
             _log.info("the trainer (process %d) has gone: %s", wire.peer, error)
             self._dead = (*self._dead, wire.holder)  # for the next one's reckoning of failures
@@ -158,7 +158,7 @@ class Agent:
         except _Outdated as error:
             _log.info("%s", error)
             return True
-        if farewell.done and self._life == "with trainer":
+        if goodbye.done and self._life == "with trainer":
             return True  # it waits for the end of the connection, which comes when the leases are released
         self._wire = None
         await wire.close()
@@ -260,7 +260,7 @@ class Agent:
     # -- trainers -----------------------------------------------------------------------------------------
 
     async def _serve(self, wire: Wire) -> said.Goodbye:
-        """Hear a trainer until it says farewell. Raises `Parted` when it goes without."""
+        """Receive from a trainer until it sends `Goodbye`. Raises `Parted` if it ends without."""
         hello: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
         in_ram: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
         if not isinstance(hello, said.Hello) or not isinstance(in_ram, said.InRam):

@@ -29,7 +29,7 @@ class LentTiers:
         self._lent: set[str] = set()
 
     async def make_room(self, order: said.MakeRoom) -> bool:
-        """Whether so many bytes fit, after evictions where need be."""
+        """Whether so many bytes fit, after evictions if needed."""
         tier = self._state.tier(order.tier)
         return await make_room(self._state, self._collector, None, tier, order.nbytes)
 
@@ -42,7 +42,7 @@ class LentTiers:
         self._lent.add(tier.name)
 
     def give_back(self, name: str) -> None:
-        """End that; what was written and not committed is collected as what a crash leaves."""
+        """Release the packs; what was written and not committed is collected, as after a crash."""
         if name in self._lent:
             self._lent.remove(name)
             self._state.tier(name).packs.guard.release()

@@ -44,7 +44,7 @@ class Service:
         self._lent = LentTiers(self._state, engine.collector)
 
     async def run(self, dead: tuple[Holder, ...]) -> said.Goodbye:
-        """Serve until the trainer says farewell. Raises `Parted` when it goes without."""
+        """Serve until the trainer sends `Goodbye`. Raises `Parted` if it ends without."""
         unsubscribe = self._engine.events.subscribe(self._hear)
         tasks = [
             asyncio.create_task(self._keep_telling(), name="tieredckpt news for the trainer"),
@@ -170,7 +170,7 @@ class Service:
             case said.Commit(tier):
                 await self._lent.commit(order)
                 self._lent.give_back(tier)
-                await engine.collector.settle(state.tier(tier))
+                await engine.collector.after_commit(state.tier(tier))
             case said.GiveBack(tier):
                 self._lent.give_back(tier)
         return None

@@ -205,7 +205,7 @@ class _Training:
         return told
 
     def go_on(self) -> None:
-        """Let it train on after a save."""
+        """Resume the training after a save."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

@@ -45,7 +45,7 @@ Root = Annotated[
 
 
 def found_ram(root: Path | None) -> dict[str, list[FoundRam]]:
-    """By the UUID of the store, the RAM folders of this user on this machine."""
+    """The RAM folders of this user on this machine, by UUID of the store."""
     stores: dict[str, list[FoundRam]] = {}
     for each in asyncio.run(_found(root)):
         stores.setdefault(each.store, []).append(each)
@@ -85,7 +85,7 @@ def print_ram(store: str | None, *, as_json: bool) -> None:
 
 
 def forget(which: Which = None, gone: Gone = False, root: Root = None, as_json: Json = False) -> None:
-    """Free the RAM of stores that nobody needs, with the steps in it. `tieredckpt ls --ram` lists them."""
+    """Free the RAM of stores that are no longer needed, with the steps in it. `tieredckpt ls --ram` lists them."""
     if bool(which) == gone:
         raise typer.BadParameter("name stores, or say --gone")
     stores = found_ram(root)
@@ -172,7 +172,7 @@ def _label(group: Sequence[FoundRam]) -> str:
 
 
 def _places(group: Sequence[FoundRam]) -> dict[str, str]:
-    """By location, whether the store is still there."""
+    """Whether the store is still at each of its locations."""
     found: dict[str, str] = {}
     for each in group:
         for place in each.owner.places if each.owner is not None else ():

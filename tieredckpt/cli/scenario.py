@@ -83,18 +83,18 @@ Changed = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A scenario, what of it nobody said, and what the configuration says that cannot be."""
+    """A scenario, the values in it that were assumed, and the settings that cannot hold."""
 
     scenario: Scenario
     assumed: list[Assumption]
     doubts: list[str]
 
     def told(self) -> dict[str, object]:
-        """For programs."""
+        """What was assumed, and the doubts, as JSON."""
         return {"assumed": [asdict(each) for each in self.assumed], "doubts": self.doubts}
 
     def show(self) -> None:
-        """For people."""
+        """Print what was assumed, and the doubts."""
         for doubt in self.doubts:
             errors().print(f"note: {printable(doubt)}", style="yellow")
         if self.assumed:

@@ -61,7 +61,7 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Let a job train and fail in simulated time, and say what came of it."""
+    """Simulate a training job with failures, and report its progress and losses."""
     asked = scenario(
         config,
         state=state,

@@ -42,7 +42,7 @@ class _Errors(io.FileIO):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Exit with 1 and a message when the output cannot be written, with 141 when nobody reads it any more."""
+    """Exit with 1 and a message when the output cannot be written, with 141 when its reader has gone."""
     _open_what_is_closed()
     sys.stdout, sys.stderr = _text(_Output(1, "w", closefd=False)), _text(_Errors(2, "w", closefd=False))
     try:

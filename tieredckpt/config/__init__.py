@@ -1,6 +1,6 @@
-"""The configuration of a store: `store` for the whole, `tiers` for each tier, `checks` for what cannot work.
+"""The configuration of a store: `store_settings` and `tiers` for the settings, `store` for all.
 
-`kinds` has what a kind of tier is, and finds the one that a table names.
+`checks` finds what cannot work. `kinds` has what a kind of tier is, and finds the one that a table names.
 """
 
 from __future__ import annotations

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tieredckpt.config.kinds import kind_of
+from tieredckpt.config.store_settings import StoreSettings
 from tieredckpt.config.tiers import TierConfig, normal
 from tieredckpt.policy.base import StepView, StoreView, TierView
 from tieredckpt.settings import Place, Problem
 from tieredckpt.units import format_size
-
-if TYPE_CHECKING:
-    from tieredckpt.config import StoreConfig
 
 __all__ = ["doubtful", "impossible"]
 
@@ -24,12 +22,12 @@ _FAILURES = (Exception, SystemExit)
 """What a stranger's policy may raise."""
 
 
-def impossible(store: StoreConfig) -> list[Problem]:
+def impossible(store: StoreSettings) -> list[Problem]:
     """What keeps a store of this configuration from working; it is refused."""
     return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store)]
 
 
-def doubtful(store: StoreConfig) -> list[Problem]:
+def doubtful(store: StoreSettings) -> list[Problem]:
     """What works and is hardly meant; it is told when the store is opened."""
     found: list[Problem] = [*_fails(store)]
     for nearer, slower in combinations(store.tiers, 2):
@@ -52,7 +50,7 @@ def doubtful(store: StoreConfig) -> list[Problem]:
     return found
 
 
-def _conflicts(store: StoreConfig) -> list[Problem]:
+def _conflicts(store: StoreSettings) -> list[Problem]:
     if not store.tiers:
         example = "[tiers.disk] with kind = 'posix' and path = '/some/folder'"
         return [(("tiers",), f"there is none; add one, for example {example}")]
@@ -84,7 +82,7 @@ def _conflicts(store: StoreConfig) -> list[Problem]:
     return wrong
 
 
-def _shortages(store: StoreConfig) -> list[Problem]:
+def _shortages(store: StoreSettings) -> list[Problem]:
     wrong: list[Problem] = []
     for tier in store.tiers:
         if isinstance(tier.capacity, int) and tier.capacity < store.chunk_size:
@@ -96,7 +94,7 @@ def _shortages(store: StoreConfig) -> list[Problem]:
     return wrong
 
 
-def _nested(store: StoreConfig) -> Iterator[Problem]:
+def _nested(store: StoreSettings) -> Iterator[Problem]:
     locations = ((tier, kind_of(tier).location(tier)) for tier in store.tiers)
     folders = [(tier, Path(normal(where))) for tier, where in locations if isinstance(where, Path)]
     for (one, outer), (other, inner) in combinations(folders, 2):
@@ -105,7 +103,7 @@ def _nested(store: StoreConfig) -> Iterator[Problem]:
             yield ("tiers", other.name, *(["path"] if "path" in type(other).model_fields else [])), text
 
 
-def _keeps_nothing(store: StoreConfig) -> Iterator[Problem]:
+def _keeps_nothing(store: StoreSettings) -> Iterator[Problem]:
     for index, tier in enumerate(store.tiers):
         try:
             kept = [tier.retain.retains(view.tiers[index], view) for view in _samples(store, tier)]
@@ -119,7 +117,7 @@ def _keeps_nothing(store: StoreConfig) -> Iterator[Problem]:
             yield ("tiers", tier.name, "retain"), text
 
 
-def _fails(store: StoreConfig) -> Iterator[Problem]:
+def _fails(store: StoreSettings) -> Iterator[Problem]:
     for index, tier in enumerate(store.tiers):
         try:
             for view in _samples(store, tier):
@@ -129,7 +127,7 @@ def _fails(store: StoreConfig) -> Iterator[Problem]:
             yield ("tiers", tier.name, "retain"), f"{text}; what it fails on stays"
 
 
-def _samples(store: StoreConfig, tier: TierConfig) -> Iterator[StoreView]:
+def _samples(store: StoreSettings, tier: TierConfig) -> Iterator[StoreView]:
     """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics."""
     meant = {*range(11), *_numbers_in(tier.retain.model_dump())}
     numbers = sorted({*meant, *(number + 1 for number in meant)})[:_SAMPLES_MAX]

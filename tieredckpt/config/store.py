@@ -21,37 +21,31 @@ Defaults are found by their kind like any policy; nothing here imports the packa
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
-from tieredckpt._redact import redacted
 from tieredckpt.config.checks import impossible
-from tieredckpt.config.kinds import Tiers, kind_of
+from tieredckpt.config.store_settings import StoreSettings
 from tieredckpt.config.tiers import (
     WITH_SECRETS,
-    AbsolutePath,
     ChfsTier,
-    Interval,
     KvstoreTier,
     PosixTier,
     RamTier,
-    Threads,
     TierConfig,
     expand,
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
-from tieredckpt.policy.base import AnySchedule, Schedule, offer, parse
-from tieredckpt.settings import Place, Problem, Settings, did_you_mean, explain, problems, refusal
-from tieredckpt.units import Size
+from tieredckpt.policy.base import offer
+from tieredckpt.settings import Place, Problem, did_you_mean, explain, problems, refusal
 
 __all__ = [
     "ChfsTier",
@@ -65,107 +59,16 @@ __all__ = [
     "to_toml",
 ]
 
-T = TypeVar("T", bound=TierConfig)
 
-
-class StoreConfig(Settings):
+class StoreConfig(StoreSettings):
     """Everything that `CheckpointStore.open` needs to know. ``model_dump(mode="json")`` loads again, if it has no
     secret: a dump has ``REDACTED`` in the place of one."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] | None = None
-    """Names this store's folder in the node's shared memory; see `identity`."""
-    chunk_size: Annotated[Size, Field(ge=4096, le=2**30)] = 16 * 2**20
-    """Target size of a chunk, in bytes."""
-    threads: Threads | None = None
-    """Threads that copy and digest; None for the number of cores, at most four."""
-    schedule: AnySchedule = Field(default_factory=lambda: parse(Schedule, "always"))
-    when_full: Literal["wait", "skip", "replace"] = "wait"
-    """What a save does when the nearest tier has no room: wait, skip this save, or replace the oldest
-    snapshot that is not promoted yet and is not the last copy."""
-    promote_in: Literal["trainer", "agent"] = "trainer"
-    """Which process promotes: the trainer's own, or an agent that outlives it and is started where there is none."""
-    agent_log: AbsolutePath | None = None
-    """The file that an agent started by a store writes its log to; None for ``agent.log`` beside the RAM tier."""
-    grace: Interval = 3600.0
-    """Seconds for which a file that no step refers to is kept: it may belong to a save under way."""
-    lease_ttl: Interval = 60.0
-    """Seconds after which a writer that has not renewed its lease counts as dead."""
-    repack_below: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    """A pack whose live share of bytes falls below this is rewritten."""
-    replicated: tuple[str, ...] = ()
-    """Keys or glob patterns of leaves that every rank has alike: the ranks share the work of storing them."""
-    rank_deadline: Interval = 600.0
-    """Seconds for which the ranks of a training wait for each other."""
-    restore_group: Annotated[int, Field(strict=True, ge=1)] | None = None
-    """How many neighbouring ranks share what one of them reads of a shared tier in a restore; None for all."""
-    rack: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Of this node; copies in other nodes' RAM never share one. None for ``TIEREDCKPT_RACK``, and where that is not
-    set either for a rack of its own."""
-    policies: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$")], ...] = ()
-    """Modules of policies, as ``module`` or ``module:Class``; only `load` of a file imports them, from its folder too.
-    """
-    tiers: Tiers = ()
-    """Nearest first."""
-
-    @classmethod
-    def noun(cls) -> str:
-        return "a store"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         if wrong := impossible(self):
             raise refusal(wrong)
         return self
-
-    @property
-    def ram(self) -> RamTier | None:
-        """The tier in shared memory, which is the nearest; None without one."""
-        return next(iter(self.tiers_of(RamTier)), None)
-
-    @property
-    def slower(self) -> tuple[TierConfig, ...]:
-        """The tiers but RAM, nearest first."""
-        return tuple(tier for tier in self.tiers if tier is not self.ram)
-
-    def tiers_of(self, model: type[T]) -> tuple[T, ...]:
-        """The tiers of the kind that ``model`` configures, nearest first."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, model))
-
-    @property
-    def identity(self) -> str:
-        """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
-        return self._identity([tier.location_with_secrets for tier in self.slower])
-
-    def _identity(self, where: Sequence[str | None]) -> str:
-        if self.name is not None:
-            return self.name
-        return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
-
-    @property
-    def located(self) -> tuple[TierConfig, ...]:
-        """The tiers, each with its place: some are named after the store where they name none (`TierConfig.located`).
-
-        The store is told from others by ``name``, or by where the tiers are that outlive the nodes.
-        """
-        shared = [kind_of(tier).location(tier) for tier in self.slower if kind_of(tier).medium == "shared"]
-        lasting = [str(where) for where in shared if where is not None]
-        identity = self._identity(lasting) if self.name is not None or lasting else None
-        return tuple(tier.located(identity) for tier in self.tiers)
-
-    @property
-    def recorded_policies(self) -> dict[str, Any]:
-        """What a step records: the schedule, and by tier its name, kind and policies. Nothing of where a tier is."""
-        tiers = {"tiers": {"__all__": {"name", "kind", "promote", "retain", "evict"}}}
-        found: dict[str, Any] = redacted(self.model_dump(mode="json", include={"schedule": True, **tiers}))
-        return found
-
-    @property
-    def copy_threads(self) -> int:
-        """``threads``, or the number of cores this process may use, at most four."""
-        if self.threads is not None:
-            return self.threads
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return min(4, usable or 1)
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> StoreConfig:

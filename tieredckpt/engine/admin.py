@@ -1,4 +1,4 @@
-"""What a person asks of a store, whatever its policies say: promote, evict, delete, collect, verify."""
+"""Manual operations, which no policy decides: promote, evict, delete, collect, verify."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Admin"]
 
 
 class Admin:
-    """Orders that come from people and programs. Lives on the engine's loop.
+    """Carries out manual operations. Lives on the engine's loop.
 
     ``promote`` copies a step to a tier and gives the bytes written.
     """
@@ -34,17 +34,17 @@ class Admin:
         step, tier = self._state.find(number), self._state.tier(name)
         if not tier.shared:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
-        self._check_managed("promote to", tier)
+        self._check_ours(f"promote to tier {name!r}", self._state.manages(tier))
         tier.steps.tombstones.discard(step)
         written = await self._promote(step, tier)
-        await self._collector.settle(tier)
+        await self._collector.after_commit(tier)
         return written
 
     async def evict(self, number: int, name: str) -> None:
         """See `Evictor.evict`."""
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
-        self._check_managed("evict from", tier)
+        self._check_ours(f"evict from tier {name!r}", self._state.manages(tier))
         if tier.steps.keeps(step):  # else it would never come there, or is leaving already
             tier.steps.tombstones.add(step)
         try:
@@ -59,10 +59,7 @@ class Admin:
         """See `CheckpointStore.delete`."""
         state = self._state
         state.check_writable("delete")
-        if state.membership.rank:
-            raise Invalid(
-                f"cannot delete step {number} on rank {state.membership.rank}: rank 0 does that for all ranks"
-            )
+        self._check_ours(f"delete step {number}", state.membership.rank == 0)
         found = state.find(number, damaged=True)
         there = {step for tier in state.tiers for step in (*tier.steps.held, *tier.steps.damaged)}
         known = {step for step in there if step.step == number}
@@ -103,10 +100,9 @@ class Admin:
         for tier in tiers:
             await self._collector.collect(tier, orphans=False)
 
-    def _check_managed(self, what: str, tier: Tier) -> None:
-        if not self._state.manages(tier):
-            rank = self._state.membership.rank
-            raise Invalid(f"cannot {what} tier {tier.name!r} on rank {rank}: rank 0 does that for all ranks")
+    def _check_ours(self, what: str, ours: bool) -> None:
+        if not ours:
+            raise Invalid(f"cannot {what} on rank {self._state.membership.rank}: rank 0 does that for all ranks")
 
     async def collect(self) -> list[Collected]:
         """Reclaim dead packs on every tier that answers, a full one too, and rewrite those that are mostly dead.
@@ -140,7 +136,7 @@ class Admin:
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:
-            self._check_managed("repair", self._state.tier(name))
+            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.tier(name)))
         return await verify_step(self._state, self._collector, number, serial, name, repair=repair, progress=progress)
 
     async def scrub(
@@ -150,6 +146,6 @@ class Admin:
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:
-            self._check_managed("repair", self._state.tier(name))
+            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.tier(name)))
         tiers = self._state.tiers if name is None else (self._state.tier(name),)
         return await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)

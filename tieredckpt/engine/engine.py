@@ -30,7 +30,7 @@ from tieredckpt.engine.opening.connect import connect, connect_ram, identify, ma
 from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
 from tieredckpt.engine.promoting.promoter import Promoter
-from tieredckpt.engine.promoting.waiting import reached, settled
+from tieredckpt.engine.promoting.waiting import drained, reached
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.repairing.background import BackgroundRepair
@@ -88,22 +88,22 @@ class Engine:
 
         Raises when no tier can be opened, another store writes here, or another rank cannot open.
         """
-        team = None
+        group = None
         if communicator is not None and communicator.size > 1:
             if self._role is Role.TRAINER:
                 raise Invalid(
                     f"promote_in = 'agent' is for a store of one rank, and there are {communicator.size}: leave it "
                     f"out, so that the ranks promote"
                 )
-            team = Group(communicator, deadline=self._config.rank_deadline)
+            group = Group(communicator, deadline=self._config.rank_deadline)
         try:
-            if team is not None:
-                await team.open()
+            if group is not None:
+                await group.open()
             await in_thread(load_frameworks)
-            self._prepare(team)
+            self._prepare(group)
         except BaseException:
-            if team is not None:
-                await whole(team.close())
+            if group is not None:
+                await whole(group.close())
             raise
         try:
             await self.mode.open(self._open_tiers)
@@ -113,7 +113,7 @@ class Engine:
         if not self._read_only:
             self._begin()
 
-    def _prepare(self, team: Group | None) -> None:
+    def _prepare(self, group: Group | None) -> None:
         config = self._config
         self.state = State(
             config=config,
@@ -128,20 +128,20 @@ class Engine:
             role=self._role,
         )
         self.collector = Collector(self.state)
-        self.mode = self._make_mode(team)
-        connect_ram(self.state, sharers=_sharers(config.ram, team), folder=self._ram)
+        self.mode = self._make_mode(group)
+        connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
         self.restorer = Restorer(self.state, self.mode, self.mending.behind, self.prepare)
-        self._writer = Writer(self.state, self.collector)
+        self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
         self.inventory = Inventory(self.state)
         self.captures = Captures(self.state, self.save)
 
-    def _make_mode(self, team: Group | None) -> Alone:
+    def _make_mode(self, group: Group | None) -> Alone:
         """How this process takes part in the store."""
-        if team is not None:
-            return AmongRanks(self.state, self.collector, team, self._open_tiers, self.promote_at_once)
+        if group is not None:
+            return AmongRanks(self.state, self.collector, group, self._open_tiers, self.promote_at_once)
         if self._role is Role.TRAINER:
             return BesideAgent(self.state, self.collector)
         return (Reader if self._read_only else Alone)(self.state, self.collector)
@@ -283,7 +283,7 @@ class Engine:
         save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, stall=stall)
         saved = await self.mode.save(step, flat, replicated, save, origin)
         if saved.tier is not None:
-            await self.collector.settle(self.state.tier(saved.tier))
+            await self.collector.after_commit(self.state.tier(saved.tier))
         self.prepare_memory()
         return saved
 
@@ -303,11 +303,11 @@ class Engine:
             await self.mode.give_way(step, name)
 
     async def flush(self) -> None:
-        """Wait until saves by reference are made and damage that was found is mended, and as `waiting.settled`."""
-        await self.captures.settled()
-        await self.mending.settled()
-        await self.mode.settled()
-        await settled(self.state, self.promoters)
+        """Wait until saves by reference are made and damage that was found is mended, and as `waiting.drained`."""
+        await self.captures.drained()
+        await self.mending.drained()
+        await self.mode.drained()
+        await drained(self.state, self.promoters)
         await self.mode.told()
 
     # -- looking ------------------------------------------------------------------------------------------
@@ -317,6 +317,6 @@ class Engine:
         return await self.mode.looking(work, packs=packs)
 
 
-def _sharers(ram: RamTier | None, team: Group | None) -> int:
+def _sharers(ram: RamTier | None, group: Group | None) -> int:
     """How many ranks share this machine's memory; what each keeps for others takes as much again for every replica."""
-    return len(team.local_ranks) * ram.replicas if team is not None and ram is not None else 1
+    return len(group.local_ranks) * ram.replicas if group is not None and ram is not None else 1

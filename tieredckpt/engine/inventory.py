@@ -1,4 +1,4 @@
-"""What a store holds, as told to people and programs: its steps, one step in full, its tiers."""
+"""Lists what a store holds: its steps, one step in full, its tiers."""
 
 from __future__ import annotations
 

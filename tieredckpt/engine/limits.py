@@ -32,6 +32,15 @@ class Limits:
     serials_skipped: int = 10_000
     """A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
 
+    # -- packs and reads
+    pack_size: int = 256 << 20
+    """Bytes of a pack that is written from the slab."""
+    read_run: int = 16 << 20
+    """Small neighbouring extents are read together up to this size."""
+    reads_under_way: int = 192 << 20
+    """Asked for at a time of a store that digests reads, or one run: each read ends within the deadline of a tier that
+    is as slow as it may be, though all share its bandwidth."""
+
     # -- saves
     wait_for_room: float = 600.0
     """That ``when_full = "wait"`` waits at most."""
@@ -49,6 +58,12 @@ class Limits:
     """Until a rank tries again to send what could not be sent."""
     last_words: float = 5.0
     """That rank 0 gives the others to take its last message."""
+    hello_again: float = 1.0
+    """Until a rank that nobody has welcomed says hello once more."""
+    go_within: float = 5.0
+    """Until a rank that was welcomed and not told to go says hello once more: rank 0 may be dead."""
+    message_size: int = 1 << 20
+    """Largest message of a bulk transfer between ranks whose communicator has messages alone."""
     schedule_ahead: float = 1.0
     """That a message is given to reach all ranks, at first."""
     ask_rank_0_again: float = 5.0

@@ -1,4 +1,4 @@
-"""What a process that does not write knows of a store, made fresh whenever it is asked: another process changes it.
+"""Refreshes what a reader knows of a store at each call: another process changes it.
 
 Steps are listed, and only those are read that are new or were committed anew. RAM that a trainer gave back, took anew
 or made is let go and attached, and so is a tier that was not there, or that was replaced.
@@ -123,8 +123,8 @@ class Refresh:
         if seen != self._seen:
             await open_read_only_ram(state)
             self._seen = seen
-        for step, chosen in state.read_only_steps.items():
-            first.steps.held.setdefault(step, Held(chosen.index.record, ""))
+        for step, merged in state.read_only_steps.items():
+            first.steps.held.setdefault(step, Held(merged.index.record, ""))
         state.adopt_line()
         state.changed.notify()
 

@@ -32,7 +32,7 @@ class Scratch:
     """
 
     def __init__(self, capacity: int, *, shared: bool = True) -> None:
-        """Of ``capacity`` bytes; other processes need not map them where ``shared`` is False."""
+        """Reserve ``capacity`` bytes; other processes can map them if ``shared``."""
         self.capacity = aligned(capacity)
         self.slab = Slab(_shared_file(self.capacity) if shared else None, self.capacity)
         self.returned = Notification()

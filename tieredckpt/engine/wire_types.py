@@ -44,7 +44,7 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(kind, str(error) if kind or str(error) else type(error).__name__)
 
     def error(self) -> TieredCkptError:
-        """The error for whoever it is raised for here."""
+        """The error, to be raised in this process."""
         if self.kind == "RanksUnavailable":
             return RanksUnavailable(self.text, self.ranks)
         return _KINDS.get(self.kind, TierUnavailable)(self.text)

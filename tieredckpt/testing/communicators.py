@@ -75,46 +75,46 @@ class CommunicatorTests:
         assert all(isinstance(each, Communicator) and each.node for each in ranks)
         assert len({each.bulk for each in ranks}) == 1
 
-    async def test_what_is_posted_is_taken_once_by_each(self, ranks: list[Communicator]) -> None:
+    async def test_what_is_sent_is_received_once_by_each(self, ranks: list[Communicator]) -> None:
         everybody = range(len(ranks))
         for each in ranks:
-            await each.post(everybody, "first", bytes([each.rank]))
-            await each.post(everybody, "second", b"second of %d" % each.rank)
+            await each.send(everybody, "first", bytes([each.rank]))
+            await each.send(everybody, "second", b"second of %d" % each.rank)
         for each in ranks:
-            for source in everybody:  # in another order than they were posted
-                assert await each.take(source, "second", timeout=ENOUGH) == b"second of %d" % source
-                assert await each.take(source, "first", timeout=ENOUGH) == bytes([source])
+            for source in everybody:  # in another order than they were sent
+                assert await each.recv(source, "second", timeout=ENOUGH) == b"second of %d" % source
+                assert await each.recv(source, "first", timeout=ENOUGH) == bytes([source])
                 with pytest.raises(RanksUnavailable):
-                    await each.take(source, "first", timeout=0.0)
+                    await each.recv(source, "first", timeout=0.0)
 
-    async def test_a_take_waits_for_the_post(self, ranks: list[Communicator]) -> None:
-        taking = asyncio.create_task(ranks[0].take(ranks[-1].rank, "later", timeout=ENOUGH))
+    async def test_a_receive_waits_for_the_send(self, ranks: list[Communicator]) -> None:
+        taking = asyncio.create_task(ranks[0].recv(ranks[-1].rank, "later", timeout=ENOUGH))
         await asyncio.sleep(0.05)
         assert not taking.done()
-        await ranks[-1].post([0], "later", b"now")
+        await ranks[-1].send([0], "later", b"now")
         assert await taking == b"now"
 
     @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 4 << 20])
     async def test_a_message_is_kept_bit_for_bit(self, ranks: list[Communicator], nbytes: int) -> None:
         data = random.Random(nbytes).randbytes(nbytes)
-        await ranks[-1].post([0], "a/topic of ünusual name", data)
-        assert await ranks[0].take(ranks[-1].rank, "a/topic of ünusual name", timeout=ENOUGH) == data
+        await ranks[-1].send([0], "a/topic of ünusual name", data)
+        assert await ranks[0].recv(ranks[-1].rank, "a/topic of ünusual name", timeout=ENOUGH) == data
 
     @pytest.mark.parametrize("seed", range(3))
     async def test_whatever_the_order_nothing_is_lost_or_mixed_up(self, ranks: list[Communicator], seed: int) -> None:
         rng = random.Random(seed)
-        letters = [(rng.choice(ranks), rng.choice(ranks), f"topic {number}") for number in range(60)]
+        messages = [(rng.choice(ranks), rng.choice(ranks), f"topic {number}") for number in range(60)]
 
-        async def post(source: Communicator, to: Communicator, topic: str) -> None:
+        async def send(source: Communicator, to: Communicator, topic: str) -> None:
             await asyncio.sleep(rng.random() / 20)
-            await source.post([to.rank], topic, f"{source.rank} {to.rank} {topic}".encode())
+            await source.send([to.rank], topic, f"{source.rank} {to.rank} {topic}".encode())
 
-        async def take(source: Communicator, to: Communicator, topic: str) -> None:
+        async def recv(source: Communicator, to: Communicator, topic: str) -> None:
             await asyncio.sleep(rng.random() / 20)
-            data = await to.take(source.rank, topic, timeout=ENOUGH)
+            data = await to.recv(source.rank, topic, timeout=ENOUGH)
             assert data == f"{source.rank} {to.rank} {topic}".encode()
 
-        calls = [call for letter in letters for call in (post(*letter), take(*letter))]
+        calls = [call for message in messages for call in (send(*message), recv(*message))]
         rng.shuffle(calls)
         await _all(calls)
 
@@ -123,25 +123,25 @@ class CommunicatorTests:
     async def test_a_silent_rank_is_named_at_the_deadline(self, ranks: list[Communicator]) -> None:
         begin = time.monotonic()
         with pytest.raises(RanksUnavailable, match="has not sent 'nothing'") as caught:
-            await ranks[0].take(ranks[-1].rank, "nothing", timeout=SHORT)
+            await ranks[0].recv(ranks[-1].rank, "nothing", timeout=SHORT)
         assert SHORT * 0.9 <= time.monotonic() - begin < SHORT + SLACK
         assert caught.value.ranks == (ranks[-1].rank,)
 
     async def test_what_comes_after_the_deadline_may_be_taken_later(self, ranks: list[Communicator]) -> None:
         with pytest.raises(RanksUnavailable):
-            await ranks[0].take(ranks[-1].rank, "late", timeout=SHORT)
-        await ranks[-1].post([0], "late", b"better")
-        assert await ranks[0].take(ranks[-1].rank, "late", timeout=ENOUGH) == b"better"
+            await ranks[0].recv(ranks[-1].rank, "late", timeout=SHORT)
+        await ranks[-1].send([0], "late", b"better")
+        assert await ranks[0].recv(ranks[-1].rank, "late", timeout=ENOUGH) == b"better"
 
     async def test_a_take_that_was_cancelled_took_nothing(self, ranks: list[Communicator]) -> None:
         for number in range(5):
-            taking = asyncio.create_task(ranks[0].take(ranks[-1].rank, f"kept {number}", timeout=ENOUGH))
+            taking = asyncio.create_task(ranks[0].recv(ranks[-1].rank, f"kept {number}", timeout=ENOUGH))
             await asyncio.sleep(0.01 * number)
-            await ranks[-1].post([0], f"kept {number}", b"safe")
+            await ranks[-1].send([0], f"kept {number}", b"safe")
             taking.cancel()
             outcome = (await asyncio.gather(taking, return_exceptions=True))[0]
             if isinstance(outcome, asyncio.CancelledError):
-                outcome = await ranks[0].take(ranks[-1].rank, f"kept {number}", timeout=ENOUGH)
+                outcome = await ranks[0].recv(ranks[-1].rank, f"kept {number}", timeout=ENOUGH)
             assert outcome == b"safe"
 
     async def test_a_post_does_not_wait_for_who_has_gone(self, ranks: list[Communicator]) -> None:
@@ -149,10 +149,10 @@ class CommunicatorTests:
             pytest.skip("there is nobody else")
         await ranks[-1].close()
         begin = time.monotonic()
-        await ranks[0].post([ranks[-1].rank], "gone", bytes(1 << 20))
+        await ranks[0].send([ranks[-1].rank], "gone", bytes(1 << 20))
         assert time.monotonic() - begin < SLACK
-        await ranks[0].post([0], "self", b"still here")
-        assert await ranks[0].take(0, "self", timeout=ENOUGH) == b"still here"
+        await ranks[0].send([0], "self", b"still here")
+        assert await ranks[0].recv(0, "self", timeout=ENOUGH) == b"still here"
 
     # -- together -----------------------------------------------------------------------------------------
 
@@ -217,8 +217,8 @@ class CommunicatorTests:
         arrays = [bytearray(len(parcel)) for parcel in parcels]
         await _all(
             [
-                *(source.send(to.rank, memoryview(parcel), tag=3, timeout=ENOUGH) for parcel in parcels),
-                *(to.receive(0, memoryview(array), tag=3, timeout=ENOUGH) for array in arrays),
+                *(source.send_bulk(to.rank, memoryview(parcel), tag=3, timeout=ENOUGH) for parcel in parcels),
+                *(to.recv_bulk(0, memoryview(array), tag=3, timeout=ENOUGH) for array in arrays),
             ]
         )
         assert arrays == parcels
@@ -227,46 +227,46 @@ class CommunicatorTests:
         _needs_bulk(ranks)
         begin = time.monotonic()
         with pytest.raises(RanksUnavailable) as receiving:
-            await ranks[0].receive(ranks[-1].rank, memoryview(bytearray(10)), tag=1, timeout=SHORT)
+            await ranks[0].recv_bulk(ranks[-1].rank, memoryview(bytearray(10)), tag=1, timeout=SHORT)
         with pytest.raises(RanksUnavailable) as sending:
-            await ranks[0].send(ranks[-1].rank, memoryview(bytes(64 << 20)), tag=2, timeout=SHORT)
+            await ranks[0].send_bulk(ranks[-1].rank, memoryview(bytes(64 << 20)), tag=2, timeout=SHORT)
         assert time.monotonic() - begin < 2 * SHORT + SLACK
         assert receiving.value.ranks == sending.value.ranks == (ranks[-1].rank,)
-        await ranks[-1].post([0], "after", b"words")
-        assert await ranks[0].take(ranks[-1].rank, "after", timeout=ENOUGH) == b"words"
+        await ranks[-1].send([0], "after", b"words")
+        assert await ranks[0].recv(ranks[-1].rank, "after", timeout=ENOUGH) == b"words"
 
     async def test_bulk_that_failed_with_one_rank_goes_on_with_the_others(self, ranks: list[Communicator]) -> None:
         _needs_bulk(ranks)
         if len(ranks) < 3:
             pytest.skip("there are no others")
         with pytest.raises(RanksUnavailable):
-            await ranks[0].receive(ranks[-1].rank, memoryview(bytearray(10)), tag=1, timeout=SHORT)
+            await ranks[0].recv_bulk(ranks[-1].rank, memoryview(bytearray(10)), tag=1, timeout=SHORT)
         into = bytearray(1000)
-        send = ranks[0].send(1, memoryview(b"x" * 1000), tag=1, timeout=ENOUGH)
-        await _all([send, ranks[1].receive(0, memoryview(into), tag=1, timeout=ENOUGH)])
+        send = ranks[0].send_bulk(1, memoryview(b"x" * 1000), tag=1, timeout=ENOUGH)
+        await _all([send, ranks[1].recv_bulk(0, memoryview(into), tag=1, timeout=ENOUGH)])
         assert into == b"x" * 1000
 
     async def test_bulk_is_refused_where_there_is_none(self, ranks: list[Communicator]) -> None:
         if ranks[0].bulk:
             pytest.skip("it sends in bulk")
         with pytest.raises(Invalid, match="bulk"):
-            await ranks[0].send(ranks[-1].rank, memoryview(b"x"), tag=0, timeout=SHORT)
+            await ranks[0].send_bulk(ranks[-1].rank, memoryview(b"x"), tag=0, timeout=SHORT)
         with pytest.raises(Invalid, match="bulk"):
-            await ranks[0].receive(ranks[-1].rank, memoryview(bytearray(1)), tag=0, timeout=SHORT)
+            await ranks[0].recv_bulk(ranks[-1].rank, memoryview(bytearray(1)), tag=0, timeout=SHORT)
 
     # -- sessions -----------------------------------------------------------------------------------------
 
     async def test_a_closed_one_says_so_and_ends_who_waits(self, ranks: list[Communicator]) -> None:
         mine = ranks[-1]
-        taking = asyncio.create_task(mine.take(0, "never", timeout=ENOUGH))
+        taking = asyncio.create_task(mine.recv(0, "never", timeout=ENOUGH))
         await asyncio.sleep(0.02)
         await mine.close()
         with pytest.raises(Closed):
             await taking
         with pytest.raises(Closed):
-            await mine.take(0, "never", timeout=SHORT)
+            await mine.recv(0, "never", timeout=SHORT)
         with pytest.raises(Closed):
-            await mine.post([0], "never", b"")
+            await mine.send([0], "never", b"")
         await mine.close()
 
     @pytest.mark.parametrize("orderly", [True, False], ids=["closed", "died"])
@@ -275,16 +275,16 @@ class CommunicatorTests:
     ) -> None:
         everybody = range(len(before := await start()))
         for each in before:
-            await each.post(everybody, "word", b"old")
+            await each.send(everybody, "word", b"old")
         if orderly:
             await _all(each.close() for each in before)
         after = await start()
         for each in after:
             with pytest.raises(RanksUnavailable):
-                await each.take(0, "word", timeout=SHORT)
-        await after[0].post(everybody, "word", b"new")
+                await each.recv(0, "word", timeout=SHORT)
+        await after[0].send(everybody, "word", b"new")
         for each in after:
-            assert await each.take(0, "word", timeout=ENOUGH) == b"new"
+            assert await each.recv(0, "word", timeout=ENOUGH) == b"new"
 
     async def test_who_does_not_come_is_named_at_the_deadline(
         self, processes: Callable[[], list[Communicator]], start: Callable[[], Awaitable[list[Communicator]]]

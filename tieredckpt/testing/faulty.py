@@ -69,21 +69,21 @@ class Hold:
 
     def release(self) -> None:
         """Let those that wait go on, and those that come later pass."""
-        self._settle(self._released)
+        self._resolve(self._released)
 
     @property
     def is_released(self) -> bool:
         """Whether nobody has to wait here any more."""
         return self._released.done()
 
-    def _settle(self, future: Future[None]) -> None:
+    def _resolve(self, future: Future[None]) -> None:
         with self._guards_futures:
             if not future.done():
                 future.set_result(None)
 
     async def stop_here(self) -> None:
         """Come to this place; returns once it is released."""
-        self._settle(self._reached)
+        self._resolve(self._reached)
         released = asyncio.wrap_future(self._released)
         await (outlast(released) if self._stubborn else asyncio.shield(released))
 

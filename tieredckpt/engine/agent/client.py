@@ -1,6 +1,6 @@
-"""The trainer's side of its agent: it listens for one, starts one where there is none, tells it and asks it.
+"""The trainer's connection to its agent: listens for one, starts one if there is none, sends it deltas and requests.
 
-What the agent is told and tells is in `told`; nothing here decides anything about steps.
+The deltas are in `deltas`; nothing here decides anything about steps.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AgentClient:
         return Path(self._state.tiers[0].store.location)
 
     async def open(self) -> None:
-        """Have an agent. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
+        """Connect to an agent, or start one. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
         for tier in self._slower():
             tier.remote.pin = partial(self._pinned, tier)
         ram = self._state.tiers[0]
@@ -355,14 +355,14 @@ class AgentClient:
     async def mend(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:
-        """Have damage on slower tiers mended."""
+        """Ask the agent to repair damage on slower tiers."""
         bad = [said.BadChunk(each.tier.name, each.digest, each.key, Failure.of(each.error)) for each in damage]
         silent = [(tier.name, Failure.of(error)) for tier, error in unreadable]
         await self.ask(said.Mend(step, tuple(bad), tuple(silent)))
 
     @asynccontextmanager
     async def _pinned(self, tier: Tier, step: StepId) -> AsyncIterator[None]:
-        """Keep the agent from evicting a step that is read here; without an agent, nobody evicts."""
+        """Keep the agent from evicting a step that is read here; without an agent, no step is evicted."""
         wire = self._wire
         if wire is None:
             yield

@@ -1,4 +1,4 @@
-"""What a person asks of a store whose steps an agent promotes: RAM is this process's, the rest the agent's."""
+"""Manual operations beside an agent: this process carries out those on RAM, the agent all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def _nobody(step: StepId, tier: Tier) -> int:
 
 
 class AgentAdmin(Admin):
-    """Orders that concern slower tiers are the agent's to carry out."""
+    """Sends operations on slower tiers to the agent."""
 
     def __init__(self, state: State, collector: Collector, link: AgentClient) -> None:
         super().__init__(state, collector, _nobody)

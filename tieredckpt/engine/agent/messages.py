@@ -1,4 +1,4 @@
-"""What a trainer and its agent tell each other, as frames; what they know of steps is that of `engine.messages`."""
+"""Messages between a trainer and its agent; those about steps use the types of `engine.wire_types`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Unpin(_Frame, frozen=True):
 
 
 class MakeRoom(_Frame, frozen=True):
-    """Whether so many bytes fit on a tier, after evictions where need be."""
+    """Whether so many bytes fit on a tier, after evictions if needed."""
 
     tier: str
     nbytes: int
@@ -318,7 +318,7 @@ class Progress(_Frame, frozen=True):
 
 
 class Heartbeat(_Frame, frozen=True):
-    """Nothing has happened, and the agent is there."""
+    """The agent is alive."""
 
 
 FromAgent = Ready | Refused | OnTier | Happened | Response | Progress | Heartbeat

@@ -121,7 +121,10 @@ async def accept(sock: socket.socket) -> Wire:
 
 
 async def connect(folder: Path) -> Wire | None:
-    """A connection to who listens in the folder; None where nobody does. Raises `Conflict` for another user."""
+    """A connection to the process that listens in the folder; None if there is none.
+
+    Raises `Conflict` for another user.
+    """
     try:
         sock = await in_thread(_connected, folder)
     except OSError:

@@ -52,7 +52,7 @@ class Collector:
     # -- by policy, and for room --------------------------------------------------------------------------
 
     async def apply_retention(self, tier: Tier) -> None:
-        """Let the steps go that the tier's policy does not retain.
+        """Evict the steps that the tier's policy does not retain.
 
         A tier with a capacity keeps them until room is needed; one without would grow for ever.
         """
@@ -63,7 +63,7 @@ class Collector:
             await self.collect(tier, orphans=False)
 
     async def evict_unretained(self, tier: Tier) -> None:
-        """Let all steps leave RAM that its policy does not retain, and that do not wait for their promotion."""
+        """Evict all steps from RAM that its policy does not retain and that wait for no promotion."""
         await self.evictor.reclaim_unread(tier)
         for step in leaving(self._state, tier):
             if not waits_for_promotion(self._state, step, tier):
@@ -271,8 +271,8 @@ class Collector:
                         if extent.path in packs:
                             tier.packs.forget(digest)
 
-    async def settle(self, tier: Tier) -> None:
-        """After a commit on a tier: retention there, and in RAM what waited for it. Failures are the tier's own."""
+    async def after_commit(self, tier: Tier) -> None:
+        """Apply retention to a tier after a commit there. Failures are logged."""
         try:
             await self.apply_retention(tier)
         except TieredCkptError as error:

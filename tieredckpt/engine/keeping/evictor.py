@@ -1,4 +1,4 @@
-"""How a step leaves a tier: out of RAM, where its extents wait for whoever reads them, or by its manifest."""
+"""Evicts steps: deletes the manifest first; in RAM, extents are reused once their last reader has released them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Evictor:
         self._state.changed.notify()
 
     async def reclaim_unread(self, tier: Tier) -> None:
-        """Have the extents of steps that left RAM while somebody read them, once nobody does."""
+        """Reclaim extents of steps that left RAM, once their last reader has released them."""
         if tier.ram is not None and tier.ram.unread:
             await whole(_reclaim_unread(tier.ram))
 

@@ -1,6 +1,6 @@
 """Room on a full tier for a newer step: the steps that it retains leave, oldest first, as far as promise 6 allows.
 
-Which are retained is for the policy to say, how many find room for the tier. Without this a tier that its own steps
+The policy says which steps are retained; the tier limits how many. Without this a tier that its own steps
 fill would stay at these, and the newest step would never be durable.
 """
 
@@ -50,7 +50,7 @@ def _fits(tier: Tier, need: int) -> bool:
 
 
 async def make_room(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:
-    """Whether the capacity of a tier has room for so many bytes of a step, after evictions where need be.
+    """Whether the capacity of a tier has room for so many bytes of a step, after evictions if needed.
 
     ``step`` is None for a save, which is newer than all there is.
     """

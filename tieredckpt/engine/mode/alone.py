@@ -1,10 +1,11 @@
-"""The modes of a process that nobody else works with: one that saves, and one that only reads."""
+"""The modes of a process that works alone: one that saves, and one that only reads."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
@@ -14,21 +15,21 @@ from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import Mend
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
-from tieredckpt.engine.restoring.source import Damage
+from tieredckpt.engine.restoring.restore import Unreadable
+from tieredckpt.engine.restoring.source import ChosenStep, Damage
 from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.saving.slower_tiers import OwnTiers, SlowerTiers
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.shards import check_whole
 
-__all__ = ["Alone", "Changed", "Reader", "Unreadable"]
+__all__ = ["Alone", "Changed", "Reader"]
 
 T = TypeVar("T")
 
-Unreadable = Sequence[tuple[Tier, TieredCkptError]]
-"""Tiers whose index of a step could not be read."""
 Work = Callable[[], Coroutine[Any, Any, T]]
 Changed = Callable[[Tier], Awaitable[None]]
 """Waits until something changed that may bring a step to a tier; raises when nothing will."""
@@ -50,9 +51,14 @@ class Alone:
         self.collector = collector
         self.admin = self._make_admin()
         """What people ask for."""
+        self.slower_tiers = self._make_slower_tiers()
+        """Where a save goes that RAM cannot hold."""
 
     def _make_admin(self) -> Admin:
         return Admin(self.state, self.collector, self.promote)
+
+    def _make_slower_tiers(self) -> SlowerTiers:
+        return OwnTiers(self.state, self.collector)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -69,7 +75,7 @@ class Alone:
         """Tell the others that this process ends: whether all that was due is done, and whether it was asked to be."""
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
-        """Let everything go; ``may_remove`` tells whether all that RAM holds may go."""
+        """Release everything; ``may_remove`` tells whether RAM may be freed with all that it holds."""
 
     # -- saves and promotions -----------------------------------------------------------------------------
 
@@ -81,7 +87,9 @@ class Alone:
         save: Callable[[Flat], Awaitable[Saved]],
         origin: Origin | None,
     ) -> Saved:
-        """Save by ``save`` what this process has to save of a tree."""
+        """Save by ``save`` what this process has to save of a tree. Raises `Invalid` if pieces of an array lack."""
+        if flat.in_pieces:
+            await in_thread(check_whole, flat.structure, flat.arrays, pool=self.state.pool)
         return await save(flat)
 
     def is_due(self, step: int) -> bool:
@@ -96,17 +104,17 @@ class Alone:
         return await copy_step(self.state, self.collector, step, tier)
 
     async def ask_to_promote(self, step: StepId, tier: Tier) -> None:
-        """Have a step promoted before older ones, whichever process does that."""
+        """Ask for the promotion of a step before older ones, in whichever process does it."""
         await self.admin.promote(step.step, tier.name)
 
     async def give_way(self, step: StepId, name: str) -> None:
-        """Have another process interrupt the promotion of an older step to a tier that it manages."""
+        """Ask the process that manages a tier to interrupt the promotion of an older step."""
 
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
         """Return when a tier has a step, waiting by ``wait`` for what this process hears of it."""
         await wait(None)
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when what other processes do for this one is done. Raises what keeps them from it."""
 
     async def told(self) -> None:
@@ -125,6 +133,11 @@ class Alone:
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """See `tieredckpt.engine.restoring.lookup.look_up`."""
         return await look_up(self.state, wanted.step)
+
+    @property
+    def chosen(self) -> ChosenStep | None:
+        """What all ranks restore at present."""
+        return None
 
     async def begin_reading(self) -> bool:
         """Begin to read when all ranks can; whether other ranks read as well."""

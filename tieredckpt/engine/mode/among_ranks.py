@@ -8,12 +8,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.mode.alone import Alone, Changed, Unreadable
+from tieredckpt.engine.mode.alone import Alone, Changed
+from tieredckpt.engine.ranks.commit.shared_tiers import SharedTiers
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
-from tieredckpt.engine.restoring.source import Damage
+from tieredckpt.engine.restoring.restore import Unreadable
+from tieredckpt.engine.restoring.source import ChosenStep, Damage
 from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership
 from tieredckpt.engine.state.state import State
@@ -33,21 +36,24 @@ class AmongRanks(Alone):
         self,
         state: State,
         collector: Collector,
-        team: Group,
+        group: Group,
         open_tiers: Callable[..., Awaitable[None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
-        state.membership = Membership(team.rank, team.size, tuple(team.local_ranks))
-        self.ranked = Ranked(state, collector, team, open_tiers, partial(look_up, state), promote_at_once)
+        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks))
+        self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.tell_stuck = self.ranked.tell_stuck
         super().__init__(state, collector)
+
+    def _make_slower_tiers(self) -> SlowerTiers:
+        return SharedTiers(self.state, self.collector)
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         await self.ranked.open()
 
     async def leave(self, *, done: bool, in_order: bool) -> None:
         if in_order:
-            await self.ranked.team.part()
+            await self.ranked.group.part()
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
         await self.ranked.close()
@@ -82,17 +88,21 @@ class AmongRanks(Alone):
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
         await wait(partial(self.ranked.heard_more, step, since=time.monotonic()))
 
-    async def settled(self) -> None:
-        await self.ranked.settled()
+    async def drained(self) -> None:
+        await self.ranked.drained()
 
     async def told(self) -> None:
-        await self.ranked.team.all_told()
+        await self.ranked.group.all_told()
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self.ranked.restores.together(work)
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         return await self.ranked.restores.look_up(wanted)
+
+    @property
+    def chosen(self) -> ChosenStep | None:
+        return self.ranked.restores.chosen
 
     async def begin_reading(self) -> bool:
         await self.ranked.restores.begin()

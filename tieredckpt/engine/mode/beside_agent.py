@@ -8,11 +8,12 @@ from tieredckpt.concurrency import whole
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.agent.client import AgentClient
 from tieredckpt.engine.agent.client_admin import AgentAdmin
-from tieredckpt.engine.agent.client_spill import AgentSpill
+from tieredckpt.engine.agent.client_tiers import AgentTiers
 from tieredckpt.engine.agent.messages import GiveWay
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
+from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.state.state import State
 from tieredckpt.format.manifest import StepId
 
@@ -25,11 +26,13 @@ class BesideAgent(Alone):
     def __init__(self, state: State, collector: Collector) -> None:
         self.link = AgentClient(state)
         self.mend_elsewhere = self.link.mend
-        state.agent_spill = AgentSpill(state, self.link)
         super().__init__(state, collector)
 
     def _make_admin(self) -> Admin:
         return AgentAdmin(self.state, self.collector, self.link)
+
+    def _make_slower_tiers(self) -> SlowerTiers:
+        return AgentTiers(self.link)
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         await open_tiers()
@@ -55,5 +58,5 @@ class BesideAgent(Alone):
         else:
             await self.link.reached(step, name)
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         await self.link.flush()

@@ -44,7 +44,7 @@ class Footers:
 
 
 def stamp_of(btree: str, files: Mapping[str, BlobInfo]) -> Stamp | None:
-    """By what a step is known whose folder has these files; None if there is not enough to tell."""
+    """The stamp of a step whose folder has these files; None if they are not enough for one."""
     manifest, nodes = files.get(layout.MANIFEST), files.get(btree)
     if manifest is None or nodes is None or not (manifest.modified and nodes.modified):
         return None

@@ -74,7 +74,7 @@ async def write_catalog(tier: Tier, store: str) -> bool:
 
 
 def _plan(tier: Tier) -> _Plan | None:
-    """What is to be written; None if that can wait."""
+    """The catalog to write; None if that can wait."""
     known = tier.steps.catalogued
     packs = tier.packs.sizes.keys() - known.packs - tier.packs.unlisted
     steps = set() if known.timeless else tier.steps.held.keys() - known.steps

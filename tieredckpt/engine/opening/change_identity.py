@@ -1,4 +1,4 @@
-"""What a person says of whose a store is: a copy gets an identity of its own, RAM gets a place for its steps."""
+"""Changes a store's identity by hand: gives a copy its own (`fork`), or continues RAM in an empty folder (`adopt`)."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
 async def identify(
     state: State, found: Sequence[FoundRam] | None = None, folder: Path | None = None
 ) -> list[tuple[Tier, TieredCkptError]]:
-    """Open every tier and settle whose store it is; returns the tiers that could not be, and why.
+    """Open every tier and decide whose store it is; returns the tiers that could not be, and why.
 
     Args:
         state: of the store.

@@ -1,4 +1,4 @@
-"""Whose store a tier holds, also where its marker was damaged: every step says so too, under a checksum."""
+"""Finds the store's UUID on a tier; if its marker is damaged, from the steps, which record it under a checksum."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -
 
 
 async def _is_of_another_format(tier: Tier) -> bool:
-    """Whether a marker that this version refuses is a sound one of another version, which nobody is to replace."""
+    """Whether a marker that this version refuses is a sound one of another version, which must not be replaced."""
     try:
         data = await tier.store.get(layout.MARKER, limit=marker_file.MARKER_MAX)
         found = msgspec.json.decode(data, type=dict[str, str | int])

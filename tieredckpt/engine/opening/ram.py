@@ -143,7 +143,7 @@ async def is_of_a_copy(state: State) -> bool:
 
 
 async def _of_this_store(state: State) -> list[FoundRam]:
-    """What is on this machine of the store's RAM, those of other ranks included, `judged`."""
+    """The store's RAM on this machine, that of other ranks included, `judged`."""
     assert state.identity.marker is not None
     tier = state.config.ram
     assert tier is not None

@@ -1,4 +1,4 @@
-"""Whose RAM a store uses: pure rules over what its tiers say and what RAM is on its machines.
+"""Chooses the RAM that a store uses: pure rules over what its tiers say and what RAM its machines have.
 
 A store is known by the UUID in the markers of its slower tiers. RAM is used that has that UUID, unless it is of a
 folder that was copied, and the other one still there. Where no tier has a UUID, because they are empty or do not
@@ -34,7 +34,7 @@ class SeenTier:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whose store it is."""
+    """The store's identity."""
 
     marker: StoreMarker | None = None
     """None where a new one is to be made up."""

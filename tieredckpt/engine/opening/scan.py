@@ -73,7 +73,7 @@ async def scan_tier(tier: Tier, store: str | None = None) -> None:
 
 
 async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
-    """By step, the files of its folder by name."""
+    """The files of each step's folder, by name."""
     found: dict[str, dict[str, BlobInfo]] = {}
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
@@ -264,7 +264,7 @@ async def _claim_unread(tier: Tier, ram: Ram) -> None:
 
 
 async def _remove_strays(tier: Tier) -> None:
-    """Delete what no committed step refers to: nobody else writes to RAM, so it was left by one that died."""
+    """Delete what no committed step refers to: RAM has one writer, so a dead one has left it."""
     known = {held.btree_key for held in tier.steps.held.values()}
     known |= {layout.manifest_key(step.step, step.serial) for step in tier.steps.held}
     async for info in tier.store.list(layout.STEPS):

@@ -1,4 +1,4 @@
-"""Saves that a training left behind in RAM: it went on elsewhere from an older step, and gave their serials again.
+"""Removes stale saves from RAM: the training went on elsewhere from an older step, and gave their serials again.
 
 A trainer dies before its last saves were promoted, its node keeps them in RAM, and the job goes on without the node.
 When it comes back, what RAM holds is older than what the other tiers hold under the same serials.
@@ -16,13 +16,13 @@ from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["remove_stale_ram", "stale_holders"]
+__all__ = ["remove_stale_ram", "stale_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
 
-def stale_holders(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
-    """Of the steps in RAM, those from a serial on that is another's on a slower tier, up to the next that both have.
+def stale_steps(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
+    """The stale steps in RAM: from a serial that a slower tier gave another step, up to the next step that both have.
 
     What follows a step that both have was saved by a training that knew of it.
     """
@@ -41,11 +41,11 @@ def stale_holders(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
 
 
 async def remove_stale_ram(state: State) -> None:
-    """Take such steps out of RAM, or where nothing is written there, out of sight."""
+    """Remove stale steps from RAM; a reader only stops listing them."""
     first = state.tiers[0]
     if (ram := first.ram) is None:
         return
-    for step in stale_holders(state, [held.record for held in first.steps.held.values()]):
+    for step in stale_steps(state, [held.record for held in first.steps.held.values()]):
         if not ram.slab.writable:
             first.steps.drop(step)
             continue

@@ -1,4 +1,4 @@
-"""What goes on for as long as a store is open: leases are renewed, leftovers reclaimed, catalogs written."""
+"""Periodic work of an open store: renews leases, reclaims leftovers, writes catalogs."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal, seal_all, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal, seal_all, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -127,7 +128,7 @@ def check_wanted(step: StepId, tier: Tier) -> None:
 
 
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
-    """Let the step go on referring to the bytes that it refers to now, but for those that were forgotten.
+    """Keep the step's references to the bytes that it has now, except those that were forgotten.
 
     Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
     """
@@ -146,7 +147,7 @@ def _sizes(source: StepSource) -> dict[bytes, int]:
 def _missing(
     source: StepSource, tier: Tier, lost: Mapping[bytes, Extent]
 ) -> tuple[dict[bytes, Need], dict[bytes, int]]:
-    """By digest, where each chunk occurs that the tier does not have and is not lost, and how many bytes it has."""
+    """The chunks that the tier lacks and that are not lost, by digest: where each occurs, and its bytes."""
     needs: dict[bytes, Need] = {}
     sizes: dict[bytes, int] = {}
     for key, array in source.index.arrays.items():
@@ -160,7 +161,7 @@ def _missing(
 
 
 async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
-    """Have room on the tier for so many bytes of the step. Raises `NoSpace`."""
+    """Make room on the tier for so many bytes of the step. Raises `NoSpace`."""
     if not await make_room(state, collector, step, tier, need):
         raise NoRoom.of(
             f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "
@@ -196,7 +197,9 @@ async def batches(
     ram, encoding = source.tier.ram, target.chunks.encoding
     from_slab, behind = ram is not None, ram is None or ram.slab.writable
     traits = target.store.traits
-    limit = min(traits.object_size, PACK_SIZE if from_slab else state.scratch.capacity // _SCRATCH_PACKS)
+    limit = min(
+        traits.object_size, limits.in_force.pack_size if from_slab else state.scratch.capacity // _SCRATCH_PACKS
+    )
     first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
     threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)

@@ -1,4 +1,4 @@
-"""Settles which copy of a chunk new commits refer to, where what a footer lists may be torn or damaged."""
+"""Chooses the copy of a chunk that new commits refer to; what a pack's footer lists may be torn or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEPS_ASKED = 4
 
 
 async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int]) -> None:
-    """Let new commits refer to an intact copy of each chunk that the tier may have, or to none.
+    """Make new commits refer to an intact copy of each chunk that the tier may have, or to none.
 
     A footer vouches for nothing. Where puts are not atomic it may be there without the chunks before it; and a
     repair leaves the damaged copy in its pack while other chunks there are in use, beside the good copy or,

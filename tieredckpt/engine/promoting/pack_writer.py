@@ -23,10 +23,8 @@ from tieredckpt.format.layout import aligned
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["PACK_SIZE", "Batch", "Payload", "seal", "seal_all", "write_packs"]
+__all__ = ["Batch", "Payload", "seal", "seal_all", "write_packs"]
 
-PACK_SIZE = 256 << 20
-"""Bytes of a pack that is written from the slab."""
 
 _BLOCK = 256 << 10
 """Bytes that are borrowed at a time to carve pages from."""

@@ -180,7 +180,7 @@ class Promoter:
                         raise
                     return  # it gave way
             self._succeeded()
-            await self._collector.settle(self.tier)
+            await self._collector.after_commit(self.tier)
         except NoRoom as error:
             if not any(held > step and self._state.on_line(held.serial) for held in self.tier.steps.held):
                 raise

@@ -11,7 +11,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["reached", "settled"]
+__all__ = ["drained", "reached"]
 
 
 async def reached(
@@ -54,7 +54,7 @@ async def reached(
         await (state.changed.wait() if news is None else news(tier))
 
 
-async def settled(state: State, promoters: Mapping[str, Promoter]) -> None:
+async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
     """Return when every tier has what is due on it.
 
     Raises:

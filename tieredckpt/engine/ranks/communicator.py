@@ -66,10 +66,10 @@ class Communicator(Protocol):
 
     @property
     def bulk(self) -> bool:
-        """Whether `send` and `receive` work."""
+        """Whether `send_bulk` and `recv_bulk` work."""
 
     async def open(self, *, timeout: float) -> None:
-        """Meet all other ranks, in a session of their own: nothing that was posted before is ever taken.
+        """Meet all other ranks, in a session of their own: no message that was sent before is ever received.
 
         Raises `RanksMissing` (at rank 0; where it is missing itself, `RanksUnavailable`) after ``timeout``
         seconds, `Invalid` where the engine below cannot be used, with what to do.
@@ -78,32 +78,35 @@ class Communicator(Protocol):
     async def close(self) -> None:
         """Leave the session and remove what is left of it. Idempotent; every other call raises `Closed` then.
 
-        Does not wait for the others. A message that was posted and not taken by then may be lost.
+        Does not wait for the others. A message that was not received by then may be lost.
         """
 
-    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
+    async def send(self, to: Collection[int], topic: str, data: bytes) -> None:
         """Send a small message (up to some MiB) to some ranks, which may include this one.
 
-        A topic is posted once for each pair of ranks in a session. Never waits for the receivers, dead ones
+        A topic is sent once for each pair of ranks in a session. Never waits for the receivers, dead ones
         included. Raises `RanksUnavailable` when the engine below does not answer.
         """
 
-    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
-        """The message of a rank, once it is there; it is taken once.
+    async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
+        """The message of a rank, once it is there; it is received once.
 
-        Raises `RanksUnavailable` after ``timeout`` seconds; the message may still be taken by a later call.
-        Cancelled, it has taken nothing.
+        Raises `RanksUnavailable` after ``timeout`` seconds; a later call may still receive it.
+        Cancelled, it has received nothing.
         """
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """Send bytes that `receive` takes with the same tag, in the order of the calls for each pair and tag.
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Send bytes that `recv_bulk` receives with the same tag, in the order of the calls for each pair and tag.
 
         May wait for the receiver. On return the memory is free. After an error, `RanksUnavailable`, no more
         bulk goes between the two; messages do.
         """
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """Fill ``memory``, whose length is that of the bytes sent. Errors as `send`; what was filled is undefined."""
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Fill ``memory``, whose length is that of the bytes sent.
+
+        Errors as `send_bulk`; what was filled is undefined then.
+        """
 
 
 def node_of_this_process() -> str:
@@ -114,13 +117,13 @@ def node_of_this_process() -> str:
 async def gather(
     communicator: Communicator, topic: str, data: bytes, *, timeout: float, among: Sequence[int] | None = None
 ) -> dict[int, bytes]:
-    """What every rank says, by rank, at rank 0; the others post theirs and get an empty dict.
+    """What every rank says, by rank, at rank 0; the others send theirs and get an empty dict.
 
     With ``among``, rank 0 waits for those ranks alone. Raises `RanksMissing` there, with what came, when some have
     said nothing within ``timeout`` seconds.
     """
     if communicator.rank != COORDINATOR:
-        await communicator.post([COORDINATOR], topic, data)
+        await communicator.send([COORDINATOR], topic, data)
         return {}
     sources = range(1, communicator.size) if among is None else among
     answers = await asyncio.gather(*(_answer(communicator, source, topic, timeout) for source in sources))
@@ -138,7 +141,7 @@ async def gather(
 
 async def _answer(communicator: Communicator, source: int, topic: str, timeout: float) -> bytes | None:
     try:
-        return await communicator.take(source, topic, timeout=timeout)
+        return await communicator.recv(source, topic, timeout=timeout)
     except RanksUnavailable:
         return None
 
@@ -153,10 +156,10 @@ def _missing(ranks: Sequence[int], topic: str, timeout: float) -> str:
 async def broadcast(communicator: Communicator, topic: str, data: bytes | None, *, timeout: float) -> bytes:
     """What rank 0 says, at every rank; ``data`` counts at rank 0 alone, which waits for nobody."""
     if communicator.rank != COORDINATOR:
-        return await communicator.take(COORDINATOR, topic, timeout=timeout)
+        return await communicator.recv(COORDINATOR, topic, timeout=timeout)
     if data is None:
         raise Invalid(f"rank 0 broadcasts {topic!r} and was given nothing to say")
-    await communicator.post(range(1, communicator.size), topic, data)
+    await communicator.send(range(1, communicator.size), topic, data)
     return data
 
 
@@ -178,13 +181,13 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
             came = await gather(communicator, topic, data, timeout=timeout)
         except RanksMissing as error:
             told = msgspec.msgpack.encode(_Told([], list(error.ranks)))
-            await communicator.post(range(1, communicator.size), topic, told)
+            await communicator.send(range(1, communicator.size), topic, told)
             raise
         said = [came[rank] for rank in range(communicator.size)]
-        await communicator.post(range(1, communicator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
+        await communicator.send(range(1, communicator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
         return said
-    await communicator.post([COORDINATOR], topic, data)
-    answer = await communicator.take(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
+    await communicator.send([COORDINATOR], topic, data)
+    answer = await communicator.recv(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
     try:
         told_by_leader = msgspec.msgpack.decode(answer, type=_Told)
     except msgspec.DecodeError as error:

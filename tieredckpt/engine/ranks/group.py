@@ -77,7 +77,7 @@ class Group:
     def begin(
         self, apply: Callable[[Logged], Awaitable[None]], hear: Callable[[int, Reported], Awaitable[None]]
     ) -> None:
-        """Send what is told from now on, and ``apply`` every message of rank 0, one after another.
+        """Begin to send, and to ``apply`` every message of rank 0, one after another.
 
         At rank 0, ``hear`` every message of each other rank, one after another.
         """
@@ -123,23 +123,23 @@ class Group:
         await gather(self.communicator, "closed", b"", timeout=limits.in_force.last_words, among=there)
 
     async def _ask_to_go(self) -> None:
-        await self.communicator.post([COORDINATOR], "close", b"")
+        await self.communicator.send([COORDINATOR], "close", b"")
         if self._listening is not None and not self.deserted:
             async with asyncio.timeout(
                 2 * self.deadline + limits.in_force.last_words
             ):  # rank 0 may wait for others as long
                 await asyncio.wait([self._listening])
-        await self.communicator.post([COORDINATOR], "closed", b"")
+        await self.communicator.send([COORDINATOR], "closed", b"")
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Do something beside everything else; it ends with the team."""
+        """Do something beside everything else; it ends with the group."""
         task = asyncio.create_task(_logged(work, name), name=f"tieredckpt {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """As `start`, for what a call that is cancelled leaves to do; nothing where the team was left before."""
+        """As `start`, for what a call that is cancelled leaves to do; nothing where the group was left before."""
         if self._left:
             work.close()
         else:
@@ -149,11 +149,11 @@ class Group:
 
     @property
     def deserted(self) -> bool:
-        """Whether this rank has waited for rank 0 in vain, and has not heard it since."""
+        """Whether rank 0 has timed out here, and was not heard since."""
         return COORDINATOR in self._silent
 
     def missed(self, ranks: Iterable[int]) -> None:
-        """Take note that ranks were waited for in vain."""
+        """Note that ranks have timed out."""
         self._silent.update(ranks)
 
     async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
@@ -170,11 +170,11 @@ class Group:
     # -- the log ------------------------------------------------------------------------------------------
 
     def tell(self, message: Logged) -> None:
-        """Let every other rank know, in the order of the calls. Of rank 0 alone; waits for nobody."""
+        """Append a message to rank 0's log, which all other ranks apply in order. For rank 0; does not wait."""
         self._put(message)
 
     def report(self, message: Reported) -> None:
-        """Let rank 0 know, in the order of the calls. Of the other ranks; waits for nobody."""
+        """Append a message to this rank's log, which rank 0 applies in order. For other ranks; does not wait."""
         self._put(message)
 
     def _put(self, message: Logged | Reported) -> None:
@@ -198,7 +198,7 @@ class Group:
 
     async def _posted(self, topic: str, data: bytes) -> bool:
         try:
-            await self.communicator.post(self.others if self.coordinates else [COORDINATOR], topic, data)
+            await self.communicator.send(self.others if self.coordinates else [COORDINATOR], topic, data)
         except RanksUnavailable as error:
             _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
             return False
@@ -211,7 +211,7 @@ class Group:
         again = limits.in_force.listen_again * (len(self.others) if self.coordinates else 1)
         while True:
             try:
-                data = await self.communicator.take(source, f"log/{heard + 1}", timeout=again)
+                data = await self.communicator.recv(source, f"log/{heard + 1}", timeout=again)
             except RanksUnavailable:
                 continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
             except Closed:
@@ -238,7 +238,7 @@ async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
 
 
 async def vote(
-    team: Group, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
+    group: Group, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
 ) -> bytes:
     """Do something on every rank, let rank 0 decide on what all have to say of it, and return its verdict.
 
@@ -249,15 +249,15 @@ async def vote(
     try:
         said, failure = await _outcome(work)
         answer = encode((said, None if failure is None else Failure.of(failure)))
-        if team.coordinates:
-            return await _lead(team, topic, answer, failure, decide)
+        if group.coordinates:
+            return await _lead(group, topic, answer, failure, decide)
         with _rather(failure):
-            await team.communicator.post([COORDINATOR], topic, answer)
+            await group.communicator.send([COORDINATOR], topic, answer)
     except asyncio.CancelledError:
-        team.start_last(bow_out(team, topic), f"leaving of {topic}")
+        group.start_last(bow_out(group, topic), f"leaving of {topic}")
         raise
     with _rather(failure):
-        told = await team.communicator.take(COORDINATOR, topic, timeout=team.patience)
+        told = await group.communicator.recv(COORDINATOR, topic, timeout=group.patience)
     if failure is not None:
         raise failure
     verdict, problem = messages.decode_said(told)
@@ -266,10 +266,10 @@ async def vote(
     return verdict
 
 
-async def bow_out(team: Group, topic: str) -> None:
-    """Let a consultation fail in which this rank takes no part any more, without waiting for how it ends."""
-    failure = Failure.of(RanksUnavailable(f"rank {team.rank} has given up {topic!r}", [team.rank]))
-    await team.communicator.post(team.others if team.coordinates else [COORDINATOR], topic, encode((b"", failure)))
+async def bow_out(group: Group, topic: str) -> None:
+    """Abort a vote on behalf of this rank; does not wait for the outcome."""
+    failure = Failure.of(RanksUnavailable(f"rank {group.rank} has given up {topic!r}", [group.rank]))
+    await group.communicator.send(group.others if group.coordinates else [COORDINATOR], topic, encode((b"", failure)))
 
 
 @contextmanager
@@ -291,7 +291,7 @@ async def _outcome(work: Awaitable[bytes]) -> tuple[bytes, Exception | None]:
 
 
 async def _lead(
-    team: Group,
+    group: Group,
     topic: str,
     answer: bytes,
     failure: Exception | None,
@@ -301,13 +301,13 @@ async def _lead(
     verdict, problem = b"", None
     cause = failure
     try:
-        verdict = await decide(_heard(await team.gather(topic, answer)))
+        verdict = await decide(_heard(await group.gather(topic, answer)))
     except Exception as error:
         cause = failure or error
         problem = Failure.of(cause)
         if not isinstance(cause, TieredCkptError) and failure is None:
             _log.exception("rank %d could not decide on %s", COORDINATOR, topic)
-    await team.communicator.post(team.others, topic, encode((verdict, problem)))
+    await group.communicator.send(group.others, topic, encode((verdict, problem)))
     if cause is not None:
         raise cause
     return verdict

@@ -1,4 +1,4 @@
-"""What came for a rank and was not taken yet, and who waits for what has not come."""
+"""Messages that have come for a rank and were not received yet, and the calls that wait for others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Inbox"]
 
 
 class Inbox:
-    """Messages by (source, topic), each of which arrives once and is taken once. Belongs on one event loop."""
+    """Messages by (source, topic), each of which arrives once and is received once. Belongs on one event loop."""
 
     def __init__(self) -> None:
         self._early: dict[tuple[int, str], bytes] = {}
@@ -37,8 +37,8 @@ class Inbox:
         else:
             self._early[source, topic] = data
 
-    async def take(self, source: int, topic: str, timeout: float) -> bytes:
-        """The message, once it is there. Raises as `Communicator.take`; a take that was cancelled took nothing."""
+    async def recv(self, source: int, topic: str, timeout: float) -> bytes:
+        """The message, once it is there. Raises as `Communicator.recv`; a call that is cancelled receives nothing."""
         self.check_open()
         key = source, topic
         if key in self._early:
@@ -66,7 +66,7 @@ class Inbox:
         ) from self.trouble
 
     def close(self) -> None:
-        """Let everybody who waits go with `Closed`, and forget what came."""
+        """End all waits with `Closed`, and forget what came."""
         self.closed = True
         self._early.clear()
         for (source, _), waiting in self._waiting.items():

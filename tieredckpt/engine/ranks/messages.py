@@ -207,8 +207,8 @@ class RendezvousOpened(msgspec.Struct, frozen=True, tag=True):
 class RendezvousComplete(msgspec.Struct, frozen=True, tag=True):
     """All ranks are there for a restore, which begins; or some are not, and it does not."""
 
-    number: int
-    """Of the restore."""
+    epoch: int
+    """The number of the restore, the same on all ranks."""
     asks: dict[int, int]
     """The ranks that are answered, and how often each had asked."""
     missing: tuple[int, ...] = ()
@@ -296,6 +296,6 @@ class Done(msgspec.Struct, frozen=True):
 
 
 def decode_said(data: bytes) -> tuple[bytes, Failure | None]:
-    """What a rank has to say, or why it has nothing. Raises `Corrupt`."""
+    """A rank's contribution to a vote, or its failure. Raises `Corrupt`."""
     said: tuple[bytes, Failure | None] = decode(data, tuple[bytes, Failure | None])
     return said

@@ -23,7 +23,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.ram import find
-from tieredckpt.engine.opening.stale_ram import stale_holders
+from tieredckpt.engine.opening.stale_ram import stale_steps
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.commit.vote import Votes
@@ -76,15 +76,15 @@ class Opening:
         self,
         state: State,
         evictor: Evictor,
-        team: Group,
+        group: Group,
         votes: Votes,
         commits: Commits,
         open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
     ) -> None:
         self._state = state
         self._evictor = evictor
-        self._team = team
-        self._agreement = votes
+        self._group = group
+        self._votes = votes
         self._commits = commits
         self._open_tiers = open_tiers
         self._folders: dict[tuple[int, int], dict[int, Tier]] = {}
@@ -94,15 +94,15 @@ class Opening:
 
     async def open(self) -> None:
         """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
-        team, state = self._team, self._state
-        found: _Found = decode(await vote(team, "open/tiers", self._tell_ram(), self._open_all), _Found)
-        verdict = await vote(team, "open/parts", self._follow(found), self._decide)
+        group, state = self._group, self._state
+        found: _Found = decode(await vote(group, "open/tiers", self._tell_ram(), self._open_all), _Found)
+        verdict = await vote(group, "open/parts", self._follow(found), self._decide)
         opened: Opened = decode(verdict, Opened)
         for record in opened.whole:
             state.tiers[0].steps.agree(record)
         for step in tuple(state.tiers[0].steps.parts):
             if tuple(step) not in opened.kept:
-                _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, team.rank)
+                _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, group.rank)
                 await self._evictor.let_part_go(step, state.tiers[0])
         await self._let_leftovers_go(
             {*(record.id for record in opened.whole), *(StepId(*kept) for kept in opened.kept)}
@@ -125,7 +125,7 @@ class Opening:
         return encode(found)
 
     async def _open_all(self, said: dict[int, bytes]) -> bytes:
-        """At rank 0: settle whose store it is, open all tiers, and tell what the shared ones hold."""
+        """At rank 0: decide whose store it is, open all tiers, and tell what the shared ones hold."""
         state = self._state
         found: list[FoundRam] = []
         for data in said.values():
@@ -137,7 +137,7 @@ class Opening:
 
     async def _follow(self, found: _Found) -> bytes:
         """Open what rank 0 has found, and tell of this rank's RAM."""
-        if not self._team.coordinates:
+        if not self._group.coordinates:
             await self._open_as_follower(found)
         return await self._own_parts()
 
@@ -163,7 +163,7 @@ class Opening:
             seen = await tier.open()
         except TieredCkptError as error:
             _log.warning(
-                "rank %d cannot open tier %r, and tries again when it needs it: %s", self._team.rank, tier.name, error
+                "rank %d cannot open tier %r, and tries again when it needs it: %s", self._group.rank, tier.name, error
             )
             return
         if tier.marker is not None and (seen is None or seen.store != tier.marker.store):
@@ -176,10 +176,10 @@ class Opening:
 
     async def _own_parts(self) -> bytes:
         """The parts in the RAM that this rank answers for: its own, and for its machine that of former ranks."""
-        state, team = self._state, self._team
+        state, group = self._state, self._group
         await self._collect_parts(state.tiers[0], tuple(state.tiers[0].steps.parts))
-        if team.local_ranks[0] == team.rank:
-            for folder in await in_thread(partial(folders_of_ranks, state, but=team.local_ranks)):
+        if group.local_ranks[0] == group.rank:
+            for folder in await in_thread(partial(folders_of_ranks, state, but=group.local_ranks)):
                 if (tier := await look_into(state, folder)) is not None:
                     self.leftovers.append(tier)
                     await self._collect_parts(tier, tuple(tier.steps.held))
@@ -219,14 +219,14 @@ class Opening:
                 records[step] = (await in_thread(merge_parts, by_rank, pool=state.pool)).record
             except (Conflict, Corrupt) as error:
                 _log.warning("%s is not whole in RAM: %s", StepId(*step), error)
-        forked = stale_holders(state, records.values())
+        forked = stale_steps(state, records.values())
         whole = []
         for step, record in records.items():
             if record.id in forked:
                 del parts[step]
                 continue
             whole.append(brief(record))
-            self._agreement.parts[record.id] = parts[step]
+            self._votes.parts[record.id] = parts[step]
             self._commits.homes[record.id] = homes[step]
         for record in whole:
             state.tiers[0].steps.agree(record)

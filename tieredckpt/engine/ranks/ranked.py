@@ -1,4 +1,4 @@
-"""What a store of several ranks does together with the others, and what it hears from rank 0."""
+"""One rank's share of a store of several: saves, restores, and what rank 0 decides."""
 
 from __future__ import annotations
 
@@ -81,24 +81,24 @@ class Ranked:
         self,
         state: State,
         collector: Collector,
-        team: Group,
+        group: Group,
         open_tiers: Callable[[Sequence[FoundRam]], Awaitable[None]],
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
         self._state = state
         self._collector = collector
-        self.team = team
-        self.votes = Votes(state, collector.evictor, team, self._commit_streamed, self.take_gone, self._forget)
-        self.commits = Commits(state, collector, team, self.votes)
-        self.opening = Opening(state, collector.evictor, team, self.votes, self.commits, open_tiers)
+        self.group = group
+        self.votes = Votes(state, collector.evictor, group, self._commit_streamed, self.take_gone, self._forget)
+        self.commits = Commits(state, collector, group, self.votes)
+        self.opening = Opening(state, collector.evictor, group, self.votes, self.commits, open_tiers)
         self.restores = CollectiveRestores(
-            state, team, self.votes, self.opening, look_up, self.take_gone, self._still_gone, self._forget
+            state, group, self.votes, self.opening, look_up, self.take_gone, self._still_gone, self._forget
         )
-        self.reports = Reports(state, collector, team, promote_at_once)
+        self.reports = Reports(state, collector, group, promote_at_once)
         ram = state.config.ram
-        self.replicas = Replication(state, collector, team, self.commits, ram) if ram and ram.replicas > 1 else None
-        self.plan = Plan(state, coordinates=team.coordinates, tell=self._tell_plan)
+        self.replicas = Replication(state, collector, group, self.commits, ram) if ram and ram.replicas > 1 else None
+        self.plan = Plan(state, coordinates=group.coordinates, tell=self._tell_plan)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
         """Serial and step of what this rank has let go from RAM, for rank 0."""
@@ -111,15 +111,15 @@ class Ranked:
         await self.opening.open()
         if self.replicas is not None:
             await self.replicas.open()
-        self._unsubscribe = self._state.events.subscribe(self._tell if self.team.coordinates else self._note)
+        self._unsubscribe = self._state.events.subscribe(self._tell if self.group.coordinates else self._note)
         self._loop = asyncio.get_running_loop()
-        self.team.begin(self._apply, self._hear)
-        if self.replicas is not None and self.team.coordinates:
-            self.team.start(self.replicas.lead(), "copies in the RAM of other nodes")
+        self.group.begin(self._apply, self._hear)
+        if self.replicas is not None and self.group.coordinates:
+            self.group.start(self.replicas.lead(), "copies in the RAM of other nodes")
 
     async def close(self) -> None:
         """Leave the others."""
-        await self.team.close()
+        await self.group.close()
         self._unsubscribe()
         await self.opening.close()
 
@@ -143,9 +143,9 @@ class Ranked:
             self._count_as_saved(step, origin)
             state.events.emit(SaveSkipped(step, reason))
             return Saved(StepId(state.branch.last_serial, step), None, 0, 0, 0.0, reason)
-        nodes, size = self.team.nodes, state.config.chunk_size
+        nodes, size = self.group.nodes, state.config.chunk_size
         try:
-            own = await in_thread(partial(split, flat, replicated, rank=self.team.rank, nodes=nodes, chunk_size=size))
+            own = await in_thread(partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size))
             saved = await save(own)
             if saved.tier is None:
                 self._count_as_saved(step, origin)
@@ -163,14 +163,14 @@ class Ranked:
         return saved
 
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
-        """Let the schedule see what it sees on ranks that have saved it, or the next is not saved together."""
+        """Show the schedule what it sees on ranks that have saved the step, or the next is not saved together."""
         self._state.branch.count_from(origin)
         seen = self._state.observation
         seen.observed = replace(seen.observed, last_save_step=step, last_save_at=seen.now())
 
     def _tell_plan(self, step: int) -> None:
         if self._loop is not None:  # asked from the trainer's thread
-            self._loop.call_soon_threadsafe(self.team.tell, SaveAt(step))
+            self._loop.call_soon_threadsafe(self.group.tell, SaveAt(step))
 
     def _save_at(self, order: SaveAt) -> None:
         late = self.plan.told(order.step)
@@ -179,26 +179,26 @@ class Ranked:
                 attempt = self.votes.begin(late)
                 self.votes.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when the ranks have agreed on every save, and rank 0 has done what is due.
 
         Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
         """
         state = self._state
-        if self.team.deserted:
+        if self.group.deserted:
             raise RanksUnavailable(f"rank {COORDINATOR} is silent, so nothing more gets to shared tiers", [COORDINATOR])
         begin = time.monotonic()
         while state.membership.undecided:
             await self.heard_more(min(state.membership.undecided), state.tiers[-1], begin)
         begin = time.monotonic()
-        while not self.team.coordinates and (due := self._due()) is not None:
+        while not self.group.coordinates and (due := self._due()) is not None:
             step, tier = due
             if tier.health.error is not None:
                 raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.health.error}")
             await self.heard_more(step, tier, begin)
         for tier in state.tiers:
             for step, error in tier.steps.stuck.items():
-                if not self.team.coordinates and step in state.records() and step not in tier.steps.held:
+                if not self.group.coordinates and step in state.records() and step not in tier.steps.held:
                     raise Failure.of(error).error()
 
     async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
@@ -207,16 +207,16 @@ class Ranked:
         Raises `RanksUnavailable` when rank 0 has not told anything for longer than the step may take.
         """
         state = self._state
-        if self.team.coordinates:
+        if self.group.coordinates:
             await state.changed.wait()
             return
         record, spilled = state.records().get(step), state.membership.streamed.get(step)
-        nbytes = spilled.index.record.nbytes * self.team.size if spilled is not None else 0
+        nbytes = spilled.index.record.nbytes * self.group.size if spilled is not None else 0
         nbytes = record.nbytes if record is not None else nbytes
-        patience = self.team.patience + nbytes / tier.config.min_bandwidth
+        patience = self.group.patience + nbytes / tier.config.min_bandwidth
         left = max(since, self._heard_at) + patience - time.monotonic()
         if left <= 0:
-            self.team.missed([COORDINATOR])
+            self.group.missed([COORDINATOR])
             raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {COORDINATOR} is silent", [COORDINATOR])
         await state.changed.wait(left)
 
@@ -259,12 +259,12 @@ class Ranked:
     # -- what rank 0 tells ----------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
-        """Let the other ranks know what happened to steps and shared tiers."""
+        """Tell the other ranks what happened to steps and shared tiers."""
         state = self._state
         if isinstance(event, CommitFailed) and event.tier is None:
             self.plan.failed(event.step)
         elif isinstance(event, StepCommitted):
-            self.team.start(self._let_former_steps_go(), "eviction of steps of former ranks")
+            self.group.start(self._let_former_steps_go(), "eviction of steps of former ranks")
             if self.replicas is not None:
                 self.replicas.saved(StepId(event.serial, event.step))
         elif isinstance(event, StepPromoted):
@@ -272,7 +272,7 @@ class Ranked:
             held = tier.steps.held.get(StepId(event.serial, event.step))
             if held is not None:
                 told = HeldStep(brief(held.record), held.btree_key)
-                self.team.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
+                self.group.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if not state.tier(event.tier).shared:
@@ -280,15 +280,15 @@ class Ranked:
                 self.votes.merged_steps.forget(step)
                 self._give_back()
             state.adopt_if_gone(step)  # as the others do
-            self.team.tell(Evicted(event.step, event.serial, event.tier))
+            self.group.tell(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
-            self.team.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
+            self.group.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
         elif isinstance(event, TierRecovered) and state.tier(event.tier).shared:
-            self.team.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
+            self.group.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
 
     def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
-        """Let the other ranks know that a step cannot come to a tier for now."""
-        self.team.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
+        """Tell the other ranks that a step cannot come to a tier for now."""
+        self.group.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
 
     async def _apply(self, message: Logged) -> None:
         state = self._state
@@ -333,7 +333,7 @@ class Ranked:
         step = StepId(failed.serial, failed.step)
         reason = f"{step} was not committed on tier {failed.tier!r}: {failed.reason}"
         self._state.events.emit(CommitFailed(step.step, step.serial, failed.tier, failed.ranks, failed.reason))
-        await self.votes.settle(step, RanksUnavailable(reason, failed.ranks))
+        await self.votes.end_streamed(step, RanksUnavailable(reason, failed.ranks))
 
     async def _promoted(self, promoted: Promoted) -> None:
         record, step = promoted.held.record, promoted.held.id
@@ -345,7 +345,7 @@ class Ranked:
         tier.remote.used = promoted.used
         tier.steps.tombstones.discard(step)
         tier.steps.stuck.pop(step, None)
-        await self.votes.settle(step, None)
+        await self.votes.end_streamed(step, None)
         written = self.commits.written.pop((step, tier.name), 0)
         self._state.events.emit(
             StepPromoted(step.step, step.serial, tier.name, record.nbytes, written, promoted.seconds, promoted.lag)
@@ -375,7 +375,7 @@ class Ranked:
             return
         if news.marker is not None and news.marker != self._state.identity.marker:
             self._state.identity.marker = news.marker
-            self.team.start(mark_ram(self._state), "mark of RAM")
+            self.group.start(mark_ram(self._state), "mark of RAM")
         if news.catalog is not None and self._state.identity.marker is not None:
             adopt_catalog(tier, news.catalog, self._state.identity.marker)
         self._state.events.emit(TierRecovered(tier.name))
@@ -396,4 +396,4 @@ class Ranked:
         """Give back the memory of former ranks that holds nothing any more, beside everything else."""
         if self.opening.leftovers:
             held = set(self._state.tiers[0].steps.held)
-            self.team.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")
+            self.group.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")

@@ -1,4 +1,4 @@
-"""What ranks report to rank 0, which acts for all: damage on shared tiers, signals, and steps that they want there.
+"""Reports of ranks to rank 0, which acts for all: damage on shared tiers, signals, promotions that they ask for.
 
 A rank that finds damage on a shared tier reads around it, and one whose machine is taken away may be the only one
 that was warned; but who writes to shared tiers, and asks the policies, is rank 0.
@@ -42,12 +42,12 @@ class Reports:
         self,
         state: State,
         collector: Collector,
-        team: Group,
+        group: Group,
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
         self._state = state
         self._collector = collector
-        self._team = team
+        self._group = group
         self._promote_at_once = promote_at_once
         self._guards_mending = asyncio.Lock()
         self._promoting: set[tuple[StepId, str]] = set()
@@ -56,8 +56,8 @@ class Reports:
 
     def signalled(self, name: str, *, on: bool) -> None:
         """This rank's trainer has raised a signal, or withdrawn it."""
-        if not self._team.coordinates:
-            self._team.report(Signalled(name, on))
+        if not self._group.coordinates:
+            self._group.report(Signalled(name, on))
 
     def damaged(
         self, step: StepId, damage: Iterable[Damage], unreadable: Iterable[tuple[Tier, TieredCkptError]]
@@ -68,17 +68,17 @@ class Reports:
             if not self._state.manages(each.tier):
                 found.setdefault(each.tier.name, set()).add(each.digest)
         for name, digests in found.items():
-            self._team.report(Damaged(step.step, step.serial, name, tuple(digests)))
+            self._group.report(Damaged(step.step, step.serial, name, tuple(digests)))
         for tier, error in unreadable:
             if not self._state.manages(tier) and not isinstance(error, TierUnavailable):
-                self._team.report(Damaged(step.step, step.serial, tier.name, ()))
+                self._group.report(Damaged(step.step, step.serial, tier.name, ()))
 
     async def promote(self, step: StepId, tier: Tier) -> None:
-        """Have rank 0 bring a step to a shared tier at once.
+        """Ask rank 0 to promote a step to a shared tier at once.
 
         Raises `RanksUnavailable` when it is not there soon; rank 0 may still be at it, and may be asked again.
         """
-        self._team.report(Wanted(step.step, step.serial, tier.name))
+        self._group.report(Wanted(step.step, step.serial, tier.name))
         try:
             async with asyncio.timeout(limits.in_force.ask_rank_0_again):
                 await self._state.changed.until(lambda: step in tier.steps.held)
@@ -97,9 +97,9 @@ class Reports:
                 self._state.observation.signal(said.name, on=said.on)
                 self._state.changed.notify()
             case Damaged():
-                self._team.start(self._mend(rank, said), f"mending of what rank {rank} found")
+                self._group.start(self._mend(rank, said), f"mending of what rank {rank} found")
             case Wanted():
-                self._team.start(self._promote(said), f"promotion that rank {rank} asked for")
+                self._group.start(self._promote(said), f"promotion that rank {rank} asked for")
 
     async def _promote(self, wanted: Wanted) -> None:
         step, tier = StepId(wanted.serial, wanted.step), self._state.tier(wanted.tier)

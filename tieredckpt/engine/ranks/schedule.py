@@ -69,7 +69,7 @@ class Plan:
         return max(1, math.ceil(self._ahead / max(each, 1e-6))) if step > first else 1
 
     def told(self, at: int) -> int | None:
-        """Take rank 0's order. A step to be given up is returned, for this rank is past it already."""
+        """Apply rank 0's order; returns a step that this rank has passed already, to be given up."""
         late = next((step for step in tuple(self._asked) if step >= at), None)
         if late is None:
             self._planned.append(at)

@@ -1,4 +1,4 @@
-"""Mends damage that a restore has found, behind the training."""
+"""Repairs damage that a restore has found, in the background."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BackgroundRepair:
     def behind(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:
-        """Begin to mend what a restore has found, on the tiers that are ours to mend; the log tells of failures."""
+        """Begin to repair what a restore has found, on tiers that this process manages; failures are logged."""
         state = self._state
         mine = [each for each in damage if each.tier in state.tiers and state.manages(each.tier)]
         torn = [(tier, error) for tier, error in unreadable if state.manages(tier)]
@@ -69,7 +69,7 @@ class BackgroundRepair:
                 await repair_index(self._state, self._collector, step, tier, error)
         await repair_chunks(self._state, self._collector, step, damage)
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when nothing is being mended."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))

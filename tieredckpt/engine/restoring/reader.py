@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread, settle, together
+from tieredckpt.engine import limits
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.targets import check_targets
@@ -33,15 +34,10 @@ __all__ = ["Read", "fill", "read_pieces"]
 Bytes = npt.NDArray[np.uint8]
 
 
-_DIGESTED_SIZE = 192 << 20
-"""Bytes asked for at a time of a store that digests them, or one run: each read ends within the deadline of a tier that
-is as slow as it may be, though all share its bandwidth."""
 _SCRATCH_RUNS = 3
-"""Of these, so many pass through scratch memory. What is soon used again stays in the processor's cache."""
+"""Runs at a time that pass through scratch memory: few, so that it stays in the processor's cache."""
 _REMOTE_READS = 8
 """Reads in flight where latency, and not the device, is what one waits for."""
-_RUN_SIZE = 16 << 20
-"""Small neighbouring extents are read together up to this size."""
 _RUN_GAP = 64 << 10
 """Bytes between two extents that are read rather than skipped."""
 
@@ -184,7 +180,11 @@ def _runs(pieces: list[Piece], encoding: Encoding) -> list[Run]:
         last = runs[-1] if runs else None
         if last is None or not (
             _chunk(last.pieces[-1]) == _chunk(piece)
-            or (last.path == path and last.end <= offset <= last.end + _RUN_GAP and end - last.offset <= _RUN_SIZE)
+            or (
+                last.path == path
+                and last.end <= offset <= last.end + _RUN_GAP
+                and end - last.offset <= limits.in_force.read_run
+            )
         ):
             last = Run(path, offset, end)
             runs.append(last)
@@ -206,7 +206,7 @@ async def _from_packs(
     if encoding.raw and traits.digested_reads and isinstance(tier.store, GetDigested):
         read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
         largest = max(run.end - run.offset for run in waiting)
-        runs_at_once = min(digested_reads or traits.digested_reads, max(1, _DIGESTED_SIZE // largest))
+        runs_at_once = min(digested_reads or traits.digested_reads, max(1, limits.in_force.reads_under_way // largest))
     else:
         # Besides what is being read, as much is being verified.
         read = partial(_through_scratch, state, tier, reading=asyncio.Semaphore(_REMOTE_READS))

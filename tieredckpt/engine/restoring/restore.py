@@ -18,7 +18,7 @@ from tieredckpt.engine.restoring.lookup import Wanted
 from tieredckpt.engine.restoring.pieces import Form
 from tieredckpt.engine.restoring.reader import Read, fill
 from tieredckpt.engine.restoring.restored import Restored
-from tieredckpt.engine.restoring.source import Damage, StepSource
+from tieredckpt.engine.restoring.source import ChosenStep, Damage, StepSource
 from tieredckpt.engine.restoring.targets import check_memory, empty_targets
 from tieredckpt.engine.restoring.views import damage_of, view_step
 from tieredckpt.engine.state.state import State, numbers
@@ -33,12 +33,13 @@ from tieredckpt.tree.flatten import unflatten
 from tieredckpt.tree.match import Match, match
 from tieredckpt.tree.select import select
 
-__all__ = ["Repair", "Restorer", "Together"]
+__all__ = ["Repair", "Restorer", "Together", "Unreadable"]
 
 T = TypeVar("T")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Unreadable = Sequence[tuple[Tier, TieredCkptError]]
+"""Tiers whose index of a step could not be read."""
 Repair = Callable[[StepId, Sequence[Damage], Unreadable], None]
 """Begins to repair, behind the training, chunks that were found damaged and indexes that could not be read."""
 
@@ -54,7 +55,7 @@ class _Shape:
 
 
 class Together(Protocol):
-    """What a restore does with the other ranks, as whoever makes a `Restorer` gives it."""
+    """What a restore asks of the mode: to act together with the other ranks."""
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run this rank's work of a restore. Raises if it fails on any rank."""
@@ -70,6 +71,11 @@ class Together(Protocol):
             Corrupt: every step there is has a damaged commit.
             RanksUnavailable: other ranks do not restore too.
         """
+        ...
+
+    @property
+    def chosen(self) -> ChosenStep | None:
+        """What all ranks restore at present; None for one rank."""
         ...
 
     async def begin_reading(self) -> bool:
@@ -151,7 +157,7 @@ class Restorer:
 
     async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Arrays]) -> Read:
         state = self._state
-        async with StepSource.open(state, step, chosen=state.chosen) as source:
+        async with StepSource.open(state, step, chosen=self._together.chosen) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
             sources = await fill(state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable

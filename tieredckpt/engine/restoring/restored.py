@@ -1,4 +1,4 @@
-"""What a restore hands to the trainer: `Restored`."""
+"""`Restored`: the result of a restore."""
 
 from __future__ import annotations
 

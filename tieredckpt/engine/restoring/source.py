@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
+from tieredckpt.engine.state.merged_ram import MergedRam, Near
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
@@ -29,7 +30,6 @@ __all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "whol
 _log = logging.getLogger("tieredckpt")
 
 Bytes = npt.NDArray[np.uint8]
-Near = Mapping[bytes, tuple[Tier, Extent]]
 Passing = Callable[["StepSource", list[Piece], dict[str, int]], Awaitable[list[Piece]]]
 """Takes pieces of a step, and the bytes by source to add to; returns those that did not come."""
 
@@ -49,17 +49,10 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenStep:
-    """The step that all ranks restore, as rank 0 has told."""
+class ChosenStep(MergedRam):
+    """The step that all ranks restore, as rank 0 has chosen it."""
 
-    step: StepId
-    tier: Tier
-    """The nearest tier with an index of it."""
-    index: StepIndex
-    """Of the whole step."""
-    near: Callable[[], AbstractAsyncContextManager[Near]]
-    """Keeps what this machine's RAM has of the step while it is read."""
-    passing: Passing | None = None
+    passing: Passing
 
 
 @asynccontextmanager
@@ -129,11 +122,12 @@ class StepSource:
     ) -> AsyncIterator[StepSource]:
         if step in state.deleting:
             raise NotFound(f"{step} is being deleted")
-        chosen = chosen or (state.read_only_steps.get(step) if only is None else None)
-        if chosen is not None:
-            async with chosen.near() as near:
-                indexes = {chosen.tier.name: chosen.index}
-                yield cls(state, step, chosen.tier, chosen.index, near=near, passing=chosen.passing, _indexes=indexes)
+        merged = chosen or (state.read_only_steps.get(step) if only is None else None)
+        if merged is not None:
+            passing = None if chosen is None else chosen.passing
+            async with merged.near() as near:
+                indexes = {merged.tier.name: merged.index}
+                yield cls(state, step, merged.tier, merged.index, near=near, passing=passing, _indexes=indexes)
             return
         unreadable: list[tuple[Tier, TieredCkptError]] = []
         for tier in [only] if only is not None else state.holders(step):

@@ -83,7 +83,7 @@ class Captures:
         return await loop.call(begun())
 
     def _start(self, step: int, work: Callable[[], Awaitable[Saved]], origin: Origin | None) -> asyncio.Task[Saved]:
-        """Save behind; a failure is logged and told as an event, for nobody may be waiting for it."""
+        """Save in the background; a failure is logged and emitted as an event, for there may be no waiting caller."""
 
         async def save() -> Saved:
             try:
@@ -119,7 +119,7 @@ class Captures:
             await outlast(asyncio.gather(*pending, return_exceptions=True))
             raise
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Return when none is under way."""
         while self.pending:
             await asyncio.wait(set(self.pending))

@@ -37,7 +37,7 @@ def has_room(slab: Slab, nbytes: int) -> bool:
 
 
 async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None:
-    """Let the copy threads work until all is copied or the slab is full; none of them runs afterwards."""
+    """Run the copy threads until all is copied or the slab is full; none of them runs afterwards."""
     snapshot.full = False
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(snapshot.pending)) or 1
@@ -56,7 +56,7 @@ async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None
 
 
 def _put_back(snapshot: Snapshot, index: SlabIndex) -> None:
-    """Let the copies go; their cells are pending again."""
+    """Discard the copies; their cells are pending again."""
     index.drop([done.digest for done in snapshot.copied])
     snapshot.pending.extendleft(done.cell for done in snapshot.copied)
     snapshot.copied.clear()
@@ -110,7 +110,7 @@ def _grow(slab: Slab, nbytes: int) -> None:
 
 
 async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
-    """Have memory that was used before, as far as steps may leave that are of no more use.
+    """Reuse memory before the slab grows, by evicting steps that are not retained.
 
     What is new comes at the speed of page faults, and the save waits for it; but it comes. All of them leave, and not
     as many as are needed now: what is free would be in ever smaller pieces, and the slab would grow for these.
@@ -129,7 +129,7 @@ def _size(snapshot: Snapshot) -> int:
 
 
 async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: Callable[[], bool]) -> None:
-    """Have room in the slab by evicting, and by what ``when_full`` says if that is not enough.
+    """Make room in the slab by evictions, then as ``when_full`` says.
 
     Raises:
         SkipSave: it did not help.

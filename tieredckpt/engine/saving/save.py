@@ -27,13 +27,12 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
+from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream, usable_ram
 from tieredckpt.engine.state.branch import Continued, Origin
-from tieredckpt.engine.state.membership import Streamed
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
-from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
@@ -41,7 +40,6 @@ from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
-from tieredckpt.tree.shards import check_whole
 
 __all__ = ["Saved", "Writer"]
 
@@ -67,9 +65,10 @@ class Saved:
 class Writer:
     """Makes saves, one at a time. Lives on the engine's loop."""
 
-    def __init__(self, state: State, collector: Collector) -> None:
+    def __init__(self, state: State, collector: Collector, slower: SlowerTiers) -> None:
         self._state = state
         self._collector = collector
+        self._slower = slower
         self._guards_saves = asyncio.Lock()
         """Held by the save under way: the next one continues what becomes of it."""
         self._digests: dict[str, list[bytes]] = {}
@@ -100,12 +99,9 @@ class Writer:
 
         Raises:
             Conflict: the branch has that step already.
-            Invalid: an array is given in pieces that are not all of it, and there is no other rank.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         begin = time.monotonic()
-        if flat.in_pieces and self._state.membership.size == 1:
-            await self._in_pool(check_whole, flat.structure, flat.arrays)
         async with self._guards_saves:
             state = self._state
             continued = self._decide(step, origin, overwrite=overwrite)
@@ -157,12 +153,8 @@ class Writer:
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
-                    if not tier.shared:
-                        await commit_file.commit(tier, record, stored)
-                    elif self._state.membership.size > 1:
-                        await self._keep_streamed(tier, StepIndex(record, arrays))
-                    elif self._state.agent_spill is not None:
-                        await self._state.agent_spill.commit(tier, StepIndex(record, stored), written.sizes)
+                    if tier.shared:
+                        await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
                     else:
                         await commit_file.commit(tier, record, stored)
                     if self._state.membership.size == 1:
@@ -173,16 +165,11 @@ class Writer:
                 raise
         return tier, record, arrays
 
-    async def _keep_streamed(self, tier: Tier, index: StepIndex) -> None:
-        """Hold this rank's part, which rank 0 commits with those of the others."""
-        packs = await self._in_pool(packs_of, index.arrays)
-        self._state.membership.streamed[index.record.id] = Streamed(tier, index, packs)
-
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
 
     def _decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
-        """What a save continues. Raises `Conflict` for a number that this branch has."""
+        """The branch that a save continues. Raises `Conflict` for a number that this branch has."""
         state = self._state
         continued = state.branch.decide(step, origin, overwrite=overwrite)
         known = (*state.records(), *state.membership.undecided)
@@ -212,7 +199,7 @@ class Writer:
             with attributed(first):
                 if await fill_slab(self._state, self._collector, snapshot, first, ram):
                     return first, snapshot.in_slab(ram.store.slab_key), WrittenPacks()
-        return await stream(self._state, self._collector, snapshot, refusals, until_committed)
+        return await stream(self._state, self._collector, self._slower, snapshot, refusals, until_committed)
 
     # -- what is remembered -------------------------------------------------------------------------------
 
@@ -266,7 +253,7 @@ class Writer:
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    """Of what makes the saves; found out once, for that parses the package's metadata."""
+    """Versions of the software that saves; cached, since finding them parses the package's metadata."""
     return {"tieredckpt": version("tieredckpt"), "python": platform.python_version(), "numpy": np.__version__}
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.full_tier import make_room, needing
-from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import PACK_SIZE, Batch, Payload, seal_all, write_packs
+from tieredckpt.engine.keeping.full_tier import needing
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal_all, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
+from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import Copied, Snapshot
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.ram import Ram
@@ -65,6 +66,7 @@ class _Passage:
 async def stream(
     state: State,
     collector: Collector,
+    slower: SlowerTiers,
     snapshot: Snapshot,
     refusals: Mapping[str, TieredCkptError],
     until_committed: AsyncExitStack,
@@ -73,7 +75,8 @@ async def stream(
 
     Args:
         state: of the engine.
-        collector: makes room.
+        collector: makes room in RAM.
+        slower: makes room on slower tiers, and tells what they have.
         snapshot: of which nothing was copied yet.
         refusals: what went wrong on tiers that are not to be tried again, by name.
         until_committed: holds the tier's packs, so that none is collected before the step refers to it.
@@ -92,22 +95,15 @@ async def stream(
             continue
         need = sum(tier.chunks.encoding.stored_size(cell.nbytes) for cell in snapshot.pending)
         with attributed(tier):
-            if state.agent_spill is not None:
-                fits = await state.agent_spill.make_room(tier, need)
-            else:
-                fits = await make_room(state, collector, None, tier, need)
+            fits = await slower.make_room(tier, need)
         if not fits:
             problems.append(f"tier {tier.name!r} has no room for {format_size(need)}")
             continue
         passage = await _passage(state, collector, snapshot, refusals)
-        if state.agent_spill is not None:
-            with attributed(tier):
-                await state.agent_spill.borrow(tier, until_committed)
-        elif state.membership.size == 1:
-            await until_committed.enter_async_context(tier.packs.guard)
-        # For with ranks, a commit holds the packs while it waits for a silent one, and no save waits for that.
+        with attributed(tier):
+            await slower.hold_packs(tier, until_committed)
         until_committed.callback(tier.packs.streamed_to.clear)
-        return tier, *await _write_all(state, collector, snapshot, tier, passage)
+        return tier, *await _write_all(state, collector, slower, snapshot, tier, passage)
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
         + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
@@ -133,7 +129,7 @@ def _through_scratch(state: State) -> _Passage:
 
 
 async def _write_all(
-    state: State, collector: Collector, snapshot: Snapshot, tier: Tier, passage: _Passage
+    state: State, collector: Collector, slower: SlowerTiers, snapshot: Snapshot, tier: Tier, passage: _Passage
 ) -> tuple[Located, WrittenPacks]:
     located: Located = {}
     written = WrittenPacks()
@@ -147,7 +143,7 @@ async def _write_all(
             left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
             with attributed(tier):
                 async with needing(sum(tier.chunks.encoding.stored_size(cell.nbytes) for cell in left)):
-                    nbytes, extents = await _write(state, tier, snapshot, passage.slab, written)
+                    nbytes, extents = await _write(state, slower, tier, snapshot, passage.slab, written)
             new_bytes += nbytes
             for done in snapshot.copied:
                 located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
@@ -177,7 +173,7 @@ async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, pas
 
 
 async def _write(
-    state: State, tier: Tier, snapshot: Snapshot, slab: Slab, written: WrittenPacks
+    state: State, slower: SlowerTiers, tier: Tier, snapshot: Snapshot, slab: Slab, written: WrittenPacks
 ) -> tuple[int, Mapping[bytes, Extent]]:
     """Write the copied chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are.
 
@@ -186,13 +182,7 @@ async def _write(
     sizes = {done.digest: done.cell.nbytes for done in snapshot.copied}
     extents = {digest: written.extents[digest] for digest in sizes.keys() & written.extents.keys()}
     unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in extents}
-    if state.agent_spill is not None:
-        extents |= await state.agent_spill.find(tier, unknown)
-    else:
-        tier.packs.streamed_to |= _packs_with(tier, sizes)
-        await refer_to_intact(state, tier, None, unknown)
-        packs = tier.packs
-        extents |= {digest: packs.index[digest] for digest, nbytes in unknown.items() if packs.has(digest, nbytes)}
+    extents |= await slower.find(tier, unknown)
     tier.packs.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
     new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
     waiting = sorted(new.values(), key=lambda done: done.offset)
@@ -202,23 +192,15 @@ async def _write(
             await write_packs(tier, batches, now)
     finally:
         written.add(now)
-        if state.manages(tier):
-            tier.packs.add(now)
+        slower.add_packs(tier, now)
     return sum(done.cell.nbytes for done in waiting), extents | now.extents
-
-
-def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
-    """The packs that are known to have any of the chunks, or a copy of it."""
-    chunks, duplicates = tier.packs.index, tier.packs.duplicates
-    known = {chunks[digest].path for digest in digests if digest in chunks}
-    return known | {extent.path for digest in duplicates.keys() & digests for extent in duplicates[digest]}
 
 
 async def _batches(
     state: State, tier: Tier, snapshot: Snapshot, waiting: Sequence[Copied], slab: Slab
 ) -> AsyncGenerator[Batch, None]:
     traits, encoding = tier.store.traits, tier.chunks.encoding
-    limit = min(traits.object_size, PACK_SIZE) if traits.ranged_get else 0
+    limit = min(traits.object_size, limits.in_force.pack_size) if traits.ranged_get else 0
     pack: list[Copied] = []
     left = limit
     for done in waiting:

@@ -131,7 +131,7 @@ class Branch:
     # -- schedules ----------------------------------------------------------------------------------------
 
     def count_from(self, origin: Origin | None) -> None:
-        """Let schedules count from a save before which ``origin`` was restored last."""
+        """Make schedules count from a save before which ``origin`` was restored last."""
         self._counted = origin
 
     def due_from(self, step: int) -> int | None:

@@ -1,4 +1,4 @@
-"""What a store has seen of its trainer: saves, promotions, failures and signals, as schedules are told of them."""
+"""Observations that schedules see: saves, promotions, failures and signals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Observation:
         self.observed = Observed(started_at=self.now())
 
     def signal(self, name: str, *, on: bool) -> None:
-        """Let policies see a signal, or no more, from now on; from any thread or signal handler.
+        """Raise or withdraw a signal that policies see; from any thread or signal handler.
 
         A lock could wait for the code that a handler has interrupted, so these are one step each. Raises `Invalid`
         for what is no name.

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
@@ -23,6 +22,7 @@ from tieredckpt.engine.state.branch import Branch
 from tieredckpt.engine.state.failures import failure_history
 from tieredckpt.engine.state.identity import Identity
 from tieredckpt.engine.state.membership import Membership
+from tieredckpt.engine.state.merged_ram import MergedRam
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.tier.lease import Holder
@@ -32,10 +32,6 @@ from tieredckpt.events import Events, StepPromoted, TierFailed
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
 from tieredckpt.policy.views import StepViews
-
-if TYPE_CHECKING:
-    from tieredckpt.engine.agent.client_spill import AgentSpill
-    from tieredckpt.engine.restoring.source import ChosenStep
 
 __all__ = ["Role", "State", "numbers"]
 
@@ -70,24 +66,20 @@ class State:
     role: Role = Role.WHOLE
     deleting: set[StepId] = field(default_factory=set)
     """Steps that a person deletes at present."""
-    agent_spill: AgentSpill | None = None
-    """At a trainer with an agent: how it streams to tiers that the agent manages."""
-    chosen: ChosenStep | None = None
-    """Of several ranks: the step that all restore at present, or restored last."""
-    read_only_steps: dict[StepId, ChosenStep] = field(default_factory=dict)
-    """Steps that are whole in the RAM of ranks of this machine, for a process that only looks on."""
+    read_only_steps: dict[StepId, MergedRam] = field(default_factory=dict)
+    """Steps that are whole in the RAM of ranks of this machine, for a reader."""
     look_anew: Callable[[], Awaitable[None]] | None = None
     """Where nothing is written: makes what is known fresh."""
-    _roll: StepTable = field(init=False)
+    _step_table: StepTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roll = StepTable(self.tiers, _described)
+        self._step_table = StepTable(self.tiers, _described)
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def records(self) -> dict[StepId, StepRecord]:
         """Every step that some tier holds, by age; not to be changed. From any thread."""
-        return self._roll.call(self.branch.line).records
+        return self._step_table.call(self.branch.line).records
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step, nearest first, those that fail at present, or do not answer, last."""
@@ -208,7 +200,7 @@ class State:
             raise Invalid(f"cannot {what}: the store was opened with read_only=True")
 
     def report(self, tier: Tier, error: Exception) -> None:
-        """Note that a tier failed, and tell everybody; its promoter brings it back."""
+        """Note that a tier failed, and emit an event; its promoter brings it back."""
         if not self.manages(tier):  # whoever does tells how it is
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
             return
@@ -229,7 +221,7 @@ class State:
         With ``at_rest``, as it would be if no promotion were under way.
         """
         now = self.observation.now()
-        steps = self._roll.call(self.branch.line).views
+        steps = self._step_table.call(self.branch.line).views
         if and_on is not None:
             steps = tuple(self._as_if(view, *and_on) if view.serial == and_on[0].serial else view for view in steps)
         replicas = {
@@ -258,7 +250,7 @@ class State:
 
     @contextmanager
     def promoting(self, tier: Tier) -> Iterator[None]:
-        """Let policies see that a promotion to the tier is under way."""
+        """Show policies a promotion to the tier while the block runs."""
         tier.steps.promotions += 1
         try:
             yield

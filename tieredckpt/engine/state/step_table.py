@@ -1,4 +1,4 @@
-"""The roll of a store: every step that some tier holds, by age, brought up to date by what came and went."""
+"""The step table: every step that some tier holds, by age, updated by what came and went."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Called:
 
 
 class StepTable:
-    """What is the same from one question to the next, though there may be ten thousand steps and many questions.
+    """Cache of all steps and of their views, rebuilt only for steps that have changed.
 
     ``describe`` gives the view of a step from its record, the names of the tiers that hold it, and whether it is on
     the line.
@@ -39,7 +39,7 @@ class StepTable:
     ) -> None:
         self._tiers = tiers
         self._describe = describe
-        self._guards_roll = threading.Lock()
+        self._guards_table = threading.Lock()
         """The trainer's thread asks whether a save is due, while the engine's changes what is held.
 
         Nobody waits for it: a signal handler may have interrupted the thread that holds it, and wait for the engine.
@@ -53,7 +53,7 @@ class StepTable:
 
     def call(self, line: Line) -> Called:
         """The steps that there are now, when this is the branch."""
-        if not self._guards_roll.acquire(blocking=False):
+        if not self._guards_table.acquire(blocking=False):
             return self._anew(line)
         try:
             changed = self._all() if self._torn else set()
@@ -67,7 +67,7 @@ class StepTable:
             self._torn = False
             return self._called
         finally:
-            self._guards_roll.release()
+            self._guards_table.release()
 
     def _all(self) -> set[StepId]:
         """Every step that there is, or was when this was renewed last."""

@@ -11,7 +11,7 @@ __all__ = ["CatalogFile", "Catalogued", "Stamp"]
 
 
 class Stamp(NamedTuple):
-    """By what the commit of a step is known in a listing."""
+    """Identifies the commit of a step in a listing."""
 
     manifest_nbytes: int
     manifest_modified: float

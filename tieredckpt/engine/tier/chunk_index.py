@@ -150,7 +150,7 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
         return [*map(self._digest, rows), *(digest for digest, at in tuple(self._since.items()) if at.path in wanted)]
 
     def _lies_in(self, paths: frozenset[str]) -> NDArray[np.bool_]:
-        """Of each row, whether it is not gone and lies in one of the packs."""
+        """Which rows are present and lie in one of the packs."""
         wanted = np.fromiter((path in paths for path in self._paths), bool, len(self._paths))
         there: NDArray[np.bool_] = np.frombuffer(self._gone, np.uint8) == 0
         if self._paths:

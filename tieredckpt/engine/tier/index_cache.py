@@ -1,4 +1,4 @@
-"""The indexes of steps that were read or written last, kept for whoever asks next, and what they refer to."""
+"""Cache of the step indexes that were read or written last, and what they refer to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
 
     @contextmanager
     def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
-        """Let the index of a step be read anew in the block, though it may be remembered; yields that one.
+        """Read the index of a step anew in the block, though it may be cached; yields the cached one.
 
         It is remembered again afterwards where what was read is no better.
         """

@@ -1,7 +1,8 @@
-"""Who is writing to a tier: a small renewed file, so that a second store is refused and a dead one is not.
+"""The lease of a tier: a renewed file that names the one process that writes there, and refuses a second one.
 
-On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease, which the
-clock of the store tells where it has one: those of two machines may differ by hours.
+On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease. Its age is
+told by the clock of the store where that has one, for the clocks of two machines may differ by hours. A lease is no
+fencing token: a holder that was paused beyond it may finish the put that it had begun, and stops when it renews.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Lease:
         await self._give_way()
 
     async def release(self) -> None:
-        """Give the lease back; one that cannot be deleted now is left to whoever finds it."""
+        """Release the lease; if it cannot be deleted now, the next process that finds it does so."""
         _of_this_process.discard(self._key)
         await self.store.delete(self._key)
 

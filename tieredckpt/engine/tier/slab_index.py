@@ -64,7 +64,7 @@ class SlabIndex:
         return self._chunks.get(digest)
 
     def distrust(self, digest: bytes, offset: int) -> None:
-        """Let nobody use the chunk at ``offset`` any more who does not so far: its bytes are damaged."""
+        """Stop new uses of the chunk at ``offset``: its bytes are damaged."""
         with self._guards_uses:
             if (found := self._chunks.get(digest)) is not None and found[0] == offset:
                 self._distrusted.setdefault(digest, []).append(self._chunks.pop(digest))

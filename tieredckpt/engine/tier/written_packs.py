@@ -1,4 +1,4 @@
-"""What was written to a tier as packs, for whoever manages the tier to know."""
+"""Packs written to a tier, for the process that manages it to record."""
 
 from __future__ import annotations
 

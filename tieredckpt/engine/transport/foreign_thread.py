@@ -84,7 +84,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from a foreign library when the interpreter is gone already may abort the process."""
+    """End all threads at exit: one that returns from a foreign library later may abort the process."""
     deadline = time.monotonic() + _AT_EXIT
     asides = list(_living)
     for aside in asides:

@@ -71,7 +71,7 @@ class _Lane:
 
 
 class GlooBulk:
-    """`Communicator.send` and `Communicator.receive` for a communicator that can only post.
+    """`Communicator.send_bulk` and `Communicator.recv_bulk` for a communicator that has messages alone.
 
     Args:
         messages: the communicator. Two ranks tell each other by it that both are there, before gloo lets them wait
@@ -107,8 +107,8 @@ class GlooBulk:
 
         await self._whole(meet, "meet", 0, peer, timeout)
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied before it leaves."""
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Send in pieces, each copied before it leaves."""
         deadline = time.monotonic() + timeout
 
         async def send() -> None:
@@ -127,8 +127,8 @@ class GlooBulk:
 
         await self._whole(self._in_turn("send", to, tag, send), "send", len(memory), to, timeout)
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied after it has come."""
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Receive in pieces, each copied after it has come."""
         deadline = time.monotonic() + timeout
 
         async def receive() -> None:
@@ -167,7 +167,7 @@ class GlooBulk:
         self._ending.close()
 
     def end_waits(self) -> None:
-        """Let no thread wait in gloo any more, nor any transfer go on. May be called on any thread."""
+        """End every wait in gloo and every transfer. May be called on any thread."""
         for peer, making in list(self._groups.items()):
             if making.done() and not making.cancelled() and making.exception() is None:
                 self._end_waits(making.result(), peer)
@@ -180,7 +180,7 @@ class GlooBulk:
 
     @property
     def rank(self) -> int:
-        """That of the communicator."""
+        """The rank of the communicator."""
         return self._messages.rank
 
     # -- one transfer -------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class GlooBulk:
     async def _whole(
         self, work: Callable[[], Coroutine[Any, Any, None]], verb: str, nbytes: int, peer: int, timeout: float
     ) -> None:
-        """Let the work end by its deadline; where it fails or is cancelled, the two transfer nothing any more."""
+        """Run the work until its deadline; if it fails or is cancelled, the two ranks transfer nothing any more."""
         if self._closed:
             raise _closed()
         if peer in self._broken:
@@ -253,8 +253,8 @@ class GlooBulk:
         return await asyncio.shield(self._groups[peer])
 
     async def _make_group(self, peer: int, deadline: float) -> Any:
-        await self._messages.post([peer], _TOPIC, b"")
-        await self._messages.take(peer, _TOPIC, timeout=max(0.0, deadline - time.monotonic()))
+        await self._messages.send([peer], _TOPIC, b"")
+        await self._messages.recv(peer, _TOPIC, timeout=max(0.0, deadline - time.monotonic()))
         with self._lane() as lane:
             return await lane.call(deadline, self._connect_to, peer, deadline)
 
@@ -291,6 +291,6 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from gloo when the interpreter is gone already would abort the process."""
+    """End all waits at exit: a thread that returns from gloo after the interpreter has gone would abort the process."""
     for bulk in list(_living):
         bulk.end_waits()

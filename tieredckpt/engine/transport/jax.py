@@ -37,26 +37,26 @@ class JaxCommunicator(Mailbox):
 
 
 class _Service:
-    """A carrier whose boxes are directories of the key-value service."""
+    """A carrier whose mailboxes are directories of the key-value service."""
 
     def __init__(self, client: Any, folder: str) -> None:
         self._client = client
         self._folder = folder
         self._aside = Aside("tieredckpt service of jax")
         self._kept: dict[str, list[bytes]] = {}
-        """By box, what was taken by a call that failed or came too late."""
+        """By mailbox, what was taken by a call that failed or came too late."""
         self._taken: set[str] = set()
-        """Keys of letters that were taken and may be there still."""
+        """Keys of messages that were taken and may be there still."""
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
-        await self._call(self._put, f"{self._folder}{box}/{name}", letter)
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
+        await self._call(self._put, f"{self._folder}{mailbox}/{name}", message)
 
-    async def take(self, box: str) -> list[bytes]:
-        await self._call(self._take, box)
-        return self._kept.pop(box, [])
+    async def take(self, mailbox: str) -> list[bytes]:
+        await self._call(self._take, mailbox)
+        return self._kept.pop(mailbox, [])
 
-    async def drop(self, box: str) -> None:
-        await self.take(box)
+    async def drop(self, mailbox: str) -> None:
+        await self.take(mailbox)
 
     async def close(self) -> None:
         self._aside.close()
@@ -67,13 +67,13 @@ class _Service:
         except (RuntimeError, TimeoutError) as error:  # JAX's own is a RuntimeError
             raise RanksUnavailable(f"the key-value service of jax.distributed does not answer: {error}") from error
 
-    def _put(self, key: str, letter: bytes) -> None:
-        self._client.key_value_set_bytes(key, letter, allow_overwrite=True)
+    def _put(self, key: str, message: bytes) -> None:
+        self._client.key_value_set_bytes(key, message, allow_overwrite=True)
 
-    def _take(self, box: str) -> None:
-        for key, letter in self._client.key_value_dir_get_bytes(f"{self._folder}{box}/"):
+    def _take(self, mailbox: str) -> None:
+        for key, message in self._client.key_value_dir_get_bytes(f"{self._folder}{mailbox}/"):
             if key not in self._taken:
                 self._taken.add(key)
-                self._kept.setdefault(box, []).append(letter)
+                self._kept.setdefault(mailbox, []).append(message)
             self._client.key_value_delete(key)
             self._taken.discard(key)

@@ -1,19 +1,19 @@
-"""Messages between ranks that can do no more than leave small values for each other.
+"""A communicator for ranks that can only leave small values for each other, in mailboxes.
 
-A *carrier* puts letters into boxes and takes them out. Every rank has a box, whose name ends in a *card*: random
-digits of this process and this session, so that nothing a process of the past was sent is ever found. To learn each
-other's cards, ranks that open say hello in the one box with a fixed name:
+A *carrier* puts messages into mailboxes and takes them out. Every rank has a mailbox, named by its *endpoint*: random
+digits of this process and this session, so that no message to an earlier process is ever found. Ranks that open
+exchange their endpoints through the mailbox ``hello``:
 
-1. A rank puts its card into ``hello``, again and again, until it is welcomed.
-2. When rank 0 has heard every rank, it sends all of them a welcome with a new session. A card that a dead
-   process left in ``hello`` is heard as well; the rank's next hello replaces it, and a new session begins.
+1. A rank puts its endpoint into ``hello``, again and again, until it is welcomed.
+2. When rank 0 has heard every rank, it sends all of them a welcome with a new session. It also hears an endpoint that
+   a dead process has left in ``hello``; the rank's next hello replaces it, and a new session begins.
 3. A rank that is welcomed answers. When all have, rank 0 tells them to go: the session is open.
 
-Letters of another session are dropped, those of this one that come before its "go" are kept. A long message goes as
-several letters: no store carries values of any size.
+Messages of another session are dropped; those of this one that come before its "go" are kept. A long message goes as
+several fragments: no store carries values of any size.
 
-How often a rank looks into its box depends on how long nothing has come: it waits a twentieth of that time, up to a
-bound. What comes soon is found at once, and a rank that waits for hours costs next to nothing.
+How often a rank looks into its mailbox depends on how long nothing has come: it waits a twentieth of that time, up to
+a bound. So messages that follow each other are found at once, and a rank that waits for hours costs next to nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from tieredckpt.concurrency import together
+from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable, TieredCkptError
@@ -42,39 +43,35 @@ T = TypeVar("T")
 _log = logging.getLogger("tieredckpt")
 
 _HELLO = "hello"
-_HELLO_AGAIN = 1.0
-"""Seconds after which a rank that nobody welcomed says hello once more."""
-_GO_WITHIN = 5.0
-"""Seconds after which one that was welcomed and not told to go does: rank 0 may be dead."""
 _CARRIER_TIMEOUT = 30.0
-"""Seconds that the carrier may take for one letter, or for a look into a box."""
-_POSTS_AT_ONCE = 16
+"""Seconds that the carrier may take to put one message, or to look into a mailbox."""
+_SENDS_AT_ONCE = 16
 _PATIENCE = 0.05
-"""The pause between two looks into a box, as a share of the time in which nothing has come."""
-_LETTER = 1 << 20
-"""Bytes of a message in one letter. The store of torch.distributed closes the connection at 8 MiB."""
+"""The pause between two looks into a mailbox, as a share of the time in which nothing has come."""
+_FRAGMENT = 1 << 20
+"""Largest bytes of a fragment. The store of torch.distributed closes the connection at 8 MiB."""
 
 
 class Carrier(Protocol):
-    """Carries letters between the ranks of one training. All calls come from one event loop.
+    """Carries messages between the ranks of one training. All calls come from one event loop.
 
-    Raises errors of this library alone; ``box`` and ``name`` are of letters, digits, ``-`` and ``.``.
+    Raises errors of this library alone; ``mailbox`` and ``name`` are of letters, digits, ``-`` and ``.``.
     """
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
-        """Leave a letter, in place of one with the same name if that is still there."""
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
+        """Leave a message, in place of one with the same name if that is still there."""
 
-    async def take(self, box: str) -> list[bytes]:
-        """All letters in a box that are there completely, the later of one name last.
+    async def take(self, mailbox: str) -> list[bytes]:
+        """All messages in a mailbox that are there completely, the later of one name last.
 
         None of them is taken twice. What a call that fails or is cancelled has taken, the next one returns.
         """
 
-    async def drop(self, box: str) -> None:
-        """Remove a box that nobody uses any more, with what is in it."""
+    async def drop(self, mailbox: str) -> None:
+        """Remove a mailbox that is no longer used, with what is in it."""
 
     async def close(self) -> None:
-        """Let go of what it holds. Idempotent."""
+        """Release what it holds. Idempotent."""
 
 
 class _Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -82,13 +79,13 @@ class _Hello(msgspec.Struct, array_like=True, frozen=True):
 
     rank: int
     size: int
-    card: str
+    endpoint: str
 
 
-class _Letter(msgspec.Struct, array_like=True, frozen=True):
-    """Anything that is put into a rank's box. ``cards`` is filled in a welcome and a go.
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    """What is put into a rank's mailbox: a step of the opening, or a fragment of a message.
 
-    A post is ``sheet`` of so many ``sheets`` of a message.
+    A welcome and a go have ``endpoints``; a fragment has its number and how many there are.
     """
 
     kind: Literal["welcome", "here", "go", "post"]
@@ -96,24 +93,24 @@ class _Letter(msgspec.Struct, array_like=True, frozen=True):
     source: int
     topic: str = ""
     data: bytes = b""
-    cards: list[str] = msgspec.field(default_factory=list)
-    sheet: int = 0
-    sheets: int = 1
+    endpoints: list[str] = msgspec.field(default_factory=list)
+    fragment: int = 0
+    fragments: int = 1
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_hello = msgspec.msgpack.Decoder(_Hello).decode
-_read_letter = msgspec.msgpack.Decoder(_Letter).decode
+_read_message = msgspec.msgpack.Decoder(_Message).decode
 
 
 class Mailbox:
     """A communicator over a carrier.
 
     Args:
-        carrier: takes the letters; it is closed with this.
+        carrier: takes the messages; it is closed with this.
         rank, size: this process among all.
         node: see `Communicator`.
-        fastest, slowest: bounds of the seconds between two looks into the box.
+        fastest, slowest: bounds of the seconds between two looks into the mailbox.
     """
 
     def __init__(
@@ -135,16 +132,16 @@ class Mailbox:
         self._fastest = fastest
         # All ranks look at one place: their looks together stay below some thousand a second.
         self._slowest = max(slowest, size * 0.0005)
-        self._card = secrets.token_hex(8)
-        self._cards: list[str] = []
+        self._endpoint = secrets.token_hex(8)
+        self._endpoints: list[str] = []
         """By rank; while the ranks meet, a follower knows rank 0's alone."""
         self.session = ""
         """The session's random name, the same at every rank; empty before it is open."""
         self._inbox = Inbox()
-        self._sheets: dict[tuple[int, str], dict[int, bytes]] = {}
-        """What has come of messages of several letters, by source and topic."""
+        self._fragments: dict[tuple[int, str], dict[int, bytes]] = {}
+        """What has come of messages of several fragments, by source and topic."""
         self._numbers = itertools.count()
-        self._guards_posting = asyncio.Semaphore(_POSTS_AT_ONCE)
+        self._guards_sending = asyncio.Semaphore(_SENDS_AT_ONCE)
         self._stir = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
@@ -153,7 +150,7 @@ class Mailbox:
 
     async def open(self, *, timeout: float) -> None:
         """Meet all other ranks; see the module."""
-        early: list[_Letter] = []
+        early: list[_Message] = []
         heard: set[int] = {COORDINATOR}
         try:
             async with asyncio.timeout(timeout):
@@ -172,72 +169,72 @@ class Mailbox:
                 f"{trouble}; do all ranks open the store, and was every one started?",
                 missing,
             ) from self._inbox.trouble
-        for letter in early:
-            self._deliver(letter)
+        for message in early:
+            self._deliver(message)
 
     async def _lead(self, heard: set[int]) -> str:
-        """Nobody posts before it is told to go, so nothing but answers comes meanwhile."""
-        cards = {COORDINATOR: self._card}
+        """Open as rank 0: nobody sends before it is told to go, so only answers come meanwhile."""
+        endpoints = {COORDINATOR: self._endpoint}
         session = ""
         idle = _Idle(self._fastest, self._slowest)
         while True:
-            news = [hello for hello in await self._hellos() if cards.get(hello.rank) != hello.card]
+            news = [hello for hello in await self._hellos() if endpoints.get(hello.rank) != hello.endpoint]
             for hello in news:
-                if (old := cards.get(hello.rank)) is not None:
-                    await self._carried(self._carrier.drop(_box(hello.rank, old)))
-                cards[hello.rank] = hello.card
-            if len(cards) == self.size and (news or not session):
+                if (old := endpoints.get(hello.rank)) is not None:
+                    await self._carried(self._carrier.drop(_mailbox_name(hello.rank, old)))
+                endpoints[hello.rank] = hello.endpoint
+            if len(endpoints) == self.size and (news or not session):
                 session = secrets.token_hex(8)
                 heard.intersection_update({COORDINATOR})
-                self._cards = [cards[rank] for rank in range(self.size)]
-                await self._put_all(_Letter("welcome", session, COORDINATOR, cards=self._cards[:1]))
-            answers = [letter for letter in await self._look() if letter.session == session]
-            heard.update(letter.source for letter in answers if letter.kind == "here")
+                self._endpoints = [endpoints[rank] for rank in range(self.size)]
+                await self._put_all(_Message("welcome", session, COORDINATOR, endpoints=self._endpoints[:1]))
+            answers = [message for message in await self._look() if message.session == session]
+            heard.update(message.source for message in answers if message.kind == "here")
             if session and len(heard) == self.size:
                 break
             if not session:
-                heard.update(cards)
+                heard.update(endpoints)
             if news or answers:
                 idle.over()
             await asyncio.sleep(idle.pause)
         await self._carried(self._carrier.drop(_HELLO))
-        await self._put_all(_Letter("go", session, COORDINATOR, cards=self._cards))
+        await self._put_all(_Message("go", session, COORDINATOR, endpoints=self._endpoints))
         return session
 
-    async def _follow(self, early: list[_Letter]) -> str:
-        """Others may have been told to go before this one, and have posted: ``early``."""
-        hello = _encode(_Hello(self.rank, self.size, self._card))
+    async def _follow(self, early: list[_Message]) -> str:
+        """Open as another rank; what others send that were told to go earlier is added to ``early``."""
+        hello = _encode(_Hello(self.rank, self.size, self._endpoint))
         hello_at = time.monotonic()
         idle = _Idle(self._fastest, self._slowest)
         while True:
             if time.monotonic() >= hello_at:
                 await self._carried(self._carrier.put(_HELLO, str(self.rank), hello))
-                hello_at = time.monotonic() + _HELLO_AGAIN
-            letters = await self._look()
-            early += [letter for letter in letters if letter.kind == "post"]
-            for letter in letters:
-                if letter.kind == "welcome" and letter.cards:
-                    self._cards = [letter.cards[0]]
-                    await self._put(COORDINATOR, _Letter("here", letter.session, self.rank))
-                    hello_at = time.monotonic() + _GO_WITHIN
-                if letter.kind == "go" and len(letter.cards) == self.size:
-                    self._cards = letter.cards
-                    return letter.session
-            if letters:
+                hello_at = time.monotonic() + limits.in_force.hello_again
+            messages = await self._look()
+            early += [message for message in messages if message.kind == "post"]
+            for message in messages:
+                if message.kind == "welcome" and message.endpoints:
+                    self._endpoints = [message.endpoints[0]]
+                    await self._put(COORDINATOR, _Message("here", message.session, self.rank))
+                    hello_at = time.monotonic() + limits.in_force.go_within
+                if message.kind == "go" and len(message.endpoints) == self.size:
+                    self._endpoints = message.endpoints
+                    return message.session
+            if messages:
                 idle.over()
             await asyncio.sleep(idle.pause)
 
     async def _hellos(self) -> list[_Hello]:
         found = []
-        for letter in await self._carried(self._carrier.take(_HELLO)):
+        for message in await self._carried(self._carrier.take(_HELLO)):
             with suppress(msgspec.DecodeError):
-                hello = _read_hello(letter)
+                hello = _read_hello(message)
                 if hello.size == self.size and 0 < hello.rank < self.size:
                     found.append(hello)
         return found
 
     async def close(self) -> None:
-        """Leave the session, and remove this rank's box."""
+        """Leave the session, and remove this rank's mailbox."""
         if self._closed:
             return
         self._closed = True
@@ -246,42 +243,42 @@ class Mailbox:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         with suppress(TieredCkptError):
-            await self._carried(self._carrier.drop(_box(self.rank, self._card)))
+            await self._carried(self._carrier.drop(_mailbox_name(self.rank, self._endpoint)))
         await self._carrier.close()
 
     @property
-    def boxes(self) -> list[str]:
-        """Of all ranks of the session."""
-        return [_box(rank, card) for rank, card in enumerate(self._cards)]
+    def mailboxes(self) -> list[str]:
+        """The mailboxes of all ranks of the session."""
+        return [_mailbox_name(rank, endpoint) for rank, endpoint in enumerate(self._endpoints)]
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
-        """Put letters into the box of each."""
+    async def send(self, to: Collection[int], topic: str, data: bytes) -> None:
+        """Put messages into the mailbox of each."""
         self.check_open()
         if self.rank in to:
             self._inbox.arrived(self.rank, topic, data)
         others = [rank for rank in to if rank != self.rank]
-        sheets = max(1, -(-len(data) // _LETTER))
-        for sheet in range(sheets):
-            part = data[sheet * _LETTER : (sheet + 1) * _LETTER]
-            letter = _Letter("post", self.session, self.rank, topic, part, sheet=sheet, sheets=sheets)
-            await self._put_all(letter, others)
+        fragments = max(1, -(-len(data) // _FRAGMENT))
+        for fragment in range(fragments):
+            part = data[fragment * _FRAGMENT : (fragment + 1) * _FRAGMENT]
+            message = _Message("post", self.session, self.rank, topic, part, fragment=fragment, fragments=fragments)
+            await self._put_all(message, others)
 
-    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
-        """Look into the box until the letter is there."""
+    async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
+        """Look into the mailbox until the message is there."""
         self.check_open()
         self._stir.set()
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_while_somebody_waits(), name="tieredckpt mailbox")
-        return await self._inbox.take(source, topic, timeout)
+        return await self._inbox.recv(source, topic, timeout)
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """Refused: letters are small."""
-        raise Invalid(f"this communicator sends nothing in bulk, and nothing to rank {to}: it can only post")
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Refused: messages are small."""
+        raise Invalid(f"this communicator sends nothing in bulk, and nothing to rank {to}: it sends messages alone")
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """Refused: letters are small."""
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Refused: messages are small."""
         raise Invalid(f"this communicator receives nothing in bulk, and nothing from rank {source}")
 
     def check_open(self) -> None:
@@ -294,10 +291,10 @@ class Mailbox:
         await asyncio.sleep(0)  # who made this task waits from then on
         idle = _Idle(self._fastest, self._slowest)
         while self._inbox.waits:
-            letters = await self._look()
-            for letter in letters:
-                self._deliver(letter)
-            if letters:
+            messages = await self._look()
+            for message in messages:
+                self._deliver(message)
+            if messages:
                 idle.over()
             with suppress(TimeoutError):
                 async with asyncio.timeout(idle.pause):
@@ -306,23 +303,23 @@ class Mailbox:
                 idle.over()
                 await asyncio.sleep(idle.pause)
 
-    def _deliver(self, letter: _Letter) -> None:
-        if letter.kind != "post" or letter.session != self.session or not 0 <= letter.source < self.size:
+    def _deliver(self, message: _Message) -> None:
+        if message.kind != "post" or message.session != self.session or not 0 <= message.source < self.size:
             return
-        if letter.sheets == 1:
-            self._inbox.arrived(letter.source, letter.topic, letter.data)
+        if message.fragments == 1:
+            self._inbox.arrived(message.source, message.topic, message.data)
             return
-        key = letter.source, letter.topic
-        sheets = self._sheets.setdefault(key, {})
-        sheets[letter.sheet] = letter.data
-        if len(sheets) == letter.sheets:
-            del self._sheets[key]
-            self._inbox.arrived(*key, b"".join(sheets[number] for number in sorted(sheets)))
+        key = message.source, message.topic
+        fragments = self._fragments.setdefault(key, {})
+        fragments[message.fragment] = message.data
+        if len(fragments) == message.fragments:
+            del self._fragments[key]
+            self._inbox.arrived(*key, b"".join(fragments[number] for number in sorted(fragments)))
 
-    async def _look(self) -> list[_Letter]:
-        """What is in this rank's box; what keeps the carrier from looking is remembered, and tried again."""
+    async def _look(self) -> list[_Message]:
+        """Take the messages in this rank's mailbox; if the carrier fails, its error is kept, and the look repeated."""
         try:
-            letters = await self._carried(self._carrier.take(_box(self.rank, self._card)))
+            messages = await self._carried(self._carrier.take(_mailbox_name(self.rank, self._endpoint)))
         except RanksUnavailable as error:
             if self._inbox.trouble is None:
                 _log.warning("rank %d: %s", self.rank, error)
@@ -334,25 +331,25 @@ class Mailbox:
             return []
         self._inbox.trouble = None
         found = []
-        for letter in letters:
+        for message in messages:
             try:
-                found.append(_read_letter(letter))
+                found.append(_read_message(message))
             except msgspec.DecodeError as error:
-                _log.warning("rank %d: a letter in its box cannot be read: %s", self.rank, error)
+                _log.warning("rank %d: a message in its mailbox cannot be read: %s", self.rank, error)
         return found
 
-    async def _put_all(self, letter: _Letter, to: Collection[int] | None = None) -> None:
+    async def _put_all(self, message: _Message, to: Collection[int] | None = None) -> None:
         to = [rank for rank in range(self.size) if rank != self.rank] if to is None else to
-        encoded = _encode(letter)
+        encoded = _encode(message)
         await together(self._put_encoded(rank, encoded) for rank in to)
 
-    async def _put(self, to: int, letter: _Letter) -> None:
-        await self._put_encoded(to, _encode(letter))
+    async def _put(self, to: int, message: _Message) -> None:
+        await self._put_encoded(to, _encode(message))
 
-    async def _put_encoded(self, to: int, letter: bytes) -> None:
-        async with self._guards_posting:
+    async def _put_encoded(self, to: int, message: bytes) -> None:
+        async with self._guards_sending:
             name = f"{self.rank}-{next(self._numbers)}"
-            await self._carried(self._carrier.put(_box(to, self._cards[to]), name, letter))
+            await self._carried(self._carrier.put(_mailbox_name(to, self._endpoints[to]), name, message))
 
     async def _carried(self, call: Coroutine[Any, Any, T]) -> T:
         try:
@@ -384,5 +381,5 @@ class _Idle:
         return min(max(self._fastest, _PATIENCE * (time.monotonic() - self._since)), self._slowest)
 
 
-def _box(rank: int, card: str) -> str:
-    return f"{rank}-{card}"
+def _mailbox_name(rank: int, endpoint: str) -> str:
+    return f"{rank}-{endpoint}"

@@ -114,7 +114,7 @@ class MpiCommunicator:
         return comm
 
     async def close(self) -> None:
-        """Let what is leaving leave, and free the communicator."""
+        """Finish sends under way, and free the communicator."""
         if self._inbox.closed:
             return
         self._inbox.close()
@@ -136,7 +136,7 @@ class MpiCommunicator:
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    async def post(self, to: Collection[int], topic: str, data: bytes) -> None:
+    async def send(self, to: Collection[int], topic: str, data: bytes) -> None:
         """Begin to send the message; polling sees to the rest."""
         self._check_open()
         message = _encode(_Message(topic, data))
@@ -149,11 +149,11 @@ class MpiCommunicator:
         for rank in to:
             self._leaving.append((self._comm.Isend([message, MPI.BYTE], rank, _MESSAGE_TAG), message))
 
-    async def take(self, source: int, topic: str, *, timeout: float) -> bytes:
+    async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
         """Poll until the message is there."""
         self._check_open()
         asyncio.get_running_loop().call_soon(self._poll)  # once it is waited for
-        return await self._inbox.take(source, topic, timeout)
+        return await self._inbox.recv(source, topic, timeout)
 
     def _poll(self) -> None:
         self._stir.set()
@@ -182,7 +182,7 @@ class MpiCommunicator:
                 since = time.monotonic()
 
     def _turn(self) -> list[tuple[int, bytearray]]:
-        """Let messages go on; returns those that have come."""
+        """Poll sends and receives; returns the messages that have come."""
         self._leaving = [(request, message) for request, message in self._leaving if not request.Test()]
         status = MPI.Status()
         while (probed := self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)) is not None:
@@ -194,8 +194,8 @@ class MpiCommunicator:
 
     # -- bulk ---------------------------------------------------------------------------------------------
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied before it leaves."""
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Send in pieces, each copied before it leaves."""
 
         async def begin(part: memoryview, piece: Piece) -> Any:
             await in_thread(_copy, part, piece)
@@ -206,8 +206,8 @@ class MpiCommunicator:
 
         await self._transfer("send", to, memory, begin, end, tag, timeout)
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """In pieces, each copied after it has come."""
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Receive in pieces, each copied after it has come."""
 
         async def begin(part: memoryview, piece: Piece) -> Any:
             return await self._call(self._comm.Irecv, [piece, MPI.BYTE], source, _FIRST_BULK_TAG + tag)

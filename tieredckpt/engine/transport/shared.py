@@ -20,9 +20,9 @@ from tieredckpt.format.crc import crc32c
 
 __all__ = ["SharedStore"]
 
-_LETTER_MAX = 64 << 20
+_MESSAGE_MAX = 64 << 20
 _STALE = 3600.0
-"""Seconds after which a letter that nobody has taken belongs to a job that died."""
+"""Seconds after which a message that nobody has taken belongs to a job that died."""
 _READS_AT_ONCE = 16
 
 
@@ -61,20 +61,20 @@ class SharedStore(Mailbox):
         await super().open(timeout=max(0.0, timeout - (time.monotonic() - begin)))
         if self.rank == COORDINATOR:
             with suppress(TieredCkptError):  # the next job tries again
-                await self._objects.sweep(spare=self.boxes)
+                await self._objects.sweep(spare=self.mailboxes)
 
 
 class _Objects:
-    """A carrier whose boxes are folders of a blob store."""
+    """A carrier whose mailboxes are folders of a blob store."""
 
     def __init__(self, open_store: Callable[[], Awaitable[BlobStore]], folder: str) -> None:
         self._open_store = open_store
         self._folder = folder
         self._opened: BlobStore | None = None
         self._kept: dict[str, list[bytes]] = {}
-        """By box, what was taken by a call that failed or was cancelled with the rest."""
+        """By mailbox, what was taken by a call that failed or was cancelled with the rest."""
         self._taken: set[str] = set()
-        """Keys of letters that were taken and may be there still."""
+        """Keys of messages that were taken and may be there still."""
 
     async def open(self) -> None:
         self._opened = await self._open_store()
@@ -85,13 +85,13 @@ class _Objects:
             raise Closed("the communicator of the ranks is not open")
         return self._opened
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
-        """A letter carries a checksum: not every store puts an object at once."""
-        await self._store.put(f"{self._folder}{box}/{name}", [crc32c(letter).to_bytes(4, "little"), letter])
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
+        """A message carries a checksum: not every store puts an object at once."""
+        await self._store.put(f"{self._folder}{mailbox}/{name}", [crc32c(message).to_bytes(4, "little"), message])
 
-    async def take(self, box: str) -> list[bytes]:
-        keys = [info.key async for info in self._store.list(f"{self._folder}{box}/")]
-        kept = self._kept.setdefault(box, [])
+    async def take(self, mailbox: str) -> list[bytes]:
+        keys = [info.key async for info in self._store.list(f"{self._folder}{mailbox}/")]
+        kept = self._kept.setdefault(mailbox, [])
         limit = asyncio.Semaphore(_READS_AT_ONCE)
 
         async def take_one(key: str) -> None:
@@ -99,29 +99,29 @@ class _Objects:
                 await self._take_one(key, kept)
 
         await together(take_one(key) for key in keys)
-        letters = kept.copy()
+        messages = kept.copy()
         kept.clear()
-        return letters
+        return messages
 
     async def _take_one(self, key: str, kept: list[bytes]) -> None:
         if key not in self._taken:
             try:
-                whole = await self._store.get(key, limit=_LETTER_MAX)
+                whole = await self._store.get(key, limit=_MESSAGE_MAX)
             except NotFound:
                 return
-            letter = whole[4:]
-            if len(whole) < 4 or crc32c(letter) != int.from_bytes(whole[:4], "little"):
+            message = whole[4:]
+            if len(whole) < 4 or crc32c(message) != int.from_bytes(whole[:4], "little"):
                 return  # it is being put
-            kept.append(letter)
+            kept.append(message)
             self._taken.add(key)
         await self._store.delete(key)
         self._taken.discard(key)
 
-    async def drop(self, box: str) -> None:
-        await self._delete([info async for info in self._store.list(f"{self._folder}{box}/")])
+    async def drop(self, mailbox: str) -> None:
+        await self._delete([info async for info in self._store.list(f"{self._folder}{mailbox}/")])
 
     async def sweep(self, *, spare: Collection[str]) -> None:
-        """Remove old letters, by the clock of the store, which may be that of whoever wrote them."""
+        """Remove old messages, by the clock of the store, which may be that of their writers."""
         infos = [info async for info in self._store.list(self._folder)]
         newest = max((info.modified for info in infos), default=0.0)
         old = [info for info in infos if newest - info.modified > _STALE]

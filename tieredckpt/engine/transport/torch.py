@@ -34,7 +34,7 @@ class TorchCommunicator(Mailbox):
     Args:
         name: the ranks that use the same one meet.
         node: see `Communicator`.
-        bulk: whether to `send` and `receive`, over gloo.
+        bulk: whether to `send_bulk` and `recv_bulk`, over gloo.
     """
 
     def __init__(self, *, name: str = "tieredckpt", node: str | None = None, bulk: bool = True) -> None:
@@ -80,13 +80,13 @@ class TorchCommunicator(Mailbox):
             await self._gloo.close()
         await super().close()
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """By gloo."""
-        await self._bulk.send(to, memory, tag=tag, timeout=timeout)
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Over gloo."""
+        await self._bulk.send_bulk(to, memory, tag=tag, timeout=timeout)
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """By gloo."""
-        await self._bulk.receive(source, memory, tag=tag, timeout=timeout)
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """Over gloo."""
+        await self._bulk.recv_bulk(source, memory, tag=tag, timeout=timeout)
 
     @property
     def _bulk(self) -> GlooBulk:
@@ -102,7 +102,7 @@ def _connection(store: Any) -> Any:
 
 
 class StoreCarrier:
-    """A carrier whose boxes are numbered values of a store of torch.distributed, with the count beside them.
+    """A carrier whose mailboxes are numbered values of a store of torch.distributed, with the count beside them.
 
     ``connect`` gives the store, on a thread of the carrier's: a new connection may take seconds.
     """
@@ -113,20 +113,20 @@ class StoreCarrier:
         self._aside = Aside("tieredckpt store of torch")
         self._seen: dict[str, int] = {}
         self._due: dict[str, set[int]] = {}
-        """By box, what was counted and not taken: who counted it has not set it yet, or died in between."""
+        """By mailbox, what was counted and not taken: who counted it has not set it yet, or died in between."""
         self._kept: dict[str, list[bytes]] = {}
-        """By box, what was taken by a call that failed or came too late."""
+        """By mailbox, what was taken by a call that failed or came too late."""
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
-        await self._call(self._put, box, letter)
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
+        await self._call(self._put, mailbox, message)
 
-    async def take(self, box: str) -> list[bytes]:
-        await self._call(self._take, box)
-        return self._kept.pop(box, [])
+    async def take(self, mailbox: str) -> list[bytes]:
+        await self._call(self._take, mailbox)
+        return self._kept.pop(mailbox, [])
 
-    async def drop(self, box: str) -> None:
-        await self.take(box)
-        await self._call(self._forget, box)
+    async def drop(self, mailbox: str) -> None:
+        await self.take(mailbox)
+        await self._call(self._forget, mailbox)
 
     async def close(self) -> None:
         self._aside.close()
@@ -144,22 +144,22 @@ class StoreCarrier:
             self._connected = self._connect()
         return self._connected
 
-    def _put(self, box: str, letter: bytes) -> None:
-        self._store.set(f"{box}/{self._store.add(f'{box}/count', 1)}", letter)
+    def _put(self, mailbox: str, message: bytes) -> None:
+        self._store.set(f"{mailbox}/{self._store.add(f'{mailbox}/count', 1)}", message)
 
-    def _take(self, box: str) -> None:
-        count = self._store.add(f"{box}/count", 0)
-        due = self._due.setdefault(box, set())
-        due.update(range(self._seen.get(box, 0) + 1, count + 1))
-        self._seen[box] = count
+    def _take(self, mailbox: str) -> None:
+        count = self._store.add(f"{mailbox}/count", 0)
+        due = self._due.setdefault(mailbox, set())
+        due.update(range(self._seen.get(mailbox, 0) + 1, count + 1))
+        self._seen[mailbox] = count
         for number in sorted(due):
-            key = f"{box}/{number}"
+            key = f"{mailbox}/{number}"
             if self._store.check([key]):
-                self._kept.setdefault(box, []).append(self._store.get(key))
+                self._kept.setdefault(mailbox, []).append(self._store.get(key))
                 due.discard(number)
                 self._store.delete_key(key)
 
-    def _forget(self, box: str) -> None:
-        self._store.delete_key(f"{box}/count")
-        self._seen.pop(box, None)
-        self._due.pop(box, None)
+    def _forget(self, mailbox: str) -> None:
+        self._store.delete_key(f"{mailbox}/count")
+        self._seen.pop(mailbox, None)
+        self._due.pop(mailbox, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
@@ -127,7 +128,7 @@ async def test_a_new_process_knows_what_every_tier_holds(three_tiers: StoreConfi
 async def test_a_promotion_tells_the_bytes_of_all_its_packs(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredckpt.engine.promoting.copy_step.PACK_SIZE", 4 * CHUNK)
+    limit(monkeypatch, pack_size=4 * CHUNK)
     disk = tmp_path / "disk"
     tiers = config({"ram": ram(shared_memory), "disk": folder(disk)})
     async with CheckpointStore.open(tiers) as store:

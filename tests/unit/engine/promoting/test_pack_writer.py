@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cohort import cohort
 from support.insight import tier_of
+from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.promoting.copy_step import _GROWTH, Need, _packs
 from tieredckpt.engine.promoting.pack_writer import Payload, seal_all
 from tieredckpt.engine.tier import step_index
@@ -108,7 +108,7 @@ async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
 async def test_packs_before_a_failure_are_referred_to_by_the_next_try(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_step, "PACK_SIZE", 4 * CHUNK)
+    limit(monkeypatch, pack_size=4 * CHUNK)
     tree = {f"w{i}": np.random.default_rng(i).integers(0, 256, 2 * CHUNK, dtype=np.uint8) for i in range(8)}
     tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote="never")}
     async with CheckpointStore.open(config(tiers)) as store:

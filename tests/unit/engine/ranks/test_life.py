@@ -110,7 +110,7 @@ async def test_a_rank_that_does_not_come_is_missed_after_the_deadline(place: Pla
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_a_rank_that_dies_while_all_open_locks_nobody_up(place: Place, topic: str, victim: int) -> None:
     world = World(3, nodes=["a"] * 3)
-    world.kill(victim, "post", topic=topic)
+    world.kill(victim, "send", topic=topic)
     stores = place.stores(world)
     opening = [asyncio.ensure_future(store.__aenter__()) for store in stores]
     others = [each for rank, each in enumerate(opening) if rank != victim]
@@ -174,15 +174,15 @@ async def test_a_rank_that_was_slow_once_and_is_heard_again_is_waited_for_as_all
 async def test_rank_0_that_listens_to_all_asks_for_news_no_oftener_than_any_other(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = InProcess.take
+    really = InProcess.recv
     asked: dict[int, dict[int, float]] = {rank: {} for rank in range(4)}
 
-    async def take(self: InProcess, source: int, topic: str, *, timeout: float) -> bytes:
+    async def recv(self: InProcess, source: int, topic: str, *, timeout: float) -> bytes:
         if topic.startswith("log/"):
             asked[self.rank][source] = timeout
         return await really(self, source, topic, timeout=timeout)
 
-    monkeypatch.setattr(InProcess, "take", take)
+    monkeypatch.setattr(InProcess, "recv", recv)
     async with place.open(4) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
     often = {rank: sum(1 / timeout for timeout in sources.values()) for rank, sources in asked.items()}
@@ -203,7 +203,7 @@ async def test_rank_0_stays_until_all_others_close(place: Place) -> None:
 
 async def test_rank_0_that_is_warned_has_told_the_others_what_is_durable_when_it_ends(place: Place) -> None:
     async with place.open(2, crashing=True) as ranks:
-        ranks.world.delay(0, 0.3, verb="post", topic="log/*")
+        ranks.world.delay(0, 0.3, verb="send", topic="log/*")
         checkpoints = await ranks.save(1)
         await checkpoints[0].reached("disk")
         with pytest.raises(SystemExit), preemption(ranks[0]):

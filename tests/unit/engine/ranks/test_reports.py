@@ -121,7 +121,7 @@ async def test_a_step_that_is_on_its_way_when_a_rank_is_warned_is_written_once(
         held.release()
         assert await wanted == 0
         await asyncio.gather(*(heard.first(StepPromoted) for heard in ranks.heard))
-        orders = [topic for rank, verb, topic in ranks.world.calls if (rank, verb) == (0, "post") and "todo/" in topic]
+        orders = [topic for rank, verb, topic in ranks.world.calls if (rank, verb) == (0, "send") and "todo/" in topic]
         assert len(orders) == 1
         assert len(ranks.heard[0].of(StepPromoted)) == 1
 

@@ -78,7 +78,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         await ranks.reached(await ranks.save(1), "ram")
         assert all(store.due(1) for store in ranks.stores)
         ahead = ranks[0]._life.engine.mode.ranked.plan._ahead
-        held = ranks.world.hold(1, "take", topic="log/*")
+        held = ranks.world.hold(1, "recv", topic="log/*")
         await ranks.reached(await ranks.save(2), "ram")
         await held.reached()
         while not ranks[0].due(step := step + 1):  # the others ask as well, and rank 1 has heard nothing

@@ -166,7 +166,7 @@ async def test_a_leader_that_dies_before_it_commits_what_was_streamed_keeps_nobo
     limit(monkeypatch, wait_longer=0.1)
     async with place.open(crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
-        ranks.world.kill(0, "post", topic="todo/*")
+        ranks.world.kill(0, "send", topic="todo/*")
         checkpoints = await ranks.save(1)
         await ranks.heard[1].first(StepCommitted)
         async with asyncio.timeout(SOON):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.insight import flip_chunk, tier_of
+from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, tree
 
 from tieredckpt import CheckpointStore, Shard
@@ -68,7 +69,7 @@ async def restored(saved: dict[str, Any], path: Path, patch: pytest.MonkeyPatch,
 async def test_every_byte_is_read_once_and_straight_to_where_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_RUN_SIZE", RUN)
+    limit(monkeypatch, read_run=RUN)
     saved = tree(arrays=20)
     watching = await restored(saved, tmp_path, monkeypatch, direct=None)
     watching.assert_nothing_was_read_twice()
@@ -90,7 +91,7 @@ async def test_a_chunk_that_is_wanted_in_several_places_is_read_once(
 
 
 async def test_few_runs_are_in_memory_where_boxes_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_RUN_SIZE", RUN)
+    limit(monkeypatch, read_run=RUN)
     whole = np.random.default_rng(0).random((512, 512))
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")}, chunk_size=CHUNK)) as store:
         await store.save(1, {"w": whole})
@@ -105,8 +106,7 @@ async def test_few_runs_are_in_memory_where_boxes_are_wanted(tmp_path: Path, mon
 
 async def test_large_chunks_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or each would share the bandwidth of a slow tier with so many others that its deadline passes."""
-    monkeypatch.setattr(reader, "_DIGESTED_SIZE", 2 * CHUNK)
-    monkeypatch.setattr(reader, "_RUN_SIZE", CHUNK)
+    limit(monkeypatch, reads_under_way=2 * CHUNK, read_run=CHUNK)
     saved = tree(arrays=20)
     watching = await restored(saved, tmp_path, monkeypatch)
     assert watching.most == 2

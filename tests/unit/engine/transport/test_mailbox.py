@@ -1,4 +1,4 @@
-"""Ranks that leave letters for each other meet whatever was left before, and whatever fails for a while."""
+"""Ranks that leave messages for each other meet whatever was left before, and whatever fails for a while."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.limits import limit
 
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.engine.ranks.communicator import RanksMissing, exchange
-from tieredckpt.engine.transport import mailbox
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError, TierUnavailable
@@ -25,25 +25,25 @@ class Office:
     """A carrier in memory, that refuses by script."""
 
     def __init__(self) -> None:
-        self.boxes: dict[str, dict[str, bytes]] = {}
-        self.refuse: Callable[[str, str], TieredCkptError | None] = lambda verb, box: None
+        self.mailboxes: dict[str, dict[str, bytes]] = {}
+        self.refuse: Callable[[str, str], TieredCkptError | None] = lambda verb, mailbox: None
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
-        self._check("put", box)
-        self.boxes.setdefault(box, {})[name] = letter
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
+        self._check("put", mailbox)
+        self.mailboxes.setdefault(mailbox, {})[name] = message
 
-    async def take(self, box: str) -> list[bytes]:
-        self._check("take", box)
-        return list(self.boxes.pop(box, {}).values())
+    async def take(self, mailbox: str) -> list[bytes]:
+        self._check("take", mailbox)
+        return list(self.mailboxes.pop(mailbox, {}).values())
 
-    async def drop(self, box: str) -> None:
-        self.boxes.pop(box, None)
+    async def drop(self, mailbox: str) -> None:
+        self.mailboxes.pop(mailbox, None)
 
     async def close(self) -> None:
         pass
 
-    def _check(self, verb: str, box: str) -> None:
-        if (error := self.refuse(verb, box)) is not None:
+    def _check(self, verb: str, mailbox: str) -> None:
+        if (error := self.refuse(verb, mailbox)) is not None:
             raise error
 
 
@@ -52,7 +52,7 @@ def office() -> Office:
     return Office()
 
 
-def boxes(office: Office, size: int = 3) -> list[Mailbox]:
+def mailboxes(office: Office, size: int = 3) -> list[Mailbox]:
     return [Mailbox(office, rank=rank, size=size) for rank in range(size)]
 
 
@@ -70,48 +70,48 @@ async def speak(ranks: list[Mailbox], topic: str) -> None:
 
 
 async def test_a_thousand_messages_leave_nothing_behind(office: Office) -> None:
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     await meet(ranks)
     for number in range(250):
         await speak(ranks, str(number))  # four messages each
-    assert office.boxes == {}
+    assert office.mailboxes == {}
     await close(ranks)
-    assert office.boxes == {}
+    assert office.mailboxes == {}
 
 
 async def test_a_long_message_goes_in_letters_that_every_store_takes(office: Office) -> None:
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     await meet(ranks)
     for nbytes in (1 << 20, (1 << 20) + 1, 3 << 20):
         data = os.urandom(nbytes)
-        await ranks[0].post([1, 2], f"{nbytes}", data)
-        lengths = [len(letter) for box in office.boxes.values() for letter in box.values()]
+        await ranks[0].send([1, 2], f"{nbytes}", data)
+        lengths = [len(message) for mailbox in office.mailboxes.values() for message in mailbox.values()]
         assert max(lengths) < (1 << 20) + 1024
         for each in ranks[1:]:
-            box = office.boxes[f"{each.rank}-{each._card}"]
-            for name in reversed([*box]):  # stores keep no order
-                box[name] = box.pop(name)
-            assert await each.take(0, f"{nbytes}", timeout=ENOUGH) == data
+            mailbox = office.mailboxes[f"{each.rank}-{each._endpoint}"]
+            for name in reversed([*mailbox]):  # stores keep no order
+                mailbox[name] = mailbox.pop(name)
+            assert await each.recv(0, f"{nbytes}", timeout=ENOUGH) == data
     await close(ranks)
 
 
 async def test_who_waits_long_looks_seldom_and_who_waits_shortly_does_not_wait_longer(office: Office) -> None:
     looks = 0
 
-    def count(verb: str, box: str) -> None:
+    def count(verb: str, mailbox: str) -> None:
         nonlocal looks
         looks += verb == "take"
 
-    ranks = boxes(office, 2)
+    ranks = mailboxes(office, 2)
     await meet(ranks)
     office.refuse = count
     with pytest.raises(RanksUnavailable):
-        await ranks[1].take(0, "nothing", timeout=1.0)
+        await ranks[1].recv(0, "nothing", timeout=1.0)
     assert looks < 120  # 500 at the pace of the beginning
-    taking = asyncio.create_task(ranks[1].take(0, "something", timeout=ENOUGH))
+    taking = asyncio.create_task(ranks[1].recv(0, "something", timeout=ENOUGH))
     await asyncio.sleep(0.02)
     begin = looks
-    await ranks[0].post([1], "something", b"")
+    await ranks[0].send([1], "something", b"")
     await taking
     assert looks - begin <= 5
     await close(ranks)
@@ -122,17 +122,17 @@ class Dying(Office):
 
     def __init__(self, office: Office, calls: int) -> None:
         super().__init__()
-        self.boxes = office.boxes
+        self.mailboxes = office.mailboxes
         self.left = calls
         self.died = asyncio.Event()
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
         await self._live()
-        await super().put(box, name, letter)
+        await super().put(mailbox, name, message)
 
-    async def take(self, box: str) -> list[bytes]:
+    async def take(self, mailbox: str) -> list[bytes]:
         await self._live()
-        return await super().take(box)
+        return await super().take(mailbox)
 
     async def _live(self) -> None:
         self.left -= 1
@@ -142,17 +142,17 @@ class Dying(Office):
 
 
 async def met_or_looked(office: Office, opening: dict[int, asyncio.Task[None]]) -> None:
-    """Wait until ranks have met, or have looked into their boxes so often since that they will not by what is there."""
+    """Wait until ranks have met, or have looked so often that they will not by what is there."""
     looks: Counter[str] = Counter()
 
-    def count(verb: str, box: str) -> None:
-        looks[f"{verb} {box.partition('-')[0]}"] += 1
+    def count(verb: str, mailbox: str) -> None:
+        looks[f"{verb} {mailbox.partition('-')[0]}"] += 1
 
     office.refuse = count
     async with asyncio.timeout(ENOUGH):
         while any(looks[f"take {rank}"] < 10 and not each.done() for rank, each in opening.items()):
             await asyncio.sleep(0.001)
-    office.refuse = lambda verb, box: None
+    office.refuse = lambda verb, mailbox: None
 
 
 @pytest.mark.parametrize("died", range(3))
@@ -160,9 +160,8 @@ async def met_or_looked(office: Office, opening: dict[int, asyncio.Task[None]]) 
 async def test_wherever_a_rank_dies_while_they_meet_its_next_process_meets_the_others(
     office: Office, died: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "_HELLO_AGAIN", 0.03)
-    monkeypatch.setattr(mailbox, "_GO_WITHIN", 0.1)
-    ranks = boxes(office)
+    limit(monkeypatch, hello_again=0.03, go_within=0.1)
+    ranks = mailboxes(office)
     dying = Dying(office, calls)
     dead = ranks[died] = Mailbox(dying, rank=died, size=3)
     opening = [asyncio.create_task(each.open(timeout=ENOUGH)) for each in ranks]
@@ -184,44 +183,44 @@ async def test_wherever_a_rank_dies_while_they_meet_its_next_process_meets_the_o
 class Slow(Office):
     """An office far from rank 0."""
 
-    async def put(self, box: str, name: str, letter: bytes) -> None:
-        if box != "hello" and not box.startswith("0-"):
+    async def put(self, mailbox: str, name: str, message: bytes) -> None:
+        if mailbox != "hello" and not mailbox.startswith("0-"):
             await asyncio.sleep(0.03)
-        await super().put(box, name, letter)
+        await super().put(mailbox, name, message)
 
-    async def take(self, box: str) -> list[bytes]:
-        if box.startswith("0-"):
+    async def take(self, mailbox: str) -> list[bytes]:
+        if mailbox.startswith("0-"):
             await asyncio.sleep(0.03)
-        return await super().take(box)
+        return await super().take(mailbox)
 
 
 async def test_no_hello_is_left_for_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_HELLO_AGAIN", 0.0)  # they go on until they hear of their welcome
+    limit(monkeypatch, hello_again=0.0)  # they go on until they hear of their welcome
     office = Slow()
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     await meet(ranks)
-    assert "hello" not in office.boxes
+    assert "hello" not in office.mailboxes
     await close(ranks)
 
 
-async def test_a_card_that_a_dead_process_left_gives_way_to_the_living(office: Office) -> None:
-    dead = boxes(office)
+async def test_an_endpoint_that_a_dead_process_left_gives_way_to_the_living(office: Office) -> None:
+    dead = mailboxes(office)
     leaving = asyncio.gather(*(each.open(timeout=0.3) for each in dead[1:]), return_exceptions=True)
     assert all(isinstance(outcome, RanksUnavailable) for outcome in await leaving)
-    assert len(office.boxes["hello"]) == 2
-    ranks = boxes(office)
+    assert len(office.mailboxes["hello"]) == 2
+    ranks = mailboxes(office)
     leading = asyncio.create_task(ranks[0].open(timeout=ENOUGH))
     await asyncio.sleep(0.1)  # it has welcomed the dead
     await asyncio.gather(leading, *(each.open(timeout=ENOUGH) for each in ranks[1:]))
     await speak(ranks, "alive")
     await close(ranks)
-    assert office.boxes == {}
+    assert office.mailboxes == {}
 
 
 async def test_the_leader_names_who_was_welcomed_and_did_not_answer(office: Office) -> None:
-    dead = boxes(office)
+    dead = mailboxes(office)
     await asyncio.gather(dead[2].open(timeout=0.1), return_exceptions=True)
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     outcomes = await asyncio.gather(*(each.open(timeout=0.5) for each in ranks[:2]), return_exceptions=True)
     assert isinstance(outcomes[0], RanksMissing)
     assert outcomes[0].ranks == (2,)
@@ -233,12 +232,12 @@ async def test_a_cancellation_that_comes_with_the_carriers_answer_is_not_lost(
 ) -> None:
     asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
-    async def put(box: str, name: str, letter: bytes) -> None:
+    async def put(mailbox: str, name: str, message: bytes) -> None:
         asked.set()
         await answer
 
     monkeypatch.setattr(office, "put", put)
-    rank = boxes(office)[1]
+    rank = mailboxes(office)[1]
     opening = asyncio.create_task(rank.open(timeout=ENOUGH))
     await asked.wait()
     answer.set_result(None)
@@ -251,11 +250,11 @@ async def test_a_cancellation_that_comes_with_the_carriers_answer_is_not_lost(
 
 
 async def test_what_fails_for_a_while_only_delays(office: Office) -> None:
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     await meet(ranks)
     failures = iter(range(20))
 
-    def refuse(verb: str, box: str) -> TieredCkptError | None:
+    def refuse(verb: str, mailbox: str) -> TieredCkptError | None:
         fails = verb == "take" and next(failures, None) is not None
         return TierUnavailable("the tier does not answer, by script") if fails else None
 
@@ -266,51 +265,51 @@ async def test_what_fails_for_a_while_only_delays(office: Office) -> None:
 
 
 async def test_the_error_of_a_silent_rank_tells_what_keeps_messages_from_coming(office: Office) -> None:
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     await meet(ranks)
-    office.refuse = lambda verb, box: TierUnavailable("no such server, by script")
+    office.refuse = lambda verb, mailbox: TierUnavailable("no such server, by script")
     with pytest.raises(RanksUnavailable, match="no such server"):
-        await ranks[0].take(1, "word", timeout=0.1)
+        await ranks[0].recv(1, "word", timeout=0.1)
     with pytest.raises(RanksUnavailable, match="no such server"):
-        await ranks[0].post([1], "word", b"")
-    office.refuse = lambda verb, box: None
+        await ranks[0].send([1], "word", b"")
+    office.refuse = lambda verb, mailbox: None
     await close(ranks)
 
 
 async def test_a_close_in_the_moment_of_a_look_ends_who_waits(office: Office) -> None:
-    ranks = boxes(office, 2)
+    ranks = mailboxes(office, 2)
     await meet(ranks)
     closing: list[asyncio.Task[None]] = []
 
-    def end(verb: str, box: str) -> None:
+    def end(verb: str, mailbox: str) -> None:
         if verb == "take" and not closing:
             closing.append(asyncio.create_task(ranks[1].close()))  # it runs when the look has just ended
 
     office.refuse = end
     with pytest.raises(Closed):
-        await ranks[1].take(0, "never", timeout=ENOUGH)
+        await ranks[1].recv(0, "never", timeout=ENOUGH)
     await closing[0]
     await ranks[0].close()
 
 
 async def test_letters_that_are_not_of_the_session_are_dropped(office: Office) -> None:
-    ranks = boxes(office)
+    ranks = mailboxes(office)
     await meet(ranks)
     (stolen,) = await _letters_of(ranks[0], office)
     await close(ranks)
-    others = boxes(office)
+    others = mailboxes(office)
     await meet(others)
-    box = f"1-{others[1]._card}"
-    office.boxes.setdefault(box, {}).update(old=stolen, junk=b"\xc1 no letter", empty=b"")
+    mailbox = f"1-{others[1]._endpoint}"
+    office.mailboxes.setdefault(mailbox, {}).update(old=stolen, junk=b"\xc1 no message", empty=b"")
     with pytest.raises(RanksUnavailable):
-        await others[1].take(0, "word", timeout=0.2)
-    assert box not in office.boxes
+        await others[1].recv(0, "word", timeout=0.2)
+    assert mailbox not in office.mailboxes
     await close(others)
 
 
 async def _letters_of(rank: Mailbox, office: Office) -> list[bytes]:
-    await rank.post([1], "word", b"of another session")
-    return [letter for box in office.boxes.values() for letter in box.values()]
+    await rank.send([1], "word", b"of another session")
+    return [message for mailbox in office.mailboxes.values() for message in mailbox.values()]
 
 
 # -- over a folder ------------------------------------------------------------------------------------------
@@ -328,14 +327,14 @@ def in_folder(folder: Path, stores: list[Faulty], size: int = 2) -> list[Mailbox
 async def test_a_letter_that_is_still_being_written_is_taken_when_it_is_whole(tmp_path: Path) -> None:
     ranks = in_folder(tmp_path, [])
     await meet(ranks)
-    await ranks[0].post([1], "word", b"complete")
+    await ranks[0].send([1], "word", b"complete")
     (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     with pytest.raises(RanksUnavailable):
-        await ranks[1].take(0, "word", timeout=0.3)
+        await ranks[1].recv(0, "word", timeout=0.3)
     path.write_bytes(whole)
-    assert await ranks[1].take(0, "word", timeout=ENOUGH) == b"complete"
+    assert await ranks[1].recv(0, "word", timeout=ENOUGH) == b"complete"
     await close(ranks)
 
 
@@ -346,14 +345,14 @@ async def test_no_letter_is_lost_or_taken_twice_when_the_store_fails(tmp_path: P
     ranks = in_folder(tmp_path, stores)
     await meet(ranks)
     for number in range(6):
-        await ranks[0].post([1], f"word {number}", bytes([number]))
+        await ranks[0].send([1], f"word {number}", bytes([number]))
     for store in stores:
         store.fail(verb, TierUnavailable("no answer, by script"), nth=2, times=3, after=after)
     for number in range(6):
-        assert await ranks[1].take(0, f"word {number}", timeout=ENOUGH) == bytes([number])
+        assert await ranks[1].recv(0, f"word {number}", timeout=ENOUGH) == bytes([number])
     for number in range(6):
         with pytest.raises(RanksUnavailable):
-            await ranks[1].take(0, f"word {number}", timeout=0.05)
+            await ranks[1].recv(0, f"word {number}", timeout=0.05)
     await close(ranks)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -374,14 +373,14 @@ async def test_letters_of_jobs_that_died_are_swept_and_those_of_the_living_are_n
 async def test_a_letter_of_a_host_whose_clock_is_wrong_is_not_swept(tmp_path: Path) -> None:
     ranks = in_folder(tmp_path, [])
     await meet(ranks)
-    await ranks[0].post([1], "word", b"in time")
-    (letter,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    os.utime(letter, (1_000_000_000, 1_000_000_000))
+    await ranks[0].send([1], "word", b"in time")
+    (message,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    os.utime(message, (1_000_000_000, 1_000_000_000))
     young = tmp_path / "ranks" / "tieredckpt" / "1-young" / "0-0"
     young.parent.mkdir(parents=True)
     young.write_bytes(b"left behind")
     leader = ranks[0]
     assert isinstance(leader, SharedStore)
-    await leader._objects.sweep(spare=leader.boxes)
-    assert await ranks[1].take(0, "word", timeout=ENOUGH) == b"in time"
+    await leader._objects.sweep(spare=leader.mailboxes)
+    assert await ranks[1].recv(0, "word", timeout=ENOUGH) == b"in time"
     await close(ranks)

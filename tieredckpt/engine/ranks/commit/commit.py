@@ -61,11 +61,11 @@ _PARALLEL_READS = 16
 class Commits:
     """Orders promotions and carries them out, as one rank does. Lives on the engine's loop."""
 
-    def __init__(self, state: State, collector: Collector, team: Group, votes: Votes) -> None:
+    def __init__(self, state: State, collector: Collector, group: Group, votes: Votes) -> None:
         self._state = state
         self._collector = collector
-        self._team = team
-        self._agreement = votes
+        self._group = group
+        self._votes = votes
         self._ordered = 0
         self.homes: dict[StepId, dict[int, int]] = {}
         """At rank 0, of steps of former runs: who answers for each part now, by the rank that saved it."""
@@ -83,7 +83,7 @@ class Commits:
 
         Raises as `copy_step`; `RanksUnavailable` when ranks are silent, `Conflict` when their parts do not fit.
         """
-        parts = self._agreement.parts.get(step)
+        parts = self._votes.parts.get(step)
         if parts is None or step not in self._state.tiers[0].steps.held:
             return await copy_step(self._state, self._collector, step, tier)
         was_there = step in tier.steps.damaged
@@ -104,7 +104,7 @@ class Commits:
             await self.commit(step, self._state.tier(name), parts)
         except TieredCkptError as error:
             failure = error
-        await self._agreement.settle(step, failure)
+        await self._votes.end_streamed(step, failure)
 
     async def commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> int:
         """See `promote`; ``parts`` are what the ranks have, encoded, by rank."""
@@ -117,7 +117,7 @@ class Commits:
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
-            self._team.tell(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
+            self._group.tell(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
 
@@ -163,22 +163,22 @@ class Commits:
         shares: Mapping[int, Sequence[bytes]],
         sizes: Mapping[bytes, int],
     ) -> list[Done]:
-        """Let every rank write its share and its part, and wait until all have."""
+        """Ask every rank to write its share and its part, and wait until all have."""
         self._ordered += 1
-        number, team = self._ordered, self._team
-        todo: dict[int, dict[int, bytes]] = {rank: {} for rank in range(team.size)}
+        number, group = self._ordered, self._group
+        todo: dict[int, dict[int, bytes]] = {rank: {} for rank in range(group.size)}
         homes = self.homes.get(step, {})
         for part in parts:
             todo[homes.get(part, part)][part] = b"".join(shares.get(part, ()))
-        for rank in team.others:
-            await team.communicator.post([rank], f"todo/{number}", encode(todo[rank]))
-        team.tell(Promote(number, step.step, step.serial, tier.name))
+        for rank in group.others:
+            await group.communicator.send([rank], f"todo/{number}", encode(todo[rank]))
+        group.tell(Promote(number, step.step, step.serial, tier.name))
         largest = max((sum(sizes[digest] for digest in share) for share in shares.values()), default=0)
-        patience = team.deadline + largest / tier.config.min_bandwidth
+        patience = group.deadline + largest / tier.config.min_bandwidth
         mine = asyncio.ensure_future(self._contribute(step, tier, todo[COORDINATOR]))
         missing: Sequence[int] = ()
         try:
-            came = await team.gather(f"done/{number}", b"", timeout=patience)
+            came = await group.gather(f"done/{number}", b"", timeout=patience)
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         except BaseException:
@@ -222,7 +222,7 @@ class Commits:
 
         await together([read(rank) for rank in parts])
 
-        kept = self._agreement.merged_steps.get(step)
+        kept = self._votes.merged_steps.get(step)
 
         def merged() -> StepIndex:
             whole = without_places(merge_parts(parts)) if kept is None else kept
@@ -245,18 +245,20 @@ class Commits:
         before = self._carrying_out.get((step, order.tier))
         if before is not None:
             before.cancel()
-        self._carrying_out[step, order.tier] = self._team.start(self._carry_out(step, order, before), f"part of {step}")
+        self._carrying_out[step, order.tier] = self._group.start(
+            self._carry_out(step, order, before), f"part of {step}"
+        )
 
     async def _carry_out(self, step: StepId, order: Promote, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await outlast(asyncio.gather(before, return_exceptions=True))
-        team, tier = self._team, self._state.tier(order.tier)
-        data = await team.communicator.take(COORDINATOR, f"todo/{order.number}", timeout=team.deadline)
+        group, tier = self._group, self._state.tier(order.tier)
+        data = await group.communicator.recv(COORDINATOR, f"todo/{order.number}", timeout=group.deadline)
         todo: dict[int, bytes] = decode(data, dict[int, bytes])
         async with tier.packs.guard:
             with self._state.promoting(tier):
                 done = await self._contribute(step, tier, todo)
-        await team.communicator.post([COORDINATOR], f"done/{order.number}", encode(done))
+        await group.communicator.send([COORDINATOR], f"done/{order.number}", encode(done))
 
     async def _contribute(self, step: StepId, tier: Tier, todo: Mapping[int, bytes]) -> Done:
         """Write the packs and parts that are asked of this rank."""

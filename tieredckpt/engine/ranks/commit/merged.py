@@ -1,4 +1,4 @@
-"""What is kept of a step of many ranks from its agreement to its commits: the tree and all digests, and no places.
+"""Merged steps, kept from the vote to the last commit: the tree and all digests, without places.
 
 A step is merged from the parts of its ranks once, when they agree on it. Each tier that gets it adds where its chunks
 lie there, which is far less work than to merge the parts once more. A chunk takes its digest, 16 bytes.
@@ -107,7 +107,7 @@ class MergedSteps:
             del self._kept[min(self._kept)]
 
     def forget(self, step: StepId) -> None:
-        """Let a step go."""
+        """Forget a step."""
         self._kept.pop(step, None)
 
     def get(self, step: StepId) -> MergedStep | None:

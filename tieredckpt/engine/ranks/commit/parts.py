@@ -1,4 +1,4 @@
-"""What ranks contribute to a step, between the indexes of the engine and the files of the format."""
+"""Parts of ranks: converts between the engine's indexes and the files of the format."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ its part, which names all chunks by their digests. Once all have, and their part
 continue with one serial, so that the next save works.
 
 Ranks may skip a save, or make it long after the others. So that what they say of different saves is never
-mixed up, an *attempt* is named by the step, by how often that step was saved, and by the number of the last
+mixed up, an *attempt* is named by the step, by how often that step was saved, and by the epoch of the last
 restore that all ranks began together.
 """
 
@@ -55,14 +55,14 @@ class Votes:
         self,
         state: State,
         evictor: Evictor,
-        team: Group,
+        group: Group,
         commit_streamed: Callable[[StepId, str, Mapping[int, bytes]], Awaitable[None]],
         gone: Callable[[], Steps],
         forget: Callable[[Steps], Awaitable[None]],
     ) -> None:
         self._state = state
         self._evictor = evictor
-        self._team = team
+        self._group = group
         self._commit_streamed = commit_streamed
         self._gone = gone
         self._forget = forget
@@ -70,8 +70,8 @@ class Votes:
         """At rank 0: the encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
         """At rank 0: what the parts make together."""
-        self._restores = 0
-        """Number of the last restore."""
+        self._epoch = 0
+        """Of the last restore."""
         self._saves: Counter[int] = Counter()
         """How often each step was saved since the last restore."""
         self._saving: set[str] = set()
@@ -87,18 +87,18 @@ class Votes:
 
     def begin(self, step: int) -> str:
         """Name the attempt that a save of ``step`` is. Raises `Missed` when the others have given it up."""
-        attempt = f"{self._restores}.{step}.{self._saves[step]}"
+        attempt = f"{self._epoch}.{step}.{self._saves[step]}"
         self._saves[step] += 1
         if (reason := self._missed.pop(attempt, None)) is not None:
             raise Missed(reason)
         self._saving.add(attempt)
-        if self._team.coordinates:
+        if self._group.coordinates:
             self._open.add(attempt)
         return attempt
 
-    def restore_begins(self, number: int) -> None:
-        """All ranks begin the restore of that number together: saves are counted anew."""
-        self._restores = number
+    def restore_begins(self, epoch: int) -> None:
+        """All ranks begin the restore of that epoch together: saves are counted anew."""
+        self._epoch = epoch
         self._saves.clear()
         self._missed.clear()
 
@@ -109,7 +109,7 @@ class Votes:
         self._state.membership.undecided.add(step)
         origin = self._state.branch.continued_by(step).origin
         restored = 0 if origin is None else origin.step.serial
-        self._team.start(self._announce(attempt, step, index, tier, restored), f"agreement on {step}")
+        self._group.start(self._announce(attempt, step, index, tier, restored), f"agreement on {step}")
 
     async def _announce(self, attempt: str, step: StepId, index: StepIndex, tier: str | None, restored: int) -> None:
         if (reason := self._missed.pop(attempt, None)) is not None:  # the others gave up while it was copied
@@ -124,26 +124,26 @@ class Votes:
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
         save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
-        self._team.start(self._say(attempt, StepId(0, step), save), f"agreement on step {step}")
+        self._group.start(self._say(attempt, StepId(0, step), save), f"agreement on step {step}")
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
-        if self._team.coordinates:
+        if self._group.coordinates:
             await self._decide(attempt, step, save)
             return
-        deadline = asyncio.get_running_loop().time() + self._team.patience
+        deadline = asyncio.get_running_loop().time() + self._group.patience
         try:
-            await self._team.gather(f"saved/{attempt}", encode(save))
+            await self._group.gather(f"saved/{attempt}", encode(save))
         except RanksUnavailable as error:
             self._doubt(attempt, step, str(error))
             return
         while attempt in self._announced and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await self._state.changed.wait(left)
-        self._doubt(attempt, step, f"rank {COORDINATOR} has not decided on it within {self._team.deadline:g} s")
+        self._doubt(attempt, step, f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s")
 
     def _doubt(self, attempt: str, step: StepId, reason: str) -> None:
         """Wait no more; the part stays, should rank 0 come back and decide."""
         if attempt in self._announced:
-            self._team.missed([COORDINATOR])
+            self._group.missed([COORDINATOR])
             self._state.membership.undecided.discard(step)
             self._state.branch.failed(step)
             self._fail(step, (COORDINATOR,), reason)
@@ -169,7 +169,7 @@ class Votes:
                 last_serial=self._after(saves),
                 open=tuple(self._open),
             )
-            self._team.tell(failed)
+            self._group.tell(failed)
             await self.apply_aborted(failed)
             return
         self._open.discard(attempt)
@@ -178,25 +178,25 @@ class Votes:
         if tier is None:
             self.parts[step] = parts
         agreed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open))
-        self._team.tell(agreed)
+        self._group.tell(agreed)
         await self.apply_committed(agreed)
         if tier is not None:
             await self._commit_streamed(step, tier, parts)
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """What every rank has to say of its save; raises when not all have saved the same step."""
-        team = self._team
+        group = self._group
         mine = encode(saves[COORDINATOR])
         missing: Sequence[int] = ()
         try:
-            came = await team.gather(f"saved/{attempt}", mine)
+            came = await group.gather(f"saved/{attempt}", mine)
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         saves.update({rank: decode(data, Save) for rank, data in came.items()})
         for save in saves.values():
             await self._forget(save.gone)
         if missing:
-            raise RanksUnavailable(f"{_named(missing)} not saved it within {team.deadline:g} s", missing)
+            raise RanksUnavailable(f"{_named(missing)} not saved it within {group.deadline:g} s", missing)
         failures = {rank: save.failure for rank, save in saves.items() if save.failure is not None}
         if failures:
             told = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:4])
@@ -239,7 +239,7 @@ class Votes:
         self._state.changed.notify()
 
     async def apply_aborted(self, failed: Aborted) -> None:
-        """Let this rank's part go, and continue with the serial that all others continue with."""
+        """Drop this rank's part, and continue with the serial that all others continue with."""
         self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
         if failed.attempt in self._announced:
             await self._give_up(failed.attempt, failed.ranks, failed.reason)
@@ -251,10 +251,10 @@ class Votes:
 
     def _is_to_come(self, attempt: str) -> bool:
         """Whether this rank is still at an attempt, or will come to it."""
-        restores, step, nth = map(int, attempt.split("."))
-        return attempt in self._saving or (restores == self._restores and nth >= self._saves[step])
+        epoch, step, nth = map(int, attempt.split("."))
+        return attempt in self._saving or (epoch == self._epoch and nth >= self._saves[step])
 
-    async def settle(self, step: StepId, failure: TieredCkptError | None) -> None:
+    async def end_streamed(self, step: StepId, failure: TieredCkptError | None) -> None:
         """A step that did not fit into RAM is on a shared tier now, or will not get there."""
         if step in self._state.membership.undecided:
             await self._drop(step, failure)
@@ -277,7 +277,7 @@ class Votes:
         await self._drop(step, _not_committed(step, reason))
 
     def _fail(self, step: StepId, ranks: Sequence[int], reason: str) -> None:
-        _log.error("%s of %d ranks was not committed: %s", step, self._team.size, reason)
+        _log.error("%s of %d ranks was not committed: %s", step, self._group.size, reason)
         if step.serial:
             self._state.membership.failed[step] = _not_committed(step, reason)
         self._state.events.emit(CommitFailed(step.step, step.serial, None, tuple(ranks), reason))
@@ -286,7 +286,7 @@ class Votes:
     async def _forget_older(self, step: StepId, opened: Sequence[str]) -> None:
         """Give up what this rank saved before and rank 0 did not: it decides in the order of its own saves."""
         for attempt, before in tuple(self._announced.items()):
-            if before.serial and before < step and attempt not in opened and not self._team.coordinates:
+            if before.serial and before < step and attempt not in opened and not self._group.coordinates:
                 await self._give_up(attempt, (COORDINATOR,), f"rank {COORDINATOR} has not saved it")
 
 

@@ -85,7 +85,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: int, pace: Pace) -> int:
-    """Let rank ``to`` have the part of a step that lies on ``tier``, one in RAM; returns the bytes sent.
+    """Copy the part of a step that lies on ``tier``, one in RAM, to rank ``to``; returns the bytes sent.
 
     Raises:
         NotFound: it is not there any more.
@@ -97,18 +97,18 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
     try:
         async with pinned(tier, step):
             index = await step_index.load(tier, step)
-            await communicator.post([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
+            await communicator.send([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
             lacks = await _take_answer(transfer, "lacks", to)
             sent = await _send(transfer, tier.ram, index, lacks, to, pace)
             await _take_answer(transfer, "kept", to)
             return sent
     except NotFound:
-        await communicator.post([to], transfer.topic("offer"), b"")
+        await communicator.send([to], transfer.topic("offer"), b"")
         raise
 
 
 async def _take_answer(transfer: Transfer, what: str, source: int) -> list[bytes]:
-    data = await transfer.communicator.take(source, transfer.topic(what), timeout=transfer.timeout)
+    data = await transfer.communicator.recv(source, transfer.topic(what), timeout=transfer.timeout)
     answer: _Answer = decode(data, _Answer)
     if answer.failure is not None:
         raise Refused(source, answer.failure)
@@ -137,7 +137,7 @@ async def _send(transfer: Transfer, ram: Ram, index: StepIndex, lacks: Sequence[
         nbytes = extents[digest].length
         await pace.take(nbytes)
         memory = memoryview(ram.memory(extents[digest]))
-        await transfer.communicator.send(to, memory, tag=transfer.tag, timeout=transfer.timeout)
+        await transfer.communicator.send_bulk(to, memory, tag=transfer.tag, timeout=transfer.timeout)
         sent += nbytes
     return sent
 
@@ -152,7 +152,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
         Corrupt: what came is not what was saved; the other rank is told.
     """
     communicator = transfer.communicator
-    offer = await communicator.take(source, transfer.topic("offer"), timeout=transfer.timeout)
+    offer = await communicator.recv(source, transfer.topic("offer"), timeout=transfer.timeout)
     if not offer:
         raise NotFound(f"rank {source} let the part go that it was to give")
     told = "lacks"
@@ -184,7 +184,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
 
 
 async def _tell(transfer: Transfer, what: str, to: int, answer: _Answer) -> None:
-    await transfer.communicator.post([to], transfer.topic(what), encode(answer))
+    await transfer.communicator.send([to], transfer.topic(what), encode(answer))
 
 
 def _sizes(arrays: Mapping[str, PartArray]) -> dict[bytes, int]:
@@ -225,7 +225,7 @@ class _Taken:
     committed: bool = False
 
     def have_memory(self, sizes: Mapping[bytes, int]) -> None:
-        """Let the slab grow in one go for what is not there. Blocking."""
+        """Grow the slab once for all that is not there. Blocking."""
         slab = self.ram.slab
         lacking = sum(slab_size(nbytes) for digest, nbytes in sizes.items() if self.ram.index.find(digest) is None)
         with suppress(NoSpace):  # then it is the first extent that is refused
@@ -287,7 +287,9 @@ async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Itera
     try:
         for digest in lacks:
             _, memory = taken.extents[digest]
-            await transfer.communicator.receive(source, memoryview(memory), tag=transfer.tag, timeout=transfer.timeout)
+            await transfer.communicator.recv_bulk(
+                source, memoryview(memory), tag=transfer.tag, timeout=transfer.timeout
+            )
             checking.add(asyncio.create_task(_check(state, taken, digest, memory)))
             if len(checking) > _AHEAD:
                 done, checking = await asyncio.wait(checking, return_when=asyncio.FIRST_COMPLETED)

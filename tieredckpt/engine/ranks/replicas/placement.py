@@ -23,7 +23,7 @@ def copies_possible(racks: Sequence[Hashable], copies: int) -> int:
 
 
 def place_nodes(racks: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:
-    """For every node, which others keep a copy of what it has.
+    """The nodes that keep a copy of each node's parts.
 
     Args:
         racks: of each node, by its number; nodes of one rack never keep copies of each other. Where racks do not
@@ -55,7 +55,7 @@ def place_nodes(racks: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]
 def place_ranks(
     nodes: Sequence[str], copies: int, racks: Mapping[str, str] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """For every rank, the ranks on other nodes that keep a copy of its part.
+    """The ranks on other nodes that keep a copy of each rank's part.
 
     Args:
         nodes: that each rank runs on, by rank.

@@ -77,13 +77,13 @@ class Replication:
         self,
         state: State,
         collector: Collector,
-        team: Group,
+        group: Group,
         commits: Commits,
         config: RamTier,
     ) -> None:
         self._state = state
         self._collector = collector
-        self._team = team
+        self._group = group
         self._config = config
         self._commits = commits
         """Knows where the parts of former runs are."""
@@ -112,11 +112,11 @@ class Replication:
             Invalid, NoSpace: the memory for the replicas is not there, with the numbers.
             RanksUnavailable: a rank does not answer.
         """
-        team = self._team
+        group = self._group
         racks = await self._racks()
-        standing = [racks[node] if racks is not None else node for node in dict.fromkeys(team.nodes)]
+        standing = [racks[node] if racks is not None else node for node in dict.fromkeys(group.nodes)]
         possible = copies_possible(standing, self._config.replicas)
-        if not team.communicator.bulk:
+        if not group.communicator.bulk:
             possible = 1
             _log.warning(
                 "parts are not replicated, for these ranks send nothing in bulk: use torch.distributed or MPI for that"
@@ -124,20 +124,20 @@ class Replication:
         elif possible < self._config.replicas:
             _log.warning(
                 "parts are kept on %d nodes and not on %d: the %d ranks run on %d nodes in %d places",
-                *(possible, self._config.replicas, team.size, len(standing), len(set(standing))),
+                *(possible, self._config.replicas, group.size, len(standing), len(set(standing))),
             )
-        self._placed = place_ranks(team.nodes, possible, racks)
+        self._placed = place_ranks(group.nodes, possible, racks)
         self._unsubscribe = self._state.events.subscribe(self._hear)
-        if await vote(team, "replicas/open", self._open_all(), self._learn) == _LACKING:
+        if await vote(group, "replicas/open", self._open_all(), self._learn) == _LACKING:
             self._placed = ()
             _log.warning("parts are not replicated until the store is opened again: a rank has no memory for them")
 
     async def _racks(self) -> dict[str, str] | None:
         """The rack of every node, where any has one that is named; others are racks of their own."""
         mine = encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
-        told = await exchange(self._team.communicator, "replicas/rack", mine, timeout=self._team.deadline)
+        told = await exchange(self._group.communicator, "replicas/rack", mine, timeout=self._group.deadline)
         named: dict[str, str | None] = {}
-        for node, data in zip(self._team.nodes, told, strict=True):
+        for node, data in zip(self._group.nodes, told, strict=True):
             named[node] = decode(data, str | None)
         if not any(named.values()):
             return None
@@ -147,10 +147,10 @@ class Replication:
         self._check_fits()
         own = self._own
         try:
-            for ward in [rank for rank, keepers in enumerate(self._placed) if self._team.rank in keepers]:
+            for ward in [rank for rank, keepers in enumerate(self._placed) if self._group.rank in keepers]:
                 await self._open_kept(ward)
         except TierUnavailable as error:
-            _log.warning("rank %d keeps no replicas: %s", self._team.rank, error)
+            _log.warning("rank %d keeps no replicas: %s", self._group.rank, error)
             return _LACKING
         has = _Has(
             [step for step in {*own.steps.held, *own.steps.parts} if own.steps.has_own(step)],
@@ -160,11 +160,11 @@ class Replication:
 
     def _check_fits(self) -> None:
         """Raise `Invalid` if this machine has not the memory for its own parts and those that it keeps."""
-        capacity, ranks = self._config.capacity, len(self._team.local_ranks)
+        capacity, ranks = self._config.capacity, len(self._group.local_ranks)
         limit, source = memory_limit()
         if isinstance(capacity, int) and self.copies > 1 and capacity * ranks * self.copies > limit:
             raise Invalid(
-                f"{self.copies} replicas of {ranks} ranks on {self._team.communicator.node} with a capacity of "
+                f"{self.copies} replicas of {ranks} ranks on {self._group.communicator.node} with a capacity of "
                 f"{format_size(capacity)} each take {format_size(capacity * ranks * self.copies)}, and {source} is "
                 f"{format_size(limit)}; lower `capacity` or `replicas` of tier {self._own.name!r}"
             )
@@ -189,7 +189,7 @@ class Replication:
             raise TierUnavailable(f"tier {own.name!r} could not be opened there")
         folder = replica_folder(Path(own.ram.store.location), ward)
         capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
-        sharers = len(self._team.local_ranks) * self._config.replicas
+        sharers = len(self._group.local_ranks) * self._config.replicas
 
         async def connect() -> RamStore:
             return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
@@ -208,7 +208,7 @@ class Replication:
         return self._state.tiers[0]
 
     async def close(self, *, remove: bool) -> None:
-        """Let the kept parts go: for the next process, or for good."""
+        """Release the kept parts: for the next process, or for good."""
         self._unsubscribe()
         for tier in self.kept.values():
             if remove and tier.ram is not None:
@@ -221,7 +221,7 @@ class Replication:
 
     def saved(self, step: StepId) -> None:
         """All ranks have agreed on a step, so each has its own part of it."""
-        for rank in range(self._team.size):
+        for rank in range(self._group.size):
             self._note(step, rank, rank)
 
     def _note(self, step: StepId, part: int, rank: int) -> None:
@@ -241,10 +241,10 @@ class Replication:
     def _next(self) -> Replicate | None:
         """The copies of the newest step that lack, if they can be made."""
         step = max((step for step in self._own.steps.held if self._state.on_line(step.serial)), default=None)
-        if step is None or step in self._tried or self._own.steps.held[step].record.ranks != self._team.size:
+        if step is None or step in self._tried or self._own.steps.held[step].record.ranks != self._group.size:
             return None
         has = self._has.get(step, {})
-        if len(has) < self._team.size:
+        if len(has) < self._group.size:
             return None  # a part is nowhere in RAM
         copies = [
             (part, min(has[part], key=lambda rank: (rank != part, rank)), rank)
@@ -260,13 +260,13 @@ class Replication:
     async def _carry_out_by_all(self, order: Replicate) -> None:
         step = StepId(order.serial, order.step)
         begin = time.monotonic()
-        self._team.tell(order)
+        self._group.tell(order)
         topic, failure, sent = f"replicas/done/{order.number}", None, 0
-        patience = self._team.deadline + self._own.steps.held[step].record.nbytes / self._slowest
+        patience = self._group.deadline + self._own.steps.held[step].record.nbytes / self._slowest
         mine = encode(await self._copy(order))
         ranks: tuple[int, ...] = ()
         try:
-            came = await gather(self._team.communicator, topic, mine, timeout=patience)
+            came = await gather(self._group.communicator, topic, mine, timeout=patience)
             for data in came.values():
                 copied: _Copied = decode(data, _Copied)
                 sent += copied.sent
@@ -285,7 +285,7 @@ class Replication:
             self._tried.add(step)
         seconds = time.monotonic() - begin
         news = Replicated(order.step, order.serial, self.copies, sent, seconds, failure, ranks)
-        self._team.tell(news)
+        self._group.tell(news)
         await self.apply_news(news)
 
     @property
@@ -297,16 +297,16 @@ class Replication:
 
     def apply_order(self, order: Replicate) -> None:
         """Do what an order of rank 0 asks of this rank, behind everything else."""
-        self._team.start(self._copy_and_tell(order), f"copies of step {order.step}")
+        self._group.start(self._copy_and_tell(order), f"copies of step {order.step}")
 
     async def _copy_and_tell(self, order: Replicate) -> None:
         copied = encode(await self._copy(order))
-        await self._team.communicator.post([COORDINATOR], f"replicas/done/{order.number}", copied)
+        await self._group.communicator.send([COORDINATOR], f"replicas/done/{order.number}", copied)
 
     async def _copy(self, order: Replicate) -> _Copied:
         step = StepId(order.serial, order.step)
-        giving = [self._give(order, step, part, to) for part, giver, to in order.copies if giver == self._team.rank]
-        taking = [self._keep(order, part, giver) for part, giver, to in order.copies if to == self._team.rank]
+        giving = [self._give(order, step, part, to) for part, giver, to in order.copies if giver == self._group.rank]
+        taking = [self._keep(order, part, giver) for part, giver, to in order.copies if to == self._group.rank]
         ended = await asyncio.gather(*giving, *taking, return_exceptions=True)
         failures = [end for end in ended if isinstance(end, BaseException)]
         for failure in failures:
@@ -321,16 +321,16 @@ class Replication:
             if isinstance(failure, RanksUnavailable):
                 found.update(failure.ranks)
             else:
-                found.add(failure.rank if isinstance(failure, Refused) else self._team.rank)
+                found.add(failure.rank if isinstance(failure, Refused) else self._group.rank)
         return tuple(sorted(found))
 
     def _transfer(self, order: Replicate, part: int) -> Transfer:
-        number = order.number * self._team.size + part
-        return Transfer(self._team.communicator, number, self._team.deadline)
+        number = order.number * self._group.size + part
+        return Transfer(self._group.communicator, number, self._group.deadline)
 
     async def _give(self, order: Replicate, step: StepId, part: int, to: int) -> int:
         here = [
-            self._own if part == self._team.rank else self.kept.get(part),
+            self._own if part == self._group.rank else self.kept.get(part),
             self._commits.folders.get(step, {}).get(part),
         ]
         tier = next((tier for tier in here if tier is not None and tier.steps.has_own(step)), self._own)
@@ -338,7 +338,7 @@ class Replication:
 
     async def _keep(self, order: Replicate, part: int, source: int) -> None:
         transfer = self._transfer(order, part)
-        if part != self._team.rank:
+        if part != self._group.rank:
             await keep(self._state, transfer, self.kept[part], source, self._let_older_go)
             return
         step = await keep(self._state, transfer, self._own, source, self._collector.make_room)
@@ -347,7 +347,7 @@ class Replication:
         self._state.changed.notify()
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
-        """What goes to make room: never the step of which all copies are known to be there, or else the newest."""
+        """Evict kept replicas oldest first, never the last fully replicated step (the newest if none is)."""
         whole_ones = self._state.membership.replicated or {max(tier.steps.parts, default=None)}
         for step in sorted(tier.steps.parts):
             if enough():
@@ -360,7 +360,7 @@ class Replication:
         if isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if step not in self._state.records() and any(step in tier.steps.parts for tier in self.kept.values()):
-                self._team.start(self._let_go(step), f"giving back of copies of {step}")
+                self._group.start(self._let_go(step), f"giving back of copies of {step}")
 
     async def _let_go(self, step: StepId) -> None:
         for tier in self.kept.values():

@@ -1,4 +1,4 @@
-"""Bulk for ranks that can only post: bytes go as messages, one piece after the other, each when the last was taken.
+"""Bulk transfers as messages, piece by piece, for communicators without bulk of their own.
 
 Far slower than an engine that sends in bulk, and still better than a step that cannot be had: used for what is in
 other machines' RAM and nowhere else.
@@ -9,41 +9,40 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.errors import RanksUnavailable
 
 __all__ = ["MessageBulk"]
-
-_PIECE = 1 << 20
 
 
 class MessageBulk:
     """Sends and receives as a `Communicator` with bulk does, by the messages of one that has none."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._coordinator = communicator
+        self._communicator = communicator
         self._sent: Counter[tuple[int, int]] = Counter()
         """Pieces so far, by the receiver and the tag."""
         self._received: Counter[tuple[int, int]] = Counter()
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Return when the receiver has taken everything. Raises `RanksUnavailable`."""
         deadline = time.monotonic() + timeout
-        for start in range(0, len(memory), _PIECE):
+        for start in range(0, len(memory), limits.in_force.message_size):
             self._sent[to, tag] += 1
             topic = f"bulk/{tag}/{self._sent[to, tag]}"
-            await self._coordinator.post([to], topic, bytes(memory[start : start + _PIECE]))
-            await self._coordinator.take(to, f"{topic}/taken", timeout=max(0.0, deadline - time.monotonic()))
+            await self._communicator.send([to], topic, bytes(memory[start : start + limits.in_force.message_size]))
+            await self._communicator.recv(to, f"{topic}/taken", timeout=max(0.0, deadline - time.monotonic()))
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Fill the memory. Raises `RanksUnavailable`."""
         deadline = time.monotonic() + timeout
-        for start in range(0, len(memory), _PIECE):
+        for start in range(0, len(memory), limits.in_force.message_size):
             self._received[source, tag] += 1
             topic = f"bulk/{tag}/{self._received[source, tag]}"
-            piece = await self._coordinator.take(source, topic, timeout=max(0.0, deadline - time.monotonic()))
-            into = memory[start : start + _PIECE]
+            piece = await self._communicator.recv(source, topic, timeout=max(0.0, deadline - time.monotonic()))
+            into = memory[start : start + limits.in_force.message_size]
             if len(piece) != len(into):
                 raise RanksUnavailable(f"rank {source} has sent {len(piece)} bytes instead of {len(into)}", [source])
             into[:] = piece
-            await self._coordinator.post([source], f"{topic}/taken", b"")
+            await self._communicator.send([source], f"{topic}/taken", b"")

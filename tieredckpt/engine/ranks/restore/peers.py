@@ -1,4 +1,4 @@
-"""What ranks do for each other in a restore: who has a chunk in RAM gives it, one reads for all what none has."""
+"""Exchange of chunks in a restore: ranks send what they have in RAM, and one reads for all what none has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
 from tieredckpt.engine.ranks.restore.plan import Stock, Task
 from tieredckpt.engine.ranks.restore.transfer import ChunkTransfer, Terms, agree_on_tasks, decline
 from tieredckpt.engine.restoring.pieces import Piece
-from tieredckpt.engine.restoring.source import Near, StepSource
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.merged_ram import Near
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.manifest import StepId
@@ -32,35 +33,35 @@ Bytes = npt.NDArray[np.uint8]
 class PeerExchange:
     """One rank's end of restores that all ranks make together. Lives on the engine's loop."""
 
-    def __init__(self, state: State, team: Group) -> None:
+    def __init__(self, state: State, group: Group) -> None:
         self._state = state
-        self._team = team
-        self._restore = 0
+        self._group = group
+        self._epoch = 0
         self._round = _ROUNDS
 
-    def begin(self, restore: int) -> None:
-        """Be ready for the exchanges of a restore, whose number is the same on all ranks."""
-        self._restore, self._round = restore, 0
+    def begin(self, epoch: int) -> None:
+        """Be ready for the exchanges of the restore of that epoch."""
+        self._epoch, self._round = epoch, 0
 
     def leave(self, *, within: bool = False) -> list[int]:
         """Take no part in what is left of a restore that has failed here; the exchanges to `decline`.
 
         With ``within``, the one that is under way is among them at rank 0: no other rank can go on without it.
         """
-        under_way = within and self._team.coordinates and self._round > 0
+        under_way = within and self._group.coordinates and self._round > 0
         first = self._number + (0 if under_way else 1)
         self._round = _ROUNDS
         return list(range(first, self._number + 1))
 
     async def decline(self, exchanges: Sequence[int]) -> None:
-        """Let the others not wait for this rank in exchanges that it takes no part in."""
+        """Tell the others not to wait for this rank in these exchanges."""
         for number in exchanges:
-            await decline(self._team.communicator, number)
+            await decline(self._group.communicator, number)
 
     @property
     def _number(self) -> int:
-        """Of the last exchange. Failures on the way leave it the same on all ranks."""
-        return self._restore * (_ROUNDS + 1) + self._round
+        """The number of the last exchange. It stays the same on all ranks after failures."""
+        return self._epoch * (_ROUNDS + 1) + self._round
 
     async def take(self, source: StepSource, pieces: list[Piece], sources: dict[str, int]) -> list[Piece]:
         """Get chunks that are not in this machine's RAM; a call of all ranks that restore the step of ``source``.
@@ -95,25 +96,25 @@ class PeerExchange:
     async def _agree(
         self, source: StepSource, place: _Place, came: Collection[bytes], corrupt: Collection[bytes]
     ) -> list[Task] | None:
-        team, again = self._team, self._round > 0
+        group, again = self._group, self._round > 0
         needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
         # What is near and needed all the same is damaged here.
         has = [digest for digest in place.near if digest not in place.wanted and digest not in corrupt]
         # Messages alone are for what cannot be had otherwise.
-        worth = team.communicator.bulk or not self._is_shared(source.step)
+        worth = group.communicator.bulk or not self._is_shared(source.step)
         stock = Stock(needs, has) if worth else Stock({})
         terms = Terms(group=self._state.config.restore_group, reads=not again, worth=worth)
         self._round += 1
-        timeout = team.deadline / _TRANSFERS_IN_DEADLINE if again else team.deadline
-        return await agree_on_tasks(team.communicator, self._number, stock, terms, timeout=timeout)
+        timeout = group.deadline / _TRANSFERS_IN_DEADLINE if again else group.deadline
+        return await agree_on_tasks(group.communicator, self._number, stock, terms, timeout=timeout)
 
     def _passing(self, place: _Place) -> ChunkTransfer:
-        team = self._team
+        group = self._group
         return ChunkTransfer(
-            rank=team.rank,
-            bulk=team.communicator if team.communicator.bulk else MessageBulk(team.communicator),
+            rank=group.rank,
+            bulk=group.communicator if group.communicator.bulk else MessageBulk(group.communicator),
             tag=2 * (self._number % _TAGS),
-            timeout=team.deadline / _TRANSFERS_IN_DEADLINE,
+            timeout=group.deadline / _TRANSFERS_IN_DEADLINE,
             scratch=self._state.scratch,
             pool=self._state.pool,
             held=place.held,

@@ -1,4 +1,4 @@
-"""What a process that only looks on sees of the RAM of a training's ranks, as far as they are on its machine."""
+"""Read-only access to the RAM tiers of local ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import is_of_a_copy
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
-from tieredckpt.engine.restoring.source import ChosenStep
+from tieredckpt.engine.state.merged_ram import MergedRam
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
@@ -51,20 +51,20 @@ async def open_read_only_ram(state: State) -> None:
                     parts.setdefault(step, {})[index.record.rank] = await in_thread(encode_own, index, pool=state.pool)
         finally:
             await tier.disconnect()
-    whole: dict[StepId, ChosenStep] = {}
+    whole: dict[StepId, MergedRam] = {}
     for step, by_rank in parts.items():
         try:
             merged = await in_thread(merge_parts, by_rank, pool=state.pool)
         except (Conflict, Corrupt) as error:
             _log.info("%s is not whole in the RAM of this machine: %s", step, error)
             continue
-        whole[step] = ChosenStep(step, first, merged, partial(near, state, step))
+        whole[step] = MergedRam(step, first, merged, partial(near, state, step))
     for step in state.read_only_steps:
         if step not in whole and not first.steps.has_own(step):
             first.steps.drop(step)
     state.read_only_steps = whole
-    for step, chosen in whole.items():
-        first.steps.held.setdefault(step, Held(chosen.index.record, ""))
+    for step, found in whole.items():
+        first.steps.held.setdefault(step, Held(found.index.record, ""))
 
 
 def seen_in_ram(state: State) -> Hashable:

@@ -49,7 +49,7 @@ Index = tuple[bytes, bytes, str]
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """What a rank wants to restore, and what its RAM has no more."""
+    """The step that a rank wants to restore, and those that have left its RAM."""
 
     wanted: Wanted
     gone: Steps
@@ -66,7 +66,7 @@ class CollectiveRestores:
     def __init__(
         self,
         state: State,
-        team: Group,
+        group: Group,
         votes: Votes,
         opening: Opening,
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
@@ -75,17 +75,17 @@ class CollectiveRestores:
         forget: Callable[[Steps], Awaitable[None]],
     ) -> None:
         self._state = state
-        self._team = team
-        self._agreement = votes
+        self._group = group
+        self._votes = votes
         self._opening = opening
         self._look_up = look_up
         self._gone = gone
         self._still_gone = still_gone
         self._forget = forget
-        self.rendezvous = Rendezvous(team, votes.restore_begins, self._stay_away)
-        self._sharing = PeerExchange(state, team)
+        self.rendezvous = Rendezvous(group, votes.restore_begins, self._stay_away)
+        self._peers = PeerExchange(state, group)
         self._guards_restore = asyncio.Lock()
-        self._number = 0
+        self._epoch = 0
         """Of the restore under way, the same on all ranks."""
         self._found = False
         """Whether there is a step to restore, so that all ranks are to say whether they can read it."""
@@ -94,31 +94,33 @@ class CollectiveRestores:
         self._reading = False
         """Whether all ranks read."""
         self._index: Index = (b"", b"", "")
+        self.chosen: ChosenStep | None = None
+        """What all ranks restore at present."""
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that all ranks restore, and its record; once in a restore.
 
         Raises as rank 0's search; `Invalid` where the ranks do not want the same.
         """
-        topic = f"restore/{self._number}"
+        topic = f"restore/{self._epoch}"
         gone = self._gone()
         try:
-            verdict = await vote(self._team, topic, _said(_Asked(wanted, gone)), self._choose)
+            verdict = await vote(self._group, topic, _said(_Asked(wanted, gone)), self._choose)
         except BaseException:
             self._still_gone(gone)
             raise
         chosen: Chosen = decode(verdict, Chosen)
         if chosen.step is None:
-            self._state.chosen = None
+            self.chosen = None
             return None
         self._found = True
         manifest, btree = await self._pass_index(topic, chosen)
         index = await in_thread(decode_step, manifest, btree, chosen.btree_key, pool=self._state.pool)
         found = StepId(chosen.serial, chosen.step)
-        self._sharing.begin(self._number)
+        self._peers.begin(self._epoch)
         known = (self._state.tiers[0], *self._opening.leftovers)
         here = partial(near, self._state, found, known)
-        self._state.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._sharing.take)
+        self.chosen = ChosenStep(found, self._state.tier(chosen.tier), index, here, self._peers.take)
         return found, index.record
 
     async def together(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -138,17 +140,17 @@ class CollectiveRestores:
                 if self._found and not self._begun:
                     await self.begin(error)
                 if self._reading:
-                    await self._sharing.decline(self._sharing.leave())
+                    await self._peers.decline(self._peers.leave())
                 raise
             return b""
 
         async with self._guards_restore:
-            self._number = await self.rendezvous.meet()
+            self._epoch = await self.rendezvous.meet()
             self._found = self._begun = self._reading = False
             try:
-                await vote(self._team, f"restored/{self._number}", mine(), _agree)
+                await vote(self._group, f"restored/{self._epoch}", mine(), _agree)
             finally:
-                self._state.chosen = None
+                self.chosen = None
         return result[0]
 
     async def begin(self, failure: Exception | None = None) -> None:
@@ -160,26 +162,26 @@ class CollectiveRestores:
                 raise failure
             return b""
 
-        await vote(self._team, f"reading/{self._number}", ready(), _agree)
+        await vote(self._group, f"reading/{self._epoch}", ready(), _agree)
         self._reading = True
 
     # -- who gives up -------------------------------------------------------------------------------------
 
     def _leave_behind(self) -> None:
-        """Let the others not wait for this rank in the restore that was cancelled here."""
-        topics = [] if self._begun else [f"reading/{self._number}"]
-        exchanges = self._sharing.leave(within=True) if self._begun else []
-        self._team.start_last(self._bow_out(topics, exchanges), f"leaving of restore {self._number}")
+        """Tell the others not to wait for this rank in the restore that was cancelled here."""
+        topics = [] if self._begun else [f"reading/{self._epoch}"]
+        exchanges = self._peers.leave(within=True) if self._begun else []
+        self._group.start_last(self._bow_out(topics, exchanges), f"leaving of restore {self._epoch}")
 
-    def _stay_away(self, number: int) -> None:
-        """Let the others not wait for this rank in a restore for which it had asked, and does no more."""
-        topics = [f"{phase}/{number}" for phase in ("restore", "reading", "restored")]
-        self._team.start_last(self._bow_out(topics, ()), f"leaving of restore {number}")
+    def _stay_away(self, epoch: int) -> None:
+        """Tell the others not to wait for this rank in a restore that it has withdrawn from."""
+        topics = [f"{phase}/{epoch}" for phase in ("restore", "reading", "restored")]
+        self._group.start_last(self._bow_out(topics, ()), f"leaving of restore {epoch}")
 
     async def _bow_out(self, topics: Sequence[str], exchanges: Sequence[int]) -> None:
         for topic in topics:
-            await bow_out(self._team, topic)
-        await self._sharing.decline(exchanges)
+            await bow_out(self._group, topic)
+        await self._peers.decline(exchanges)
 
     # -- which --------------------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class CollectiveRestores:
         raise problem
 
     def _index_of_parts(self, step: StepId) -> Index:
-        parts = self._agreement.parts.get(step)
+        parts = self._votes.parts.get(step)
         if parts is None:
             raise NotFound(f"the parts of {step} in RAM are not known any more")
         merged = merge_parts(parts)
@@ -226,17 +228,17 @@ class CollectiveRestores:
 
     async def _pass_index(self, topic: str, chosen: Chosen) -> tuple[bytes, bytes]:
         """The index of the chosen step, which rank 0 has, at all ranks."""
-        team, total = self._team, sum(chosen.sizes)
+        group, total = self._group, sum(chosen.sizes)
         count = -(-total // _PIECE)
-        if team.coordinates:
+        if group.coordinates:
             data = self._index[0] + self._index[1]
             self._index = (b"", b"", "")
             for piece in range(count):
                 part = data[piece * _PIECE : (piece + 1) * _PIECE]
-                await team.communicator.post(team.others, f"{topic}/index/{piece}", part)
+                await group.communicator.send(group.others, f"{topic}/index/{piece}", part)
         else:
             pieces = [
-                await team.communicator.take(COORDINATOR, f"{topic}/index/{piece}", timeout=team.deadline)
+                await group.communicator.recv(COORDINATOR, f"{topic}/index/{piece}", timeout=group.deadline)
                 for piece in range(count)
             ]
             data = b"".join(pieces)

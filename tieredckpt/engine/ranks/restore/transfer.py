@@ -49,11 +49,11 @@ _IN_FLIGHT = 32
 class Bulk(Protocol):
     """What carries bytes between ranks: a `Communicator` that can, or what takes its place."""
 
-    async def send(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """See `Communicator.send`."""
+    async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """See `Communicator.send_bulk`."""
 
-    async def receive(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
-        """See `Communicator.receive`."""
+    async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
+        """See `Communicator.recv_bulk`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Terms:
 async def agree_on_tasks(
     communicator: Communicator, number: int, stock: Stock, terms: Terms, *, timeout: float
 ) -> list[Task] | None:
-    """What this rank does in an exchange; a call of all ranks, with the same new ``number``.
+    """Plan an exchange with all ranks, and return this rank's tasks; all call it with the same new ``number``.
 
     Ranks that do not answer in time take no part. None where no rank has anything to do, or rank 0 is silent.
     """
@@ -83,11 +83,11 @@ async def agree_on_tasks(
             came = error.came
         messages = await in_thread(_plan, came, terms) if terms.worth else dict.fromkeys(came, b"")
         for rank in range(1, communicator.size):
-            await communicator.post([rank], f"exchange/{number}/tasks", messages.get(rank, b""))
+            await communicator.send([rank], f"exchange/{number}/tasks", messages.get(rank, b""))
         return _tasks(messages[COORDINATOR])
     try:
         await gather(communicator, topic, encode_stock(stock), timeout=timeout)
-        return _tasks(await communicator.take(COORDINATOR, f"exchange/{number}/tasks", timeout=2 * timeout))
+        return _tasks(await communicator.recv(COORDINATOR, f"exchange/{number}/tasks", timeout=2 * timeout))
     except (RanksUnavailable, Corrupt) as error:
         _log.warning("chunks are not exchanged among the ranks, but read: %s", error)
         return None
@@ -96,9 +96,9 @@ async def agree_on_tasks(
 async def decline(communicator: Communicator, number: int) -> None:
     """Take no part in an exchange that the others may be at; of rank 0, let there be none."""
     if communicator.rank == COORDINATOR:
-        await communicator.post(range(1, communicator.size), f"exchange/{number}/tasks", b"")
+        await communicator.send(range(1, communicator.size), f"exchange/{number}/tasks", b"")
     else:
-        await communicator.post([COORDINATOR], f"exchange/{number}/stock", encode_stock(Stock({})))
+        await communicator.send([COORDINATOR], f"exchange/{number}/stock", encode_stock(Stock({})))
 
 
 def _tasks(message: bytes) -> list[Task] | None:
@@ -234,7 +234,7 @@ class ChunkTransfer:
         async def send(to: int, turn: _Turn) -> None:
             if await turn.comes():
                 try:
-                    await self.bulk.send(to, memoryview(chunk), tag=self.tag, timeout=self.timeout)
+                    await self.bulk.send_bulk(to, memoryview(chunk), tag=self.tag, timeout=self.timeout)
                 except TieredCkptError as error:
                     turn.lane.end(to, error)
             turn.ended.set()
@@ -248,7 +248,7 @@ class ChunkTransfer:
         if not await turn.comes():
             return
         try:
-            await self.bulk.receive(task.source, memoryview(chunk), tag=self.tag, timeout=self.timeout)
+            await self.bulk.recv_bulk(task.source, memoryview(chunk), tag=self.tag, timeout=self.timeout)
         except TieredCkptError as error:
             turn.lane.end(task.source, error)
             return

@@ -145,7 +145,7 @@ async def finds(place: Place, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "topic"), [("take", "todo/*"), ("post", "done/*")], ids=["before it writes", "before it answers"]
+    ("verb", "topic"), [("recv", "todo/*"), ("send", "done/*")], ids=["before it writes", "before it answers"]
 )
 async def test_a_rank_that_dies_while_it_writes_its_part_leaves_no_commit(place: Place, verb: str, topic: str) -> None:
     async with place.open(crashing=True) as ranks:
@@ -257,7 +257,7 @@ async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, mo
     limit(monkeypatch, wait_longer=0.1)
     async with place.open(2, crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
-        ranks.world.kill(0, "post", topic="todo/*")
+        ranks.world.kill(0, "send", topic="todo/*")
         checkpoints = await ranks.save(1)
         await checkpoints[1].reached("ram")
         async with asyncio.timeout(SOON):

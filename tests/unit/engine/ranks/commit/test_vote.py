@@ -128,7 +128,7 @@ async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place
 async def test_a_rank_that_dies_while_the_others_wait_fails_the_step_and_locks_nobody_up(place: Place) -> None:
     async with place.open(crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
-        ranks.world.kill(2, "post", topic="saved/*")
+        ranks.world.kill(2, "send", topic="saved/*")
         await ranks.save(1)
         await ranks.world.died(2)
         for event in await ranks.failed([0, 1]):
@@ -139,7 +139,7 @@ async def test_a_rank_that_dies_while_the_others_wait_fails_the_step_and_locks_n
 async def test_a_leader_that_dies_leaves_the_others_with_a_clear_event(place: Place) -> None:
     async with place.open(crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
-        ranks.world.kill(0, "take", topic="saved/*")
+        ranks.world.kill(0, "recv", topic="saved/*")
         await ranks.save(1)
         for event in await ranks.failed([1, 2]):
             assert event.ranks == (0,)
@@ -150,22 +150,22 @@ async def test_what_could_not_be_told_for_a_moment_is_told_after_all(
 ) -> None:
     limit(monkeypatch, send_again=0.02)
     async with place.open() as ranks:
-        communicator = ranks[0]._life.engine.mode.ranked.team.communicator
-        post, failures = communicator.post, iter([1, 2])
+        communicator = ranks[0]._life.engine.mode.ranked.group.communicator
+        send, failures = communicator.send, iter([1, 2])
 
         async def fails_at_first(to: Collection[int], topic: str, data: bytes) -> None:
             if topic.startswith("log/") and next(failures, None) is not None:
                 raise RanksUnavailable("by script")
-            await post(to, topic, data)
+            await send(to, topic, data)
 
-        monkeypatch.setattr(communicator, "post", fails_at_first)
+        monkeypatch.setattr(communicator, "send", fails_at_first)
         await works(ranks, 1)
         await works(ranks, 2)
 
 
 async def test_a_rank_that_hangs_before_it_hears_what_was_decided_catches_up(place: Place) -> None:
     async with place.open() as ranks:
-        held: Hold = ranks.world.hold(1, "take", topic="log/*")
+        held: Hold = ranks.world.hold(1, "recv", topic="log/*")
         await ranks.reached(await ranks.save(1), "ram")
         await held.reached()
         checkpoints = await ranks.save(2)

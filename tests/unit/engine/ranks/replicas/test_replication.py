@@ -207,7 +207,7 @@ async def test_a_part_that_rots_on_the_way_is_not_kept(shared_memory: Path) -> N
         assert keeper.used == 0
 
 
-@pytest.mark.parametrize("verb", ["post", "take", "send"])
+@pytest.mark.parametrize("verb", ["send", "recv", "send_bulk"])
 async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path, verb: str) -> None:
     world = World(2)
     async with nodes(shared_memory, world) as (giver, keeper):
@@ -223,7 +223,7 @@ async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path
         assert not giver.tier.steps.pins
 
 
-@pytest.mark.parametrize("verb", ["post", "take", "receive"])
+@pytest.mark.parametrize("verb", ["send", "recv", "recv_bulk"])
 async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb: str) -> None:
     world = World(2)
     async with nodes(shared_memory, world) as (giver, keeper):

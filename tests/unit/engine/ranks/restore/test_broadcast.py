@@ -59,7 +59,7 @@ async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
     await saved_on_disk_alone(cluster, shared_memory, state)
     async with cluster.open() as stores:
         let_wait(stores, 2 * DEADLINE)
-        held = cluster.world.hold(2, "send")
+        held = cluster.world.hold(2, "send_bulk")
         restoring = asyncio.gather(*(store.restore() for store in stores))
         async with asyncio.timeout(SOON):
             while any(read(store) < 0.6 * nbytes for store in stores[:2]):  # nothing tells of it
@@ -128,7 +128,7 @@ async def test_a_leader_that_has_flushed_has_told_the_others_everything(shared_m
     cluster = Cluster(("a", "b"), shared_memory, tmp_path / "disk")
     async with cluster.open() as stores:
         heard = Heard(stores[0])
-        held = cluster.world.hold(0, "post", topic="log/*", nth=3)  # that the step is on the disk
+        held = cluster.world.hold(0, "send", topic="log/*", nth=3)  # that the step is on the disk
         await save(stores, 1)
         await held.reached()
         await heard.first(StepPromoted)

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from reliability.ranks import InProcess, World
+from support.limits import limit
 
-from tieredckpt.engine.ranks.restore import message_bulk
 from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
 from tieredckpt.errors import RanksUnavailable
 
@@ -25,7 +25,7 @@ async def pair(world: World) -> AsyncIterator[tuple[InProcess, InProcess]]:
 
 
 async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_bulk, "_PIECE", 1000)
+    limit(monkeypatch, message_size=1000)
     sent = [bytes([i]) * (700 * i) for i in range(6)]
     async with pair(World(2, bulk=False)) as (one, other):
         giver, taker = MessageBulk(one), MessageBulk(other)
@@ -33,11 +33,11 @@ async def test_bytes_arrive_in_their_order(monkeypatch: pytest.MonkeyPatch) -> N
 
         async def give() -> None:
             for each in sent:
-                await giver.send(1, memoryview(each), tag=3, timeout=SOON)
+                await giver.send_bulk(1, memoryview(each), tag=3, timeout=SOON)
 
         async def take() -> None:
             for each in got:
-                await taker.receive(0, memoryview(each), tag=3, timeout=SOON)
+                await taker.recv_bulk(0, memoryview(each), tag=3, timeout=SOON)
 
         await asyncio.gather(give(), take())
         assert [bytes(each) for each in got] == sent
@@ -48,4 +48,6 @@ async def test_a_silent_rank_is_waited_for_until_the_deadline(silent: int) -> No
     async with pair(World(2, bulk=False)) as communicators:
         alive = MessageBulk(communicators[1 - silent])
         with pytest.raises(RanksUnavailable):
-            await (alive.send if silent else alive.receive)(silent, memoryview(bytearray(10)), tag=1, timeout=0.1)
+            await (alive.send_bulk if silent else alive.recv_bulk)(
+                silent, memoryview(bytearray(10)), tag=1, timeout=0.1
+            )

@@ -207,15 +207,15 @@ async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_pa
 @pytest.mark.parametrize(
     ("verb", "topic"),
     [
-        ("post", "replica/*/offer"),
-        ("take", "replica/*/offer"),
-        ("post", "replica/*/lacks"),
-        ("take", "replica/*/lacks"),
-        ("send", "*"),
-        ("receive", "*"),
-        ("post", "replica/*/kept"),
-        ("take", "replica/*/kept"),
-        ("post", "replicas/done/*"),
+        ("send", "replica/*/offer"),
+        ("recv", "replica/*/offer"),
+        ("send", "replica/*/lacks"),
+        ("recv", "replica/*/lacks"),
+        ("send_bulk", "*"),
+        ("recv_bulk", "*"),
+        ("send", "replica/*/kept"),
+        ("recv", "replica/*/kept"),
+        ("send", "replicas/done/*"),
     ],
 )
 async def test_a_rank_that_dies_while_copying_stops_no_other(

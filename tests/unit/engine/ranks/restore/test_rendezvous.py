@@ -24,7 +24,7 @@ def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
 async def asked(ranks: Cohort, rank: int, times: int = 1) -> None:
     """Wait until a rank has told rank 0 so often that it wants to restore, or wants to no more."""
     async with asyncio.timeout(SOON):
-        while len([1 for call in ranks.world.calls if call[:2] == (rank, "post") and "log/" in call[2]]) < times:
+        while len([1 for call in ranks.world.calls if call[:2] == (rank, "send") and "log/" in call[2]]) < times:
             await asyncio.sleep(0.005)
 
 
@@ -65,7 +65,7 @@ async def test_who_asks_after_the_others_gave_up_is_told_in_time_or_joins_the_ne
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("verb", ["post", "take"])
+@pytest.mark.parametrize("verb", ["send", "recv"])
 @pytest.mark.parametrize("topic", ["restore/*", "reading/*", "restored/*"])
 async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
     victim: int, verb: str, topic: str, shared_memory: Path, tmp_path: Path
@@ -81,7 +81,7 @@ async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
         async with asyncio.timeout(SOON):  # and not after the deadline
             outcomes = await asyncio.gather(*restoring, return_exceptions=True)
         assert isinstance(outcomes.pop(victim), asyncio.CancelledError)
-        if victim == 0 or (verb, topic) != ("take", "restored/*"):  # what rank 0 has counted as done is done
+        if victim == 0 or (verb, topic) != ("recv", "restored/*"):  # what rank 0 has counted as done is done
             for outcome in outcomes:
                 assert isinstance(outcome, RanksUnavailable)
                 assert f"rank {victim} has given up" in str(outcome)
@@ -132,7 +132,7 @@ async def test_an_ask_that_was_cancelled_is_not_counted(shared_memory: Path, tmp
 async def test_a_rank_that_gave_up_as_the_restore_began_holds_up_none(shared_memory: Path, tmp_path: Path) -> None:
     async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        held = ranks.world.hold(0, "post", topic="log/*", nth=2)  # that it begins, after the roll call
+        held = ranks.world.hold(0, "send", topic="log/*", nth=2)  # that it begins, after the roll call
         restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
         await held.reached()
         restoring[2].cancel()
@@ -151,7 +151,7 @@ async def test_a_store_that_is_closed_ends_the_restore_that_it_is_in(
 ) -> None:
     async with cohort(2, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        held = ranks.world.hold(0, "post", topic=waits_for)
+        held = ranks.world.hold(0, "send", topic=waits_for)
         restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
         await held.reached()
         async with asyncio.timeout(SOON):
@@ -167,7 +167,7 @@ async def test_a_restore_that_fails_leaves_the_line_as_it_was_on_every_rank(
     async with cohort(2, shared_memory, tmp_path / "disk") as ranks:
         for step in (1, 2):
             await ranks.reached(await ranks.save(step), "disk")
-        held = ranks.world.hold(1, "post", topic="restored/*")
+        held = ranks.world.hold(1, "send", topic="restored/*")
         restoring = [asyncio.create_task(store.restore(1)) for store in ranks.stores]
         await held.reached()
         restoring[1].cancel()

@@ -29,6 +29,8 @@ SOON = 20.0
 MISSED = 1.0
 """Seconds after which a rank that does not answer is missed; those that do are faster."""
 
+VERBS = ["send", "recv", "send_bulk", "recv_bulk"]
+
 
 def chunks(count: int, seed: int = 0, largest: int = 20_000) -> dict[bytes, Bytes]:
     """Random chunks by digest."""
@@ -204,7 +206,7 @@ async def test_a_chunk_that_cannot_be_read_is_left_to_everybody(pool: ThreadPool
         assert all(rank.got.keys() == there.keys() and rank.is_right() for rank in all_ranks)
 
 
-@pytest.mark.parametrize("verb", ["send", "receive"])
+@pytest.mark.parametrize("verb", ["send_bulk", "recv_bulk"])
 @pytest.mark.parametrize("nth", [1, 9])
 async def test_a_rank_that_dies_costs_the_others_what_they_read_themselves(
     pool: ThreadPoolExecutor, verb: str, nth: int
@@ -290,7 +292,9 @@ async def test_what_goes_wrong_in_placing_is_raised_as_it_is(pool: ThreadPoolExe
 @given(
     st.integers(2, 5),
     st.integers(0, 99),
-    st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["send", "receive", "post", "take"]), st.integers(1, 12))),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from(["send_bulk", "recv_bulk", "send", "recv"]), st.integers(1, 12))
+    ),
 )
 async def test_whatever_dies_the_others_end_with_nothing_wrong(
     pool: ThreadPoolExecutor, size: int, seed: int, deaths: list[tuple[int, str, int]]

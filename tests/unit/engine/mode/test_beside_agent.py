@@ -1,0 +1,67 @@
+"""A trainer beside its agent: RAM is the trainer's, and all slower tiers are the agent's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from support.agents import end_agent
+from support.insight import tier_of
+from support.scenes import CHUNK, assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.engine.tier.slab_index import slab_size
+
+
+@pytest.fixture
+def ram_folder(shared_memory: Path) -> Iterator[Path]:
+    path = Path(ram(shared_memory)["path"])
+    yield path
+    end_agent(path)
+
+
+@pytest.fixture
+async def store(ram_folder: Path, shared_memory: Path, tmp_path: Path) -> AsyncIterator[CheckpointStore]:
+    tiers = {"ram": ram(shared_memory, capacity=5 * slab_size(CHUNK)), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(tiers, promote_in="agent")) as store:
+        yield store
+
+
+async def test_the_trainer_holds_no_lease_and_promotes_nothing_itself(store: CheckpointStore) -> None:
+    await (await store.save(1, {"epoch": 1})).reached("disk")
+    assert tier_of(store, "disk").lease is None
+    assert list(store._life.engine.promoters) == ["ram"]
+    assert await store.where(1) == ("ram", "disk")
+
+
+async def test_a_step_that_ram_cannot_hold_is_written_by_the_trainer_and_committed_by_the_agent(
+    store: CheckpointStore,
+) -> None:
+    disk = tier_of(store, "disk")
+    ckpt = await store.save(1, tree(1))
+    assert ckpt.saved is not None
+    assert ckpt.saved.tier == "disk"
+    assert not disk.packs  # what the tier has is the agent's to know
+    assert disk.used > 0
+    restored = await store.restore()
+    assert restored is not None
+    assert_same(restored.tree, tree(1))
+
+
+async def test_chunks_that_the_agents_tier_has_are_not_written_again(store: CheckpointStore) -> None:
+    first = await store.save(1, tree(1))
+    second = await store.save(2, tree(1))
+    assert first.saved is not None
+    assert second.saved is not None
+    assert (second.saved.tier, second.saved.new_bytes) == ("disk", 0)
+    assert first.saved.new_bytes > 0
+
+
+async def test_orders_for_ram_are_the_trainers_and_others_the_agents(store: CheckpointStore) -> None:
+    await (await store.save(1, {"epoch": 1})).reached("disk")
+    await store.evict(1, "ram")
+    assert await store.where(1) == ("disk",)
+    await (await store.save(2, {"epoch": 2})).reached("disk")
+    await store.evict(1, "disk")
+    assert await store.all_steps() == (2,)

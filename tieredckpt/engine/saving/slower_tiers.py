@@ -1,0 +1,84 @@
+"""The slower tiers as a save that RAM cannot hold writes to them, and how a process that saves alone does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from typing import Protocol
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import make_room
+from tieredckpt.engine.promoting.dedupe import refer_to_intact
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.written_packs import WrittenPacks
+from tieredckpt.format.manifest import StepIndex
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["OwnTiers", "SlowerTiers"]
+
+
+class SlowerTiers(Protocol):
+    """What a save asks of whoever manages a slower tier; each mode has its own. Lives on the engine's loop."""
+
+    async def make_room(self, tier: Tier, nbytes: int) -> bool:
+        """Whether so many bytes fit on the tier, after evictions if needed. Raises `TierUnavailable`."""
+        ...
+
+    async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
+        """Keep the tier's packs from collection until the stack is closed. Raises `TierUnavailable`."""
+        ...
+
+    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
+        """Where the tier has those of the chunks that it has intact; ``sizes`` are their bytes, by digest."""
+        ...
+
+    def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
+        """Record packs that this process has just written."""
+        ...
+
+    async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
+        """Commit the step, or this rank's part of it; ``packs`` are the bytes of those that were written for it.
+
+        Raises as `tieredckpt.engine.tier.commit_file.commit`; `Conflict` if packs are gone.
+        """
+        ...
+
+
+class OwnTiers:
+    """Slower tiers that this process manages itself."""
+
+    def __init__(self, state: State, collector: Collector) -> None:
+        self._state = state
+        self._collector = collector
+
+    async def make_room(self, tier: Tier, nbytes: int) -> bool:
+        """See `SlowerTiers.make_room`."""
+        return await make_room(self._state, self._collector, None, tier, nbytes)
+
+    async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
+        """See `SlowerTiers.hold_packs`."""
+        await until_committed.enter_async_context(tier.packs.guard)
+
+    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
+        """See `SlowerTiers.find`."""
+        tier.packs.streamed_to |= _packs_with(tier, sizes)
+        await refer_to_intact(self._state, tier, None, sizes)
+        packs = tier.packs
+        return {digest: packs.index[digest] for digest, nbytes in sizes.items() if packs.has(digest, nbytes)}
+
+    def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
+        """See `SlowerTiers.add_packs`."""
+        tier.packs.add(written)
+
+    async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
+        """See `SlowerTiers.commit`."""
+        await commit_file.commit(tier, index.record, index.arrays)
+
+
+def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:
+    """The packs that are known to have any of the chunks, or a copy of it."""
+    chunks, duplicates = tier.packs.index, tier.packs.duplicates
+    known = {chunks[digest].path for digest in digests if digest in chunks}
+    return known | {extent.path for digest in duplicates.keys() & digests for extent in duplicates[digest]}
