@@ -51,7 +51,7 @@ Status Client::State::MakeFolders(const std::string& path) {
     return Status{Code::kInvalid, "CHFS: " + path + " is an object or link and can hold nothing"};
   };
   Status status = look();
-  if (status.ok() || status.code == Code::kUnavailable) return status;
+  if (status.ok() || status.code == Code::kUnavailable || status.code == Code::kSilent) return status;
   // Below an object, servers fail in ways that depend on where the two lie: that object is the better reason.
   if (Status parent = MakeFolders(ParentOf(path)); !parent.ok()) return parent;
   if (status.code != Code::kMissing) return status;

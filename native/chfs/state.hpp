@@ -10,8 +10,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
+#include <map>
 #include <mutex>
-#include <set>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -45,13 +47,14 @@ struct Client::State {
   // `missing`, if the ring is whole: a server that is gone shows as objects that are missing.
   Status Confirm(Status missing);
   Status Probe(int server);
-  // "server 2 of 3 at ADDRESS", for people.
-  std::string NameOf(int server) const;
+  // kSilent, with the number and the address of a server.
+  Status Silent(int server) const;
   // The servers of the ring as it is now.
   std::vector<std::string> AddressesNow() const;
   // Whether every server whose transport is TCP lets somebody connect: a dead one would cost a whole RPC timeout.
   Status Reachable() const;
-  // Asks a server for the ring: one that others have joined stays as it was in this process otherwise.
+  // Asks a server for the ring: one that others have joined stays as it was in this process otherwise. Waits for the
+  // calls under way, and holds back others, since the answer undoes what a call has just told of a lost server.
   Status LookAnew();
 
   // One call of libchfs that returns a negative number and errno when it fails.
@@ -63,7 +66,9 @@ struct Client::State {
   Status List(const std::string& path, bool all, const std::function<void(const Entry&)>& each);
 
   // record.cpp
-  Status CheckRecord(const std::string& folder, bool* found);
+  // Whether a folder has a record, and where its objects lie; kUnavailable if they were written to other servers.
+  Status ReadRecord(const std::string& folder, bool* found, std::string* place);
+  Status WriteRecord();
 
   // names.cpp
   // Without confirmation of kMissing.
@@ -83,8 +88,11 @@ struct Client::State {
  private:
   Status ProbeAll();
   Status Changed() const;
+  std::shared_lock<std::shared_mutex> HoldRing();
 
   std::atomic<bool> ring_changed_{false};
+  std::mutex ring_entrance_;      // a look holds it while it waits, so that later calls wait behind the look
+  std::shared_mutex ring_mutex_;  // shared by calls until they have looked at what they did to the ring
 
   std::mutex check_mutex_;
   std::condition_variable check_done_;
@@ -98,14 +106,16 @@ struct Client::State {
   int slots_used_ = 0;
 
   friend class Client;
-  std::mutex record_mutex_;
+  std::mutex record_mutex_;  // never held while servers are asked
   bool recorded_ = false;
-  std::set<std::string> agreeing_;  // folders whose record, if any, is of this ring, which stays the same
+  std::shared_future<Status> recording_;       // valid while a caller writes the record
+  std::map<std::string, std::string> places_;  // where the objects of a folder lie on this ring, which stays the same
 };
 
 template <typename Call>
 Status Client::State::Run(const char* action, const std::string& path, Call call) {
   if (Status status = Usable(); !status.ok()) return status;
+  const auto ring = HoldRing();
   errno = 0;
   const auto result = call();
   const int error = errno;
