@@ -34,7 +34,8 @@ _ERRORS: dict[str, type[TieredCkptError]] = {
     "invalid": Invalid,
     "missing": NotFound,
     "short": ShortRead,
-    "unavailable": Unanswered,
+    "silent": Unanswered,
+    "unavailable": TierUnavailable,
 }
 
 
@@ -249,7 +250,7 @@ class Link:
             answer.set_result(reply.value if parts is None else parts)
 
     def _error(self, reply: frames.Reply) -> TieredCkptError:
-        if reply.code == "unavailable":
+        if reply.code in ("silent", "unavailable"):
             self.broken = True  # a client keeps the ring that it has seen
         return _ERRORS.get(reply.code, TierUnavailable)(f"{self._where}: {reply.message}")
 
