@@ -79,9 +79,7 @@ async def test_a_server_that_does_not_answer_is_not_asked_again_at_once(chfs: An
             await Retrying(filled).stat("not/there")
 
 
-async def test_a_ring_that_has_changed_is_looked_at_again_at_once(
-    chfs: Any, stores: Callable[..., ChfsStore]
-) -> None:
+async def test_a_ring_that_has_changed_is_looked_at_again_at_once(chfs: Any, stores: Callable[..., ChfsStore]) -> None:
     chfs.switch("late = 1 2")
     store = stores()
     await store.put("key", [b"x"])
