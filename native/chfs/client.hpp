@@ -14,7 +14,7 @@
 
 namespace tieredckpt::chfs {
 
-// What a caller does about it tells them apart.
+// Failures have different codes where callers react differently.
 enum class Code {
   kOk,
   kMissing,      // the object is not there; believed only with every server answering
@@ -57,8 +57,8 @@ struct Entry {
 
 class Client;
 
-// An open object; closes itself. Several threads may read and write at a time; closing and moving it wants none
-// of them at work.
+// An open object; closes itself. Several threads may read and write at a time. No other thread may use it while it is
+// closed or moved.
 class File {
  public:
   File() = default;
@@ -91,7 +91,7 @@ class File {
 class Client : public std::enable_shared_from_this<Client> {
  public:
   // Connects, or returns the connection that there is; another server or library than that one's is kInvalid.
-  // May end the process by exit(2) in spite of the look at the server that it takes first.
+  // It asks first whether the server answers, and may end the process by exit(2) nevertheless.
   static Status Connect(const Options& options, std::shared_ptr<Client>* client);
 
   ~Client();

@@ -1,7 +1,7 @@
 // How many servers there were when objects were written, recorded beside them.
 //
-// CHFS places objects by the number of its servers. Whoever finds one server more or less sees objects as missing or
-// short, and no server tells. The record is 32 empty folders `~ring/<servers>-<n>`, spread over the servers. The
+// CHFS places objects by the number of its servers. A client that sees one server more or less finds objects missing
+// or short, and no server reports that. The record is 32 empty folders `~ring/<servers>-<n>`, spread over the servers. The
 // stores of tieredckpt keep one of their own, which `tieredckpt/blobs/chfs/ring.py` writes and specifies:
 // `<servers>~<n>` there means that the objects lie in the folder `~<servers>`, and `<servers>+<n>` that the entries of
 // that number are still being written.
@@ -42,7 +42,8 @@ std::pair<int, char> Parse(const std::string& name) {
 Status Client::State::ReadRecord(const std::string& folder, bool* found, std::string* place) {
   *found = false;
   *place = folder;
-  // What the servers own is of the last record; where that is nothing, they were others, and still have what they had.
+  // The entries that the servers own are the last record. If they own none, the servers were others then, and still
+  // hold the entries of that time.
   for (const bool all : {false, true}) {
     std::set<int> told;
     std::set<int> begun;
@@ -99,7 +100,7 @@ Status Client::CheckRecord(const std::string& path) {
 }
 
 Status Client::State::WriteRecord() {
-  // Before, for servers may have joined since this process connected; and after, for they may join meanwhile.
+  // Before and after: servers may have joined since this process connected, and may join while it writes.
   if (Status status = CheckRing(); !status.ok()) return status;
   bool found = false;
   std::string place;
@@ -112,7 +113,7 @@ Status Client::State::WriteRecord() {
 }
 
 Status Client::Record() {
-  // Callers that come while one writes the record take over its result: servers that are silent are waited for once.
+  // Callers that come while one writes the record take over its result, so that all wait once for a silent server.
   std::promise<Status> mine;
   std::shared_future<Status> of_another;
   {

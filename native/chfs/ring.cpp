@@ -32,7 +32,7 @@ Status Client::State::Usable() {
 Status Client::State::Whole() {
   if (!ring_changed_.load(std::memory_order_relaxed)) {
     if (library.size() == servers) return {};
-    // For ever: a server that comes back does not come back into the ring of this process.
+    // For ever: a server that comes back does not join the ring of this process again.
     ring_changed_.store(true, std::memory_order_relaxed);
   }
   return Changed();
@@ -95,7 +95,7 @@ Status Client::State::LookAnew() {
   if (library.learn_ring(addresses.front().c_str()) != 0) {
     return Silent(0);
   }
-  // A server that came back at another address counts too: it may have lost its data.
+  // A server that came back at another address is another one: it may have lost its data.
   if (AddressesNow() != addresses) ring_changed_.store(true, std::memory_order_relaxed);
   return Whole();
 }

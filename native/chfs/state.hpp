@@ -1,4 +1,4 @@
-// What one connection knows: libchfs, the ring as it was, the descriptors in use.
+// The state of the connection: libchfs, the ring as it was, the descriptors in use.
 #pragma once
 
 #include <sys/stat.h>
@@ -41,20 +41,20 @@ struct Client::State {
   // ring.cpp
   // Before a call: kUnavailable in a forked child, where it would hang, and once the ring has changed.
   Status Usable();
-  // After a call: what it said is only true if the ring is the one whose order placed the objects.
+  // After a call: its result is only true on the ring that placed the objects.
   Status Whole();
   Status CheckRing();
-  // `missing`, if the ring is whole: a server that is gone shows as objects that are missing.
+  // Returns `missing` if the ring is whole: the objects of a lost server look missing.
   Status Confirm(Status missing);
   Status Probe(int server);
   // kSilent, with the number and the address of a server.
   Status Silent(int server) const;
   // The servers of the ring as it is now.
   std::vector<std::string> AddressesNow() const;
-  // Whether every server whose transport is TCP lets somebody connect: a dead one would cost a whole RPC timeout.
+  // Checks that every TCP server accepts a connection: a call to a dead one would take a whole RPC timeout.
   Status Reachable() const;
-  // Asks a server for the ring: one that others have joined stays as it was in this process otherwise. Waits for the
-  // calls under way, and holds back others, since the answer undoes what a call has just told of a lost server.
+  // Asks a server for the ring, since libchfs does not tell of servers that join. Waits for the calls under way and
+  // holds back others: the answer puts a lost server, which a call has just removed, into the ring again.
   Status LookAnew();
 
   // One call of libchfs that returns a negative number and errno when it fails.
@@ -62,7 +62,7 @@ struct Client::State {
   Status Run(const char* action, const std::string& path, Call call);
 
   // listing.cpp
-  // Calls `each` with every entry; with `all` also with those that a server has and does not own.
+  // Calls `each` with every entry. With `all`, these include entries that a server has and does not own.
   Status List(const std::string& path, bool all, const std::function<void(const Entry&)>& each);
 
   // record.cpp
@@ -75,10 +75,10 @@ struct Client::State {
   Status StatOnce(const std::string& path, struct stat* info);
   // Whether an ancestor of the path is an object, so that nothing can be there.
   bool UnderObject(const std::string& path);
-  // A folder that is listed, ancestors included. A client calls it before it makes something in the folder, and
-  // again after: another one may have found the folder empty and removed it in between.
+  // Makes a folder and its ancestors, so that lists show them. To be called before and after an entry is made in the
+  // folder: another client may find the folder empty and remove it in between.
   Status MakeFolders(const std::string& path);
-  // Cuts an object down to nothing, all its chunks gone when it returns.
+  // Empties an object. All its chunks are gone when it returns.
   Status Empty(const std::string& path, const struct stat& info);
 
   // files.cpp

@@ -1,4 +1,4 @@
-"""How many servers a store was written with, remembered in the store itself.
+"""Records how many servers a store was written with, in the store itself.
 
 CHFS places chunks by the number of its servers: with one more or one less, most objects look missing. The record is
 32 empty folders ``~ring/<servers>-<n>``. They spread over all servers, so any server that is left tells how many there
@@ -52,11 +52,11 @@ else ``-``; or ``+``: the record of this number has begun."""
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where a store lies on the servers of now."""
+    """Where a store lies on the current servers."""
 
     folder: str
     recorded: bool
-    """Whether the record is all there; else it has to be written before the first object is."""
+    """Whether the record is complete; otherwise it is written before the first object."""
     new: bool = False
     """Whether nothing was ever written with so many servers, so that more may be about to join."""
     without: str = ""
@@ -71,7 +71,7 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
         root: of the store.
         where: the same, for messages.
         expected: how many servers there must be, whatever the record says; None to believe the record.
-        writes: whether more servers than are recorded may be settled for.
+        writes: whether the store may go on with more servers than are recorded.
 
     Raises:
         Unanswered: there are fewer servers, or more, and objects would look missing.
@@ -82,7 +82,8 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
             f"{where}: CHFS has {_count(servers)}, and {expected} are expected, as `servers` of the tier says; start "
             f"the others beside {_names(link)}"
         )
-    # What the servers own is of the last record; where that is nothing, they were others, and still have what they had.
+    # The entries that the servers own are the last record. If they own none, the servers were others then, and still
+    # hold the entries of that time.
     found = await _record(link, root)
     if not _made(found):
         found = await _record(link, root, replicas=True)
@@ -94,7 +95,7 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
     # Versions before made no begun entries, and a crash kept the others in the record.
     outgrew = servers not in begun and _entries(servers, "~") <= found
     if told != {servers} and not expected and not (grown and writes) and not outgrew:
-        # Several, where a server was away while the store went on without it.
+        # Several numbers are told if a server was away while the store went on without it.
         raise Unanswered(
             f"{where}: CHFS has {_count(servers)}, and {_numbers(told)} are expected, with which the store was "
             f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of "
@@ -122,7 +123,7 @@ async def write(link: Link, root: str, ring: Ring) -> None:
         if not own <= await _record(link, root):  # else another writer was here since
             await _make(link, root, _entries(link.servers, "+"))
     await _make(link, root, own)
-    await link.ask(frames.CheckRing())  # before it counts: a server that joins meanwhile places all of it otherwise
+    await link.ask(frames.CheckRing())  # a server that joined meanwhile places the entries elsewhere
     found = await _record(link, root)
     begun = _begun(found)
     # Begun entries go last, and first what counts for nothing as long as they are there.

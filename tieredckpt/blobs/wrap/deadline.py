@@ -1,4 +1,4 @@
-"""Ends what takes longer than its bytes justify."""
+"""Cancels verbs that take longer than their bytes justify."""
 
 from __future__ import annotations
 

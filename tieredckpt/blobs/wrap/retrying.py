@@ -1,4 +1,4 @@
-"""Tries again what a store could not do just now."""
+"""Repeats verbs that failed because the store was unavailable."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -139,7 +140,8 @@ async def test_a_named_store_of_a_trainer_that_was_killed_is_found_in_ram(
 ) -> None:
     settings = named(chfs, shared_memory, "llama")
     command = [sys.executable, "-c", TRAIN, str(to_toml_file(tmp_path, settings))]
-    killed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    cwd = Path(__file__).parents[3]
+    killed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, cwd=cwd)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     if comes_back == "empty":
         chfs.switch("empty = 0 1 2")
