@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_args
@@ -58,13 +59,23 @@ def load(group: str, name: str, what: str, check: Callable[[Any], object]) -> An
     return found
 
 
-def refuse_taken(group: str, name: str, what: str, mine: type, before: type | None) -> None:
+def refuse_taken(
+    group: str,
+    name: str,
+    what: str,
+    mine: type,
+    before: type | None,
+    class_of: Callable[[EntryPoint], str] = operator.attrgetter("value"),
+) -> None:
     """Raise `Conflict` if a package, or ``before``, has a name that ``mine`` is to have.
 
-    A class of the same path is the same one, or its new version.
+    A class of the same path is the same one, or its new version. ``class_of`` gives the path of the class that an
+    entry point offers, where that is not its value.
     """
-    others = {entry.value for entry in offered(group).get(name, ())} | ({path_of(before)} if before else set())
-    if taken := sorted(others - {path_of(mine)}):
+    others = {entry.value for entry in offered(group).get(name, ()) if class_of(entry) != path_of(mine)}
+    if before is not None and path_of(before) != path_of(mine):
+        others.add(path_of(before))
+    if taken := sorted(others):
         raise Conflict(f"{what} is taken by {', '.join(taken)}; give {path_of(mine)} another kind")
 
 

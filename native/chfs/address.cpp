@@ -97,7 +97,7 @@ Status FirstAnswering(const std::vector<std::string>& addresses, int timeout_ms,
     }
     reasons += (reasons.empty() ? "" : ", ") + candidate + " (" + reason + ")";
   }
-  return {Code::kUnavailable, "CHFS: no server answers at " + reasons + "; start the servers, or correct the address"};
+  return {Code::kSilent, "CHFS: no server answers at " + reasons + "; start the servers, or correct the address"};
 }
 
 }  // namespace tieredckpt::chfs

@@ -20,7 +20,7 @@ bool ParseEndpoint(const std::string& address, Endpoint* endpoint);
 // As CHFS_SERVER lists them, with commas between.
 std::vector<std::string> SplitAddresses(const std::string& addresses);
 
-// The first of `addresses` that accepts a TCP connection, or that cannot be asked; kUnavailable if none does.
+// The first of `addresses` that accepts a TCP connection, or that cannot be asked; kSilent if none does.
 Status FirstAnswering(const std::vector<std::string>& addresses, int timeout_ms, std::string* address);
 
 }  // namespace tieredckpt::chfs

@@ -17,11 +17,11 @@ namespace {
 
 constexpr int kLongestLookMs = 5000;
 
-// At init they override everything else that is said to libchfs.
+// libchfs reads these at init, where they override its setters.
 void SetEnvironment(const Options& options) {
   setenv("CHFS_BUF_SIZE", "0", 1);      // a buffer drops the errors of its flush
   setenv("CHFS_ASYNC_ACCESS", "0", 1);  // asynchronous reads may leave garbage behind a missing chunk
-  // Else libchfs may end the process when, 120 s later, no server tells it the ring.
+  // Otherwise libchfs may end the process when, 120 s later, no server answers its question for the ring.
   setenv("CHFS_NODE_LIST_CACHE_TIMEOUT", "0", 1);
   setenv("CHFS_RPC_TIMEOUT_MSEC", std::to_string(options.rpc_timeout_ms).c_str(), 1);
 }
@@ -32,7 +32,7 @@ Status CheckOptions(const Options& options) {
   return {};
 }
 
-// What the options leave to the environment is taken from there.
+// The options, with values of the environment for those that are not given.
 Options Resolved(Options options) {
   const auto take = [](std::string* value, const char* variable) {
     const char* configured = value->empty() ? getenv(variable) : nullptr;
@@ -43,7 +43,7 @@ Options Resolved(Options options) {
   return options;
 }
 
-// chfs_init cuts the rest of CHFS_SERVER off.
+// The first address: chfs_init removes the others from CHFS_SERVER.
 std::string FirstOf(const std::string& servers) {
   const std::vector<std::string> addresses = SplitAddresses(servers);
   return addresses.empty() ? std::string() : addresses.front();
@@ -93,7 +93,7 @@ Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) 
   if (result != 0 || state->servers <= 0) {
     return {Code::kUnavailable, "CHFS: libchfs could not connect to " + server + "; see that the server runs"};
   }
-  // A server that is gone would cost the first call to it a whole RPC timeout. The next try is another process's.
+  // The first call to a lost server would take a whole RPC timeout. The caller tries again in another process.
   if (Status status = state->Reachable(); !status.ok()) return status;
   connection.reset(new Client(std::move(state)));
   *client = connection;

@@ -14,12 +14,13 @@
 
 namespace tieredckpt::chfs {
 
-// What a caller does about it tells them apart.
+// Failures have different codes where callers react differently.
 enum class Code {
   kOk,
   kMissing,      // the object is not there; believed only with every server answering
   kExists,       // an exclusive name is taken
-  kUnavailable,  // a server is gone, silent, or was lost from the ring; open a new client in a new process
+  kUnavailable,  // a call was lost, or the ring is another; open a new client in a new process
+  kSilent,       // a server that the message names does not answer; only time helps
   kFull,         // no space, no quota
   kShort,        // the object ends before the range that was asked for
   kInvalid,      // a path that CHFS cannot hold, a folder where an object belongs, or the reverse
@@ -56,8 +57,8 @@ struct Entry {
 
 class Client;
 
-// An open object; closes itself. Several threads may read and write at a time; closing and moving it wants none
-// of them at work.
+// An open object; closes itself. Several threads may read and write at a time. No other thread may use it while it is
+// closed or moved.
 class File {
  public:
   File() = default;
@@ -90,7 +91,7 @@ class File {
 class Client : public std::enable_shared_from_this<Client> {
  public:
   // Connects, or returns the connection that there is; another server or library than that one's is kInvalid.
-  // May end the process by exit(2) in spite of the look at the server that it takes first.
+  // It asks first whether the server answers, and may end the process by exit(2) nevertheless.
   static Status Connect(const Options& options, std::shared_ptr<Client>* client);
 
   ~Client();
@@ -100,13 +101,14 @@ class Client : public std::enable_shared_from_this<Client> {
   int servers() const;                 // size of the ring when connected
   const std::vector<std::string>& addresses() const;  // of its servers; empty where libchfs does not tell
 
-  // Asks every server whether it answers; kUnavailable if one does not, or the ring is not what it was when
+  // Asks every server whether it answers; kSilent if one does not, kUnavailable if the ring is not what it was when
   // connected, be it smaller, larger, or of other servers.
   Status CheckRing();
 
-  // kUnavailable if a record in a folder or one above it says that objects there were written to another number
-  // of servers, which placed them otherwise: they would be missing or short.
-  Status CheckRecord(const std::string& folder);
+  // kUnavailable if a record in the folder `path` or one above it says that objects there were written to another
+  // number of servers, which placed them otherwise: they would be missing or short. So is a path above the folder
+  // that a store uses since servers joined.
+  Status CheckRecord(const std::string& path);
 
   // Records at the root how many servers there are, if nothing does; once in a process. kUnavailable if it is
   // recorded that there were more, or fewer.

@@ -15,7 +15,7 @@ namespace {
 constexpr int kMostOpen = 64;  // libchfs grows its table of descriptors beyond 100 while others read it
 constexpr mode_t kObjectMode = 0600;
 constexpr std::size_t kMostChunksPerCall = 4096;  // each takes a frame of 170 bytes on the stack
-constexpr std::size_t kLeastChunk = 4096;          // of an object whose chunks nobody asked for
+constexpr std::size_t kLeastChunk = 4096;          // assumed of an object whose chunk size is not known
 
 std::size_t BytesPerCall(const Options& options, std::size_t chunk_size) {
   return std::min(options.bytes_per_call, std::max<std::size_t>(chunk_size, 1) * kMostChunksPerCall);
@@ -173,7 +173,7 @@ Status File::Read(void* data, std::size_t size, std::uint64_t offset) {
       return got;
     });
     if (!status.ok() && status.code != Code::kMissing) return status;
-    // A count below what was asked for ends at a failing chunk as well as at the end: ask on from there.
+    // A short count may be the end of the object, or a failing chunk: read on from there.
     if (!status.ok() || got == 0) {
       return state.Confirm({Code::kShort, "CHFS: cannot read " + path_ + ": it ends at byte " + std::to_string(offset) +
                                               ", " + std::to_string(size) + " bytes too early"});
@@ -192,7 +192,7 @@ Status File::Close() {
   if (descriptor_ < 0) return {};
   Client::State& state = *client_->state_;
   const int descriptor = std::exchange(descriptor_, -1);
-  // In a forked child the descriptor is the parent's. Otherwise this is a local affair, whatever the servers do.
+  // In a forked child the descriptor is the parent's. Otherwise closing asks no server.
   if (state.process != getpid()) return state.Usable();
   errno = 0;
   const int result = state.library.close(descriptor);

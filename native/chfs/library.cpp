@@ -116,7 +116,7 @@ SignalGuard::~SignalGuard() {
 
 Status LoadLibrary(const std::string& name, Library* library) {
   const std::string wanted = name.empty() ? kDefaultName : name;
-  // Else libraries of old interconnects print backtraces and take signals over.
+  // Without these, libraries of old interconnects print backtraces and replace signal handlers.
   setenv("IPATH_NO_BACKTRACE", "1", 1);
   setenv("HFI_NO_BACKTRACE", "1", 1);
   const SignalGuard signals;

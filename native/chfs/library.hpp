@@ -36,7 +36,7 @@ struct Library {
   int (*symlink)(const char* target, const char* path) = nullptr;
   int (*readlink)(const char* path, char* target, std::size_t size) = nullptr;
 
-  // Of libchfs's own programs, which are linked with it; null where a version has them no more.
+  // For libchfs's own programs, which are linked with it; null where a version lacks them.
   char* (*address_of)(int index) = nullptr;       // of a server of the ring, to be freed; null past its end
   int (*learn_ring)(const char* server) = nullptr;  // asks a server for the ring; 0, or why it did not answer
 };
@@ -45,7 +45,7 @@ struct Library {
 // Loaded libraries stay until the process ends. The process's signal handlers stay its own.
 Status LoadLibrary(const std::string& name, Library* library);
 
-// The dispositions of all signals, put back when this goes: libraries below libchfs install handlers of their
+// Restores the dispositions of all signals when it is destroyed: libraries below libchfs install handlers of their
 // own, some when they are loaded and some when they connect.
 class SignalGuard {
  public:

@@ -49,7 +49,7 @@ Status Client::State::List(const std::string& path, bool all, const std::functio
   for (int server = 0; server < servers; ++server) {
     if (Status status = ask(server); !status.ok()) return status;
     if (listing.answered) continue;
-    // Without the folder, or gone: libchfs says the same of both.
+    // The server lacks the folder, or is gone: libchfs reports both alike.
     if (Status status = Probe(server); !status.ok()) return status;
     if (Status status = ask(server); !status.ok()) return status;
   }

@@ -51,26 +51,26 @@ Status Client::State::MakeFolders(const std::string& path) {
     return Status{Code::kInvalid, "CHFS: " + path + " is an object or link and can hold nothing"};
   };
   Status status = look();
-  if (status.ok() || status.code == Code::kUnavailable) return status;
-  // Below an object, servers fail in ways that depend on where the two lie: that object is the better reason.
+  if (status.ok() || status.code == Code::kUnavailable || status.code == Code::kSilent) return status;
+  // Below an object, servers fail in ways that depend on which servers hold the two: that object is the better reason.
   if (Status parent = MakeFolders(ParentOf(path)); !parent.ok()) return parent;
   if (status.code != Code::kMissing) return status;
   status = Run("make the folder", path, [&] { return library.mkdir(path.c_str(), kFolderMode); });
   // Another client was first, with a folder or an object.
   if (status.code == Code::kExists || status.code == Code::kInvalid) return look();
-  // The parent may have been removed, as an empty one, before this was in it.
+  // Another client may have removed the parent while it was empty.
   return status.ok() ? MakeFolders(ParentOf(path)) : status;
 }
 
 Status Client::State::Empty(const std::string& path, const struct stat& info) {
-  // An unlink alone removes chunks 10 and up after it returns, which may then be those of a new object.
+  // unlink removes chunks 10 and up after it has returned, when they may be those of a new object.
   Status status = Run("empty", path, [&] { return library.truncate(path.c_str(), 0); });
   if (!status.ok()) return status;
   const std::uint64_t chunk_size = std::max<std::uint64_t>(ChunkSizeOf(info), 1);
   const std::uint64_t chunks = (SizeOf(info) + chunk_size - 1) / chunk_size;
   if (chunks < 2) return {};
-  // Chunks go in order, and a failure on the way is not reported: the last one tells, as only a chunk that is
-  // there can be cut at its beginning.
+  // Chunks are removed in order, and failures are not reported. The last chunk tells: only a chunk that exists can be
+  // cut at its start.
   const auto last = static_cast<off_t>((chunks - 1) * chunk_size);
   status = Run("empty", path, [&] { return library.truncate(path.c_str(), last); });
   if (status.code == Code::kMissing) return {};
@@ -83,7 +83,7 @@ Status Client::Stat(const std::string& path, Info* info) {
   struct stat found;
   Status status = state_->StatOnce(path, &found);
   if (status.code == Code::kInvalid || status.code == Code::kFailed) {
-    // Where an ancestor is an object, servers fail in ways that depend on where the two lie.
+    // Below an object, servers fail in ways that depend on which servers hold the two.
     if (state_->UnderObject(path)) status.code = Code::kMissing;
   }
   if (status.code == Code::kMissing) return state_->Confirm(std::move(status));
@@ -102,7 +102,7 @@ Status Client::Remove(const std::string& path) {
   if (status.ok()) {
     const Kind kind = KindOf(info.st_mode);
     if (kind == Kind::kFolder) return {Code::kInvalid, "CHFS: cannot remove " + path + ": it is a folder"};
-    // An object of one chunk goes in one request: one that is cut off half way leaves no empty object behind.
+    // One request removes an object of one chunk, so that a removal that is cut off leaves no empty object.
     if (kind == Kind::kObject && SizeOf(info) >= ChunkSizeOf(info)) status = state_->Empty(path, info);
     if (status.ok()) status = state_->Run("remove", path, [&] { return state_->library.unlink(path.c_str()); });
   } else if ((status.code == Code::kInvalid || status.code == Code::kFailed) && state_->UnderObject(path)) {
@@ -124,13 +124,13 @@ Status Client::RemoveFolder(const std::string& path) {
   const Status not_empty{Code::kExists, "CHFS: cannot remove the folder " + path + ": it is not empty"};
   bool empty = true;
   const auto see = [&](const Entry&) { empty = false; };
-  // A server removes a folder that others still hold entries of, which would then be hidden.
+  // A server removes a folder although others still hold entries of it, which would then be hidden.
   if (status = List(path, see); !status.ok()) return status;
   if (!empty) return not_empty;
   status = state_->Run("remove the folder", path, [&] { return state_->library.rmdir(path.c_str()); });
   if (status.code == Code::kMissing) return state_->Confirm(std::move(status));
   if (!status.ok()) return status;
-  // Whoever created something in between either saw the folder gone and made it again, or is seen here.
+  // A client that created something in between has made the folder again, or its entry is listed here.
   if (status = List(path, see); !status.ok()) return status;
   if (empty) return {};
   status = state_->MakeFolders(path);

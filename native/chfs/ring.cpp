@@ -32,7 +32,7 @@ Status Client::State::Usable() {
 Status Client::State::Whole() {
   if (!ring_changed_.load(std::memory_order_relaxed)) {
     if (library.size() == servers) return {};
-    // For ever: a server that comes back does not come back into the ring of this process.
+    // For ever: a server that comes back does not join the ring of this process again.
     ring_changed_.store(true, std::memory_order_relaxed);
   }
   return Changed();
@@ -66,29 +66,36 @@ std::vector<std::string> Client::State::AddressesNow() const {
   }
 }
 
-std::string Client::State::NameOf(int server) const {
+Status Client::State::Silent(int server) const {
   const auto index = static_cast<std::size_t>(server);
-  return "server " + std::to_string(server + 1) + " of " + std::to_string(servers) +
-         (index < addresses.size() ? " at " + addresses[index] : "");
+  return {Code::kSilent, "CHFS: server " + std::to_string(server + 1) + " of " + std::to_string(servers) +
+                             (index < addresses.size() ? " at " + addresses[index] : "") +
+                             " does not answer; see that all servers run"};
 }
 
 Status Client::State::Reachable() const {
   for (std::size_t server = 0; server < addresses.size(); ++server) {
     std::string reached;
     if (!FirstAnswering({addresses[server]}, std::min(options.rpc_timeout_ms, kLongestLookMs), &reached).ok()) {
-      return {Code::kUnavailable, "CHFS: " + NameOf(static_cast<int>(server)) +
-                                      " does not answer; see that all servers run"};
+      return Silent(static_cast<int>(server));
     }
   }
   return {};
 }
 
+std::shared_lock<std::shared_mutex> Client::State::HoldRing() {
+  const std::lock_guard<std::mutex> entrance(ring_entrance_);
+  return std::shared_lock<std::shared_mutex>(ring_mutex_);
+}
+
 Status Client::State::LookAnew() {
   if (library.learn_ring == nullptr || addresses.empty()) return {};
+  const std::lock_guard<std::mutex> entrance(ring_entrance_);
+  const std::lock_guard<std::shared_mutex> ring(ring_mutex_);
   if (library.learn_ring(addresses.front().c_str()) != 0) {
-    return {Code::kUnavailable, "CHFS: " + NameOf(0) + " does not answer; see that all servers run"};
+    return Silent(0);
   }
-  // A server that came back at another address counts too: it may have lost its data.
+  // A server that came back at another address is another one: it may have lost its data.
   if (AddressesNow() != addresses) ring_changed_.store(true, std::memory_order_relaxed);
   return Whole();
 }
@@ -98,7 +105,7 @@ Status Client::State::Probe(int server) {
   std::size_t entries = 0;
   Status status = Run("list", "/", [&] { return library.readdir_index("/", server, &entries, CountEntry); });
   if (status.ok() && entries == 0) {
-    return {Code::kUnavailable, "CHFS: " + NameOf(server) + " does not answer; see that all servers run"};
+    return Silent(server);
   }
   return status;
 }

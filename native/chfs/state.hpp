@@ -1,4 +1,4 @@
-// What one connection knows: libchfs, the ring as it was, the descriptors in use.
+// The state of the connection: libchfs, the ring as it was, the descriptors in use.
 #pragma once
 
 #include <sys/stat.h>
@@ -10,8 +10,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
+#include <map>
 #include <mutex>
-#include <set>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -39,19 +41,20 @@ struct Client::State {
   // ring.cpp
   // Before a call: kUnavailable in a forked child, where it would hang, and once the ring has changed.
   Status Usable();
-  // After a call: what it said is only true if the ring is the one whose order placed the objects.
+  // After a call: its result is only true on the ring that placed the objects.
   Status Whole();
   Status CheckRing();
-  // `missing`, if the ring is whole: a server that is gone shows as objects that are missing.
+  // Returns `missing` if the ring is whole: the objects of a lost server look missing.
   Status Confirm(Status missing);
   Status Probe(int server);
-  // "server 2 of 3 at ADDRESS", for people.
-  std::string NameOf(int server) const;
+  // kSilent, with the number and the address of a server.
+  Status Silent(int server) const;
   // The servers of the ring as it is now.
   std::vector<std::string> AddressesNow() const;
-  // Whether every server whose transport is TCP lets somebody connect: a dead one would cost a whole RPC timeout.
+  // Checks that every TCP server accepts a connection: a call to a dead one would take a whole RPC timeout.
   Status Reachable() const;
-  // Asks a server for the ring: one that others have joined stays as it was in this process otherwise.
+  // Asks a server for the ring, since libchfs does not tell of servers that join. Waits for the calls under way and
+  // holds back others: the answer puts a lost server, which a call has just removed, into the ring again.
   Status LookAnew();
 
   // One call of libchfs that returns a negative number and errno when it fails.
@@ -59,21 +62,23 @@ struct Client::State {
   Status Run(const char* action, const std::string& path, Call call);
 
   // listing.cpp
-  // Calls `each` with every entry; with `all` also with those that a server has and does not own.
+  // Calls `each` with every entry. With `all`, these include entries that a server has and does not own.
   Status List(const std::string& path, bool all, const std::function<void(const Entry&)>& each);
 
   // record.cpp
-  Status CheckRecord(const std::string& folder, bool* found);
+  // Whether a folder has a record, and where its objects lie; kUnavailable if they were written to other servers.
+  Status ReadRecord(const std::string& folder, bool* found, std::string* place);
+  Status WriteRecord();
 
   // names.cpp
   // Without confirmation of kMissing.
   Status StatOnce(const std::string& path, struct stat* info);
   // Whether an ancestor of the path is an object, so that nothing can be there.
   bool UnderObject(const std::string& path);
-  // A folder that is listed, ancestors included. A client calls it before it makes something in the folder, and
-  // again after: another one may have found the folder empty and removed it in between.
+  // Makes a folder and its ancestors, so that lists show them. To be called before and after an entry is made in the
+  // folder: another client may find the folder empty and remove it in between.
   Status MakeFolders(const std::string& path);
-  // Cuts an object down to nothing, all its chunks gone when it returns.
+  // Empties an object. All its chunks are gone when it returns.
   Status Empty(const std::string& path, const struct stat& info);
 
   // files.cpp
@@ -83,8 +88,11 @@ struct Client::State {
  private:
   Status ProbeAll();
   Status Changed() const;
+  std::shared_lock<std::shared_mutex> HoldRing();
 
   std::atomic<bool> ring_changed_{false};
+  std::mutex ring_entrance_;      // a look holds it while it waits, so that later calls wait behind the look
+  std::shared_mutex ring_mutex_;  // shared by calls until they have looked at what they did to the ring
 
   std::mutex check_mutex_;
   std::condition_variable check_done_;
@@ -98,14 +106,16 @@ struct Client::State {
   int slots_used_ = 0;
 
   friend class Client;
-  std::mutex record_mutex_;
+  std::mutex record_mutex_;  // never held while servers are asked
   bool recorded_ = false;
-  std::set<std::string> agreeing_;  // folders whose record, if any, is of this ring, which stays the same
+  std::shared_future<Status> recording_;       // valid while a caller writes the record
+  std::map<std::string, std::string> places_;  // where the objects of a folder lie on this ring, which stays the same
 };
 
 template <typename Call>
 Status Client::State::Run(const char* action, const std::string& path, Call call) {
   if (Status status = Usable(); !status.ok()) return status;
+  const auto ring = HoldRing();
   errno = 0;
   const auto result = call();
   const int error = errno;

@@ -35,6 +35,7 @@ const char* NameOf(Code code) {
     case Code::kMissing: return "missing";
     case Code::kExists: return "exists";
     case Code::kUnavailable: return "unavailable";
+    case Code::kSilent: return "silent";
     case Code::kFull: return "full";
     case Code::kShort: return "short";
     case Code::kInvalid: return "invalid";

@@ -46,6 +46,7 @@ absl::StatusCode CodeOf(chfs::Code code) {
     case chfs::Code::kExists:
       return absl::StatusCode::kAlreadyExists;
     case chfs::Code::kUnavailable:
+    case chfs::Code::kSilent:
       return absl::StatusCode::kUnavailable;
     case chfs::Code::kFull:
       return absl::StatusCode::kResourceExhausted;
@@ -135,10 +136,8 @@ Result<Objects*> Objects::Connect(const std::string& server, const std::string& 
   return objects;
 }
 
-Result<std::optional<Objects::Found>> Objects::Missing(const std::string& path) {
-  const std::string folder = path.substr(0, std::max<size_t>(path.rfind('/'), 1));
-  TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->CheckRecord(folder)));
-  return std::nullopt;
+absl::Status Objects::CheckRecordAbove(const std::string& path) {
+  return ToStatus(client_->CheckRecord(path.substr(0, std::max<size_t>(path.rfind('/'), 1))));
 }
 
 Result<std::optional<Objects::Found>> Objects::Find(std::string path, chfs::File* file) {
@@ -147,12 +146,16 @@ Result<std::optional<Objects::Found>> Objects::Find(std::string path, chfs::File
     chfs::Status status{chfs::Code::kInvalid, {}};
     if (file != nullptr) status = client_->Open(path, file, &info);
     if (status.code == chfs::Code::kInvalid) status = client_->Stat(path, &info);  // a link and a folder do not open
-    if (status.code == chfs::Code::kMissing) return Missing(path);
+    if (status.code == chfs::Code::kMissing) {
+      TENSORSTORE_RETURN_IF_ERROR(CheckRecordAbove(path));
+      return std::nullopt;
+    }
     TENSORSTORE_RETURN_IF_ERROR(ToStatus(status));
     if (info.kind == chfs::Kind::kObject) {
       // One that ends with a full chunk may go on, on a server that joined since: only the ring tells.
       if (info.chunk_size > 0 && info.size > 0 && info.size % info.chunk_size == 0) {
         TENSORSTORE_RETURN_IF_ERROR(ToStatus(client_->CheckRing()));
+        TENSORSTORE_RETURN_IF_ERROR(CheckRecordAbove(path));  // it may have been written to fewer servers
       }
       return Found{std::move(path), static_cast<int64_t>(info.size), GenerationOf(info)};
     }

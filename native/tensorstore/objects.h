@@ -72,8 +72,8 @@ class Objects {
   absl::Status Walk(const KeyRange& range, const Visitor& visitor);
 
  private:
-  // Nothing, if no record beside the path says that objects there lie in other places.
-  Result<std::optional<Found>> Missing(const std::string& path);
+  // Fails if a record above the path says that objects there lie in other places.
+  absl::Status CheckRecordAbove(const std::string& path);
   explicit Objects(std::shared_ptr<::tieredckpt::chfs::Client> client) : client_(std::move(client)) {}
 
   Result<::tieredckpt::chfs::Info> Put(const std::string& path, std::string_view bytes, uint32_t chunk_size);

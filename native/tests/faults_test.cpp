@@ -1,5 +1,9 @@
 // What the client makes of servers that die, hang, fill up or fail; the look-alike plays them.
+#include <dlfcn.h>
+
 #include <functional>
+#include <future>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -98,6 +102,55 @@ TEST(a_process_that_finds_more_or_fewer_servers_than_wrote_is_told_so) {
   }
 }
 
+TEST(a_store_that_went_on_with_more_servers_is_found_in_their_folder_alone) {
+  Scene scene(kServers);
+  const auto client = scene.Connect();
+  for (int i = 0; i < 32; ++i) CHECK_OK(client->MakeFolder(scene.root + "/~ring/3~" + std::to_string(i)));
+  for (const std::string& path : {scene.root, scene.root + "/steps/1", scene.root + "/~33"}) {
+    const Status status = client->CheckRecord(path);
+    CHECK_CODE(status, Code::kUnavailable);
+    CHECK(status.message.find("lies in " + scene.root + "/~3,") != std::string::npos);
+  }
+  CHECK_OK(client->CheckRecord(scene.root + "/~3"));
+  CHECK_OK(client->CheckRecord(scene.root + "/~3/steps/1"));
+}
+
+TEST(entries_of_a_record_that_is_being_written_count_for_nothing) {
+  Scene scene(kServers);
+  const auto client = scene.Connect();
+  for (const char* entry : {"3-1", "5+1", "5+2", "5~1"}) CHECK_OK(client->MakeFolder(scene.root + "/~ring/" + entry));
+  CHECK_OK(client->CheckRecord(scene.root + "/steps"));
+}
+
+TEST(a_silent_server_is_waited_for_once_by_all_who_record) {
+  Scene scene(kServers);
+  scene.options.rpc_timeout_ms = 1000;
+  const auto client = scene.Connect();
+  scene.Switch(std::string(kServers) + "hang = 1");
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) threads.emplace_back([&] { CHECK_CODE(client->Record(), Code::kSilent); });
+  for (auto& thread : threads) thread.join();
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+}
+
+TEST(a_record_that_is_known_is_not_asked_for_again_while_another_is_written) {
+  Scene scene(kServers);
+  const auto client = scene.Connect();
+  CHECK_OK(client->CheckRecord(scene.root));
+  scene.Switch(std::string(kServers) + "hang.mkdir = *");
+  auto record = std::async(std::launch::async, [&] { return client->Record(); });
+  while (!std::filesystem::exists(scene.directory() + "/hanging")) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  auto check = std::async(std::launch::async, [&] { return client->CheckRecord(scene.root); });
+  const bool blocked = check.wait_for(std::chrono::seconds(10)) != std::future_status::ready;
+  scene.Switch(kServers);
+  CHECK_OK(check.get());
+  CHECK_OK(record.get());
+  CHECK(!blocked);
+}
+
 TEST(the_number_of_servers_is_not_recorded_while_others_join) {
   Scene scene("servers = 3\nlate = 1 2");
   const auto client = scene.Connect();
@@ -111,7 +164,7 @@ TEST(a_server_that_does_not_answer_is_told_by_its_address) {
   CHECK(client->addresses().size() == 3);
   scene.Switch(std::string(kServers) + "hang = 1");
   const Status status = client->CheckRing();
-  CHECK_CODE(status, Code::kUnavailable);
+  CHECK_CODE(status, Code::kSilent);
   CHECK(status.message.find("server 2 of 3 at " + client->addresses()[1]) != std::string::npos);
 }
 
@@ -142,7 +195,7 @@ TEST(a_folder_is_not_empty_because_a_server_is_silent) {
   for (int i = 0; i < 12; ++i) Put(*client, scene.root + "/f/" + std::to_string(i), "1", 1);
   for (int server = 0; server < 3; ++server) {
     scene.Switch(std::string(kServers) + "dead = " + std::to_string(server));
-    CHECK_CODE(client->List(scene.root + "/f", [](const Entry&) {}), Code::kUnavailable);
+    CHECK_CODE(client->List(scene.root + "/f", [](const Entry&) {}), Code::kSilent);
   }
   scene.Switch(kServers);
   CHECK(Names(*client, scene.root + "/f").size() == 12);
@@ -287,11 +340,60 @@ TEST(a_check_of_the_ring_does_not_take_over_the_result_of_an_earlier_one) {
   std::thread earlier([&] { (void)client->CheckRing(); });
   std::this_thread::sleep_for(kAhead);  // it has asked the first server
   scene.Switch(std::string(kServers) + "hang = 0 2");
-  std::thread later([&] { CHECK_CODE(client->CheckRing(), Code::kUnavailable); });
+  std::thread later([&] { CHECK_CODE(client->CheckRing(), Code::kSilent); });
   std::this_thread::sleep_for(kAhead);
   scene.Switch(std::string(kServers) + "hang = 0");
   earlier.join();
   later.join();
+}
+
+// Which of the objects 0 to 47 of the scene have their first chunk on a server, with these switches.
+std::set<std::string> ObjectsOn(Scene& scene, int server, const std::string& switches) {
+  scene.Switch(switches);
+  const pid_t writer = Fork([&] {
+    const auto client = scene.Connect();
+    for (int i = 0; i < 48; ++i) Put(*client, scene.root + "/" + std::to_string(i), "1", 1);
+  });
+  CHECK(Wait(writer) == 0);
+  std::set<std::string> names;
+  const std::string folders = scene.directory() + "/servers/";
+  for (const auto& entry : std::filesystem::directory_iterator(folders + std::to_string(server) + scene.root)) {
+    names.insert(entry.path().filename().string());
+  }
+  for (const char* each : {"0", "1", "2"}) std::filesystem::remove_all(folders + each + scene.root);
+  return names;
+}
+
+TEST(an_eviction_is_not_hidden_by_a_look_at_the_ring_of_another_thread) {
+  Scene scene(kServers);
+  scene.options.rpc_timeout_ms = 1500;
+  // An object that is on server 1, and looked for on server 2 once server 1 has left the ring.
+  const std::set<std::string> next = ObjectsOn(scene, 2, std::string(kServers) + "dead = 1");
+  std::string path;
+  for (const std::string& name : ObjectsOn(scene, 1, kServers)) {
+    if (next.count(name) != 0) path = scene.root + "/" + name;
+  }
+  CHECK(!path.empty());
+  const auto client = scene.Connect();
+  Put(*client, path, "1", 1);
+  const auto size = reinterpret_cast<int (*)()>(dlsym(dlopen(LOOKALIKE, RTLD_NOW | RTLD_NOLOAD), "chfs_size"));
+  const auto wait_for = [&](int servers, int most_ms) {
+    for (int ms = 0; ms < most_ms && size() != servers; ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  scene.Switch(std::string(kServers) + "hang = 1 2");
+  auto stat = std::async(std::launch::async, [&] {
+    Info info;
+    return client->Stat(path, &info);
+  });
+  std::this_thread::sleep_for(5 * kAhead);
+  scene.Switch(std::string(kServers) + "hang = 0 1 2");
+  auto look = std::async(std::launch::async, [&] { return client->CheckRing(); });  // asks server 0 for the ring
+  wait_for(2, 10'000);  // the call has evicted server 1, and asks server 2, where it will find nothing
+  scene.Switch(std::string(kServers) + "hang = 1 2");
+  wait_for(3, 200);  // server 0 has given a broken client the whole ring again
+  scene.Switch(kServers);
+  CHECK_CODE(stat.get(), Code::kUnavailable);
+  CHECK_CODE(look.get(), Code::kUnavailable);
 }
 
 TEST(a_forked_child_is_refused_and_does_not_hang) {

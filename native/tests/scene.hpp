@@ -51,6 +51,8 @@ class Scene {
     std::filesystem::rename(folder_ + "/new", folder_ + "/switches");
   }
 
+  const std::string& directory() const { return folder_; }  // of the look-alike
+
   Options options;
   std::string root;
 

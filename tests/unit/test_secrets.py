@@ -10,14 +10,16 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretBytes, SecretStr
 from support.agents import agent_of, end_agent
 from support.scenes import Heard, folder, ram
 from typer.testing import CliRunner
@@ -25,8 +27,9 @@ from typer.testing import CliRunner
 from tieredckpt import CheckpointStore
 from tieredckpt._redact import REDACTED, redacted, redacted_text, without_secrets
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
+from tieredckpt.blobs.posix.kind import POSIX
 from tieredckpt.cli.app import app
-from tieredckpt.config import KvstoreTier, StoreConfig, dump_with_secrets, load, to_toml
+from tieredckpt.config import KvstoreTier, PosixTier, StoreConfig, dump_with_secrets, kinds, load, to_toml
 from tieredckpt.errors import Invalid, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
 
@@ -183,6 +186,22 @@ def test_a_secret_is_dumped_only_where_that_is_asked_for(settings: StoreConfig) 
     assert load(dump_with_secrets(settings)) == settings
     with pytest.raises(Invalid, match=r"tiers\.far\.spec: has REDACTED in the place of a secret"):
         load(settings.model_dump(mode="json"))
+
+
+def test_the_secrets_of_a_registered_kind_are_dumped_where_that_is_asked_for(tmp_path: Path) -> None:
+    class VaultTier(PosixTier):
+        kind: Literal["vault"] = "vault"  # type: ignore[assignment]
+        password: SecretStr
+        keys: dict[str, list[SecretStr]]
+        certificate: SecretBytes | None = None
+
+    with kinds.replaced(replace(POSIX, config=VaultTier)):
+        secrets = {"password": CANARY, "keys": {"a": [CANARY, "b"]}, "certificate": CANARY}
+        settings = load({"tiers": {"vault": {"kind": "vault", "path": str(tmp_path), **secrets}}})
+        assert load(json.loads(json.dumps(dump_with_secrets(settings)))) == settings
+        assert dump_with_secrets(settings)["tiers"][0]["keys"] == {"a": [CANARY, "b"]}
+        for shown in (repr(settings), to_toml(settings), settings.model_dump_json(), str(settings.model_dump())):
+            assert CANARY not in shown
 
 
 def test_a_store_without_name_keeps_its_identity(server: ThreadingHTTPServer) -> None:

@@ -19,6 +19,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar
 
@@ -100,15 +101,23 @@ _registered: dict[str, TierKind[Any]] = {}
 def register(kind: TierKind[C]) -> TierKind[C]:
     """Make a kind known to this process without an entry point; other processes, as an agent, do not know it.
 
-    Registering its new version in a notebook is fine. Raises `Conflict` when another has its name, `Invalid` when it
-    is incomplete.
+    Registering it again, or its new version in a notebook, is fine. Raises `Conflict` when another has its name,
+    `Invalid` when it is incomplete.
     """
     _check(kind)
     before = _registered.get(kind.name)
-    what = f"the kind {kind.name!r} of tier"
-    _registry.refuse_taken(GROUP, kind.name, what, kind.config, None if before is None else before.config)
+    taken = before.config if before is not None else None
+    _registry.refuse_taken(GROUP, kind.name, f"the kind {kind.name!r} of tier", kind.config, taken, _config_of)
     _registered[kind.name] = kind
     return kind
+
+
+def _config_of(entry: EntryPoint) -> str:
+    """The path of the model that an offered kind has; the entry point's value if it cannot be imported."""
+    try:
+        return _registry.path_of(entry.load().config)
+    except Exception:
+        return entry.value
 
 
 @contextmanager

@@ -28,9 +28,10 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import ValidationError, model_validator
+from pydantic_core import to_jsonable_python
 
 from tieredckpt.config.checks import impossible
 from tieredckpt.config.store_settings import StoreSettings
@@ -111,7 +112,20 @@ def to_toml(config: StoreConfig) -> str:
 def dump_with_secrets(config: StoreConfig) -> dict[str, Any]:
     """``config`` as JSON that `load` takes, secrets of its tiers included: for another process's standard input, and
     for no file, log or command line."""
-    return config.model_dump(mode="json", context=WITH_SECRETS)
+    shown = config.model_dump(mode="json", context=WITH_SECRETS)
+    return cast("dict[str, Any]", _revealed(shown, config.model_dump(context=WITH_SECRETS)))
+
+
+def _revealed(shown: Any, dumped: Any) -> Any:
+    """``shown``, the JSON of ``dumped``, with what pydantic hides there, such as the value of a `SecretStr`."""
+    if hasattr(dumped, "get_secret_value"):
+        return to_jsonable_python(dumped.get_secret_value())
+    if isinstance(shown, Mapping) and isinstance(dumped, Mapping) and len(shown) == len(dumped):
+        pairs = zip(shown.items(), dumped.values(), strict=True)
+        return {name: _revealed(member, its) for (name, member), its in pairs}
+    if isinstance(shown, list) and isinstance(dumped, list | tuple) and len(shown) == len(dumped):
+        return [_revealed(member, its) for member, its in zip(shown, dumped, strict=True)]
+    return shown
 
 
 def _load_mapping(data: Mapping[str, Any]) -> StoreConfig:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tieredckpt.blobs.base import Stretch, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
+from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import listed
 from tieredckpt.testing.faulty import Faulty, Hold
@@ -83,6 +84,49 @@ class TestRetrying:
         await asking
         assert store.responsive
 
+    async def test_a_store_responds_though_a_verb_was_cancelled_after_an_attempt_that_failed(
+        self, faulty: Faulty
+    ) -> None:
+        store = Retrying(faulty)
+        faulty.fail("stat", DOWN)
+        second = faulty.hold("stat", nth=2)
+        asking = asyncio.ensure_future(store.stat("key"))
+        await second.reached()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert store.responsive
+
+    async def test_a_cancelled_verb_does_not_speak_for_others(self, faulty: Faulty) -> None:
+        store = Retrying(faulty)
+        faulty.fail("*", DOWN, times=2)
+        held = [faulty.hold(verb, nth=2) for verb in ("stat", "delete")]
+        stat, delete = asyncio.ensure_future(store.stat("key")), asyncio.ensure_future(store.delete("key"))
+        for hold in held:
+            await hold.reached()
+        stat.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stat
+        assert not store.responsive
+        held[1].release()
+        await delete
+        assert store.responsive
+
+    async def test_a_verb_that_was_cut_by_its_deadline_is_lost_though_it_is_cancelled_later(
+        self, faulty: Faulty
+    ) -> None:
+        store = Retrying(faulty)
+        faulty.fail("stat", Overdue("no answer at its deadline"))
+        second = faulty.hold("stat", nth=2)
+        asking = asyncio.ensure_future(store.stat("key"))
+        await second.reached()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not store.responsive
+        await store.delete("key")
+        assert store.responsive
+
     @pytest.mark.parametrize("error", [NotFound, Corrupt, NoSpace, Conflict, Invalid])
     async def test_an_answer_is_not_asked_for_again(self, faulty: Faulty, error: type[TieredCkptError]) -> None:
         faulty.fail("*", error("the answer"), times=None)
@@ -138,7 +182,7 @@ class TestDeadline:
             "list": lambda: listed(store, "packs/1/"),
         }.items():
             faulty.hold(verb)
-            with pytest.raises(TierUnavailable, match=f"lustre: {verb} of packs/1"):
+            with pytest.raises(Overdue, match=f"lustre: {verb} of packs/1"):
                 await call()
         assert store.left_behind == 0
 

@@ -37,6 +37,10 @@ class ShelfTier(TierConfig):
         return f"shelf:{self.path}"
 
 
+class BoxTier(ShelfTier):
+    kind: Literal["box"] = "box"  # type: ignore[assignment]
+
+
 async def open_shelf(tier: ShelfTier, *, read_only: bool = False) -> BlobStore:
     return PosixStore(tier.path, survives=Survives.named(tier.survives), tries=not read_only)
 
@@ -155,11 +159,19 @@ NEAR = replace(SHELF, scopes=("node",))
 
 
 def test_registering_makes_a_kind_known_and_takes_none_from_another(entries: list[EntryPoint]) -> None:
+    entries.append(entry("box", "nowhere:BOX"))
     register(SHELF)
     register(SHELF)
     assert load(table()).tiers[0].kind == "shelf"
+    register(POSIX)  # as it is offered
+
+    class OtherPosix(ShelfTier):
+        kind: Literal["posix"] = "posix"  # type: ignore[assignment]
+
     with pytest.raises(Conflict, match=r"the kind 'posix' of tier is taken by tieredckpt\.blobs\.posix\.kind:POSIX"):
-        register(POSIX)
+        register(replace(SHELF, config=OtherPosix))
+    with pytest.raises(Conflict, match=r"the kind 'box' of tier is taken by nowhere:BOX"):
+        register(replace(SHELF, config=BoxTier))
 
     class Other(ShelfTier):
         """Of the same kind."""

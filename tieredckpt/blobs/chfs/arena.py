@@ -1,4 +1,4 @@
-"""Memory that is shared with the worker, for bytes that lie in none that is."""
+"""Memory that is shared with the worker, for bytes that lie elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Arena"]
 
 
 class Arena:
-    """Lends pieces of one memfd; who asks for more than is free waits. Belongs to one event loop."""
+    """Lends pieces of one memfd; callers wait while too little is free. Belongs to one event loop."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = aligned(capacity)

@@ -1,4 +1,4 @@
-"""Which way a tier goes to CHFS: the worker of this library, or TensorStore's ``chfs`` driver."""
+"""Chooses how a tier reaches CHFS: by the worker of this library, or by TensorStore's ``chfs`` driver."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tieredckpt.errors import Invalid
 __all__ = ["choose_path", "driver_spec", "open_chfs"]
 
 SETTLE = 15.0
-"""Seconds in which servers of a new store may go on joining, where the tier does not say how many there are to be."""
+"""Seconds for which no server may join before a new store is written, if the tier has no ``servers``."""
 
 _CLIENT = "tieredckpt._chfs"
 _LIBRARY = "libchfs_lookalike.so"  # beside it
 
 
 def choose_path(tier: ChfsTier) -> tuple[Literal["worker", "tensorstore"], str]:
-    """The way of a tier, and why it is that. Raises `Invalid` when neither, or not the one asked for, is there."""
+    """How the tier reaches CHFS, and why. Raises `Invalid` if the way that it asks for is missing, or both are."""
     client = importlib.util.find_spec(_CLIENT) is not None
     if tier.via == "worker" and not client:
         raise Invalid(f"tier {tier.name!r}: via = 'worker' needs the CHFS client, and {_NO_CLIENT}")
@@ -75,7 +75,7 @@ async def open_chfs(tier: ChfsTier, *, read_only: bool = False) -> BlobStore:
 
 
 def _library(tier: ChfsTier) -> str:
-    """The look-alike for a tier that asks for it, and for no other; else what the tier names, if anything."""
+    """The path of libchfs: what the tier names, or the look-alike if its server asks for that; else empty."""
     if tier.library is not None:
         return str(tier.library)
     if not _is_lookalike(tier):

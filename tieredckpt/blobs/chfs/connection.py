@@ -20,16 +20,15 @@ _log = logging.getLogger("tieredckpt")
 
 
 class Connection:
-    """Has a link to a worker whenever it is asked for one; used on one event loop.
+    """Starts the worker of a store, replaces it when it dies, and finds where the store lies. Used on one event loop.
 
     Args:
         root: of the store in CHFS, without a slash at the end.
         connect: what a worker is told first.
         threads: of a worker.
-        servers: how many there must be; None for as many as are remembered.
-        settle: seconds for which no server may join or leave before their number is remembered, where ``servers`` is
-            None.
-        writes: whether the store may go on with more servers than are remembered.
+        servers: how many there must be; None for as many as are recorded.
+        settle: seconds for which no server may join or leave before their number is recorded, if ``servers`` is None.
+        writes: whether the store may go on with more servers than are recorded.
         grace: seconds that a cancelled command may go on before its worker is killed.
     """
 
@@ -50,7 +49,7 @@ class Connection:
         """Seconds in which a worker has to connect."""
         self.closed = False
         self.link: Link | None = None
-        """To the worker of now."""
+        """To the current worker."""
         self._starting: asyncio.Task[Link] | None = None
         self._ring: ring.Ring | None = None
         """Set when it first connects; from then on the store lies there, or has to be opened anew."""
@@ -71,11 +70,11 @@ class Connection:
 
     @property
     def responsive(self) -> bool:
-        """Whether no call waits for so long that a server may be gone."""
+        """Whether no call has waited for so long that a server may be lost."""
         return self._watched is None or self._watched.waits < LOST
 
     def advice(self) -> dict[str, str]:
-        """What the tier should say, for people: how many servers there must be, where nothing else tells."""
+        """For people, to set `servers` of a tier that has none."""
         if self._servers is not None or self._ring is None or self.link is None or self._settle == 0:
             return {}
         told = (
@@ -112,7 +111,7 @@ class Connection:
                 self._ring = replace(self._ring, recorded=True)
 
     async def end(self) -> bool:
-        """Let go of the worker, be it there or starting; whether there was one."""
+        """End the worker, running or starting. Returns whether there was one."""
         if self._starting is not None:
             self._starting.cancel()
             await outlast(self._starting)
@@ -156,7 +155,7 @@ class Connection:
         task.add_done_callback(note)
 
     async def _find(self, link: Link) -> None:
-        """Find where the store lies on the servers of now. Raises `Unanswered`."""
+        """Find where the store lies on the current servers. Raises `Unanswered`."""
         found = await ring.check(link, self._root, self.location, self._servers, writes=self._writes)
         if self._ring is not None and self._ring.folder != found.folder:
             raise Outgrown(

@@ -1,4 +1,4 @@
-"""Removes a folder of CHFS with all that is below it: a store of which nothing is to be left."""
+"""Removes a folder of CHFS and everything below it, such as a whole store."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Files:
         self._slots = asyncio.Semaphore(_IN_USE)
         self._numbers = count(1)
         self._read: OrderedDict[str, _Open] = OrderedDict()
-        self._leaving: list[_Open] = []  # used by nobody, and to be closed
+        self._leaving: list[_Open] = []  # to be closed; nobody uses them
 
     @asynccontextmanager
     async def created(self, link: Link, path: str, chunk_size: int) -> AsyncIterator[int]:
@@ -96,7 +96,7 @@ class Files:
             self._leave(path, entry)
 
     async def clean_up(self, link: Link, command: frames.Command) -> None:
-        """Ask what may fail, since something has already, and that in bounded time."""
+        """Send a command after a failure: in bounded time, and its own failure is ignored."""
         if not link.broken:
             with suppress(TieredCkptError, TimeoutError):
                 async with asyncio.timeout(self._grace):
@@ -124,7 +124,7 @@ class Files:
         return file
 
     def _leave(self, path: str, entry: _Open) -> None:
-        """Let nobody begin to use an object any more; it is closed when nobody does."""
+        """Stop lending an open object. It is closed when its last user is done."""
         if self._read.get(path) is entry:
             del self._read[path]
             if not entry.users:

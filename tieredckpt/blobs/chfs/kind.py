@@ -28,7 +28,7 @@ async def _checkup(tier: ChfsTier, nbytes: int) -> AsyncIterator[Check]:
 
 
 def _spec(tier: ChfsTier, location: str) -> dict[str, Any]:
-    """With the folder that the store is in now: it may be that of more servers than it was written with."""
+    """The driver's spec, with the folder in which the store lies now: ``location`` tells."""
     spec = driver_spec(tier)
     return {**spec, "path": location.removeprefix("chfs:")} if location.startswith("chfs:") else spec
 

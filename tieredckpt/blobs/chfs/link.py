@@ -34,7 +34,8 @@ _ERRORS: dict[str, type[TieredCkptError]] = {
     "invalid": Invalid,
     "missing": NotFound,
     "short": ShortRead,
-    "unavailable": Unanswered,
+    "silent": Unanswered,
+    "unavailable": TierUnavailable,
 }
 
 
@@ -63,7 +64,7 @@ class Link:
         self._ending: asyncio.TimerHandle | None = None
         self._silence = ""
         self.broken = False
-        """Whether it must be replaced: the worker died, or servers are not what they were."""
+        """Whether it must be replaced: the worker died, or lost a call, or the servers changed."""
         self.servers = 0
         self.version = self.library = ""
         self.addresses: list[str] = []
@@ -81,7 +82,7 @@ class Link:
         within: float,
         begun: Callable[[Link], object] = lambda _: None,
     ) -> Link:
-        """A link whose worker has connected to CHFS in so many seconds; ``begun`` is told of it before.
+        """Start a worker and connect it to CHFS within so many seconds. ``begun`` gets the link before that.
 
         Raises `TierUnavailable`, `Invalid`.
         """
@@ -102,11 +103,11 @@ class Link:
         return link
 
     async def ask(self, command: frames.Command, *, fds: Sequence[int] = ()) -> Any:
-        """What the worker answers; ``fds`` go with the command, and are closed here.
+        """Send a command and return the worker's answer. ``fds`` are sent with it, and closed here.
 
-        A cancellation is raised when the worker has ended the command or, after a time of grace, is dead: it
-        touches no memory that the command names from then on. Raises what the code of the answer stands for,
-        `TierUnavailable` when the worker is dead or dies.
+        A cancellation is raised when the worker has ended the command or, after a time of grace, is dead: from then
+        on it touches no memory that the command names. Raises the error that the code of the answer stands for, and
+        `TierUnavailable` if the worker is dead or dies: `Unanswered` where a silent server is known.
         """
         self._last += 1
         number, answer = self._last, self._loop.create_future()
@@ -161,7 +162,7 @@ class Link:
             await self.ask(frames.UnmapRegion(number))
 
     async def close(self) -> None:
-        """Let the worker end by itself, and kill it if it does not soon."""
+        """Close the socket, which ends the worker, and kill a worker that does not end soon."""
         self._socket_ends()
         try:
             async with asyncio.timeout(_END):
@@ -179,9 +180,9 @@ class Link:
         return time.monotonic() - min(self._asked_at.values(), default=time.monotonic())
 
     async def end(self, reason: str, *, silence: str = "") -> None:
-        """Kill the worker; it is gone when this returns, also when it is cancelled meanwhile.
+        """Kill the worker and wait for its end, even if this is cancelled.
 
-        With ``silence``, which says who does not answer, what it was asked fails with that.
+        ``silence`` names a server that does not answer; the commands under way fail with it.
         """
         self.broken = True
         self._silence = self._silence or silence
@@ -249,7 +250,7 @@ class Link:
             answer.set_result(reply.value if parts is None else parts)
 
     def _error(self, reply: frames.Reply) -> TieredCkptError:
-        if reply.code == "unavailable":
+        if reply.code in ("silent", "unavailable"):
             self.broken = True  # a client keeps the ring that it has seen
         return _ERRORS.get(reply.code, TierUnavailable)(f"{self._where}: {reply.message}")
 

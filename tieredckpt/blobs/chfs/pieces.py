@@ -18,9 +18,9 @@ def piece_size(chunk_size: int) -> int:
 
 
 def chunk_size_for(nbytes: int, chunk_size: int) -> int:
-    """The CHFS chunk of an object: small objects are one chunk of hardly more than their size.
+    """The CHFS chunk of an object: a small object is one chunk, a little larger than the object.
 
-    Of more, since an object that ends with a full chunk may go on: looking at it means to ask every server.
+    An object that ends with a full chunk may have another one, so each look at it has to ask every server.
     """
     return min(chunk_size, (nbytes // ALIGNMENT + 1) * ALIGNMENT)
 

@@ -1,12 +1,22 @@
-"""How many servers a store was written with, remembered in the store itself.
+"""Records how many servers a store was written with, in the store itself.
 
 CHFS places chunks by the number of its servers: with one more or one less, most objects look missing. The record is
-32 empty folders ``~ring/<servers>-<n>``, which spread over all servers, so that whichever are left tell how many there
+32 empty folders ``~ring/<servers>-<n>``. They spread over all servers, so any server that is left tells how many there
 were. The name lies outside the alphabet of keys.
 
 What was written to one number of servers is never looked for on another. A store that goes on with another number
-does so in a folder of its own, ``~<servers>``, and its record is ``~ring/<servers>~<n>``. See
-docs/decisions/0033-where-a-store-lies-in-chfs.md.
+does so in a folder of its own, ``~<servers>``, and its record is ``~ring/<servers>~<n>``.
+
+A record that replaces another is written in four steps, and the first object is put after the last of them:
+
+1. make ``~ring/<servers>+<n>``: the record of this number has begun
+2. make its entries
+3. remove the entries of other numbers
+4. remove the begun entries
+
+While begun entries are there, those of their number count for nothing beside those of another number. So a writer
+that was killed in any step leaves the store where it was, or where it goes, and the next writer starts with step 1.
+See docs/decisions/0033-where-a-store-lies-in-chfs.md.
 """
 
 from __future__ import annotations
@@ -14,6 +24,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredckpt.blobs.base import Unanswered
@@ -29,22 +40,23 @@ _log = logging.getLogger("tieredckpt")
 
 _FOLDER = "~ring"
 _NAMES = 32
-_NAME = re.compile(r"([1-9][0-9]{0,5})([-~])([0-9]{1,2})")
+_NAME = re.compile(r"([1-9][0-9]{0,5})([-~+])([0-9]{1,2})")
 _STEPS_NAMED = 20
 _NAMED = 16
 """Addresses that a message has."""
 
 Entry = tuple[int, str, int]
-"""Servers, ``~`` if the objects lie in a folder of their own or ``-``, and which of the folders it is."""
+"""Servers, a mark, and which of the 32 folders it is. The mark is ``~`` if the objects lie in a folder of their own,
+else ``-``; or ``+``: the record of this number has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where a store lies on the servers of now."""
+    """Where a store lies on the current servers."""
 
     folder: str
     recorded: bool
-    """Whether the record is all there; else it has to be written before the first object is."""
+    """Whether the record is complete; otherwise it is written before the first object."""
     new: bool = False
     """Whether nothing was ever written with so many servers, so that more may be about to join."""
     without: str = ""
@@ -59,7 +71,7 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
         root: of the store.
         where: the same, for messages.
         expected: how many servers there must be, whatever the record says; None to believe the record.
-        writes: whether more servers than are recorded may be settled for.
+        writes: whether the store may go on with more servers than are recorded.
 
     Raises:
         Unanswered: there are fewer servers, or more, and objects would look missing.
@@ -70,49 +82,75 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
             f"{where}: CHFS has {_count(servers)}, and {expected} are expected, as `servers` of the tier says; start "
             f"the others beside {_names(link)}"
         )
-    # What the servers own is of the last record; where that is nothing, they were others, and still have what they had.
-    found = await _record(link, root) or await _record(link, root, replicas=True)
-    told = {entry[0] for entry in found}
-    if not told:
+    # The entries that the servers own are the last record. If they own none, the servers were others then, and still
+    # hold the entries of that time.
+    found = await _record(link, root)
+    if not _made(found):
+        found = await _record(link, root, replicas=True)
+    made, begun = _made(found), _begun(found)
+    if not made:
         return Ring(root, recorded=False, new=True)
+    told = made - begun or made
     grown = servers > max(told)
-    outgrew = {(servers, "~", n) for n in range(_NAMES)} <= found  # and a crash kept the others in the record
+    # Versions before made no begun entries, and a crash kept the others in the record.
+    outgrew = servers not in begun and _entries(servers, "~") <= found
     if told != {servers} and not expected and not (grown and writes) and not outgrew:
-        # Several, where a server was away while the store went on without it.
+        # Several numbers are told if a server was away while the store went on without it.
         raise Unanswered(
             f"{where}: CHFS has {_count(servers)}, and {_numbers(told)} are expected, with which the store was "
             f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of "
             f"its own, without {await _left_behind(link, root, servers, found)}"
         )
-    apart = servers not in told or any(entry[:2] == (servers, "~") for entry in found)
-    mark = "~" if apart else "-"
-    recorded = found == {(servers, mark, n) for n in range(_NAMES)}
-    if told == {servers} and not recorded and not expected:
+    apart = servers not in made or any(entry[:2] == (servers, "~") for entry in found)
+    folder, own = (f"{root}/~{servers}", _entries(servers, "~")) if apart else (root, _entries(servers, "-"))
+    if told == {servers} and not own <= found and not begun and not expected:
         _log.warning("%s: a server has come back without its data; what it held has to be promoted again", where)
     if servers in told:
-        return Ring(f"{root}/~{servers}" if apart else root, recorded)
+        return Ring(folder, recorded=found == own)
     without = f"{await _left_behind(link, root, servers, found)} of {_numbers(told)}"
-    return Ring(f"{root}/~{servers}", recorded, new=True, without=without)
+    return Ring(folder, recorded=False, new=True, without=without)
 
 
 async def write(link: Link, root: str, ring: Ring) -> None:
     """Record the ring as it is now, in place of any other record."""
+    own = _entries(link.servers, "-" if ring.folder == root else "~")
     if ring.without:
         _log.warning(
             "chfs:%s: with %s the store goes on in a folder of its own, without %s; what RAM still has is promoted "
             "again, and CHFS with as many servers as before has the rest",
             *(root, _count(link.servers), ring.without),
         )
-    mark = "-" if ring.folder == root else "~"
-    names = (f"{root}/{_FOLDER}/{link.servers}{mark}{n}" for n in range(_NAMES))
-    await together(link.ask(frames.MakeFolder(name)) for name in names)
-    await link.ask(frames.CheckRing())  # before it counts: a server that joins meanwhile places all of it otherwise
-    for servers, other, n in await _record(link, root):
-        if (servers, other) != (link.servers, mark):
-            try:
-                await link.ask(frames.RemoveFolder(f"{root}/{_FOLDER}/{servers}{other}{n}"))
-            except NotFound:
-                continue  # another writer removed it
+        if not own <= await _record(link, root):  # else another writer was here since
+            await _make(link, root, _entries(link.servers, "+"))
+    await _make(link, root, own)
+    await link.ask(frames.CheckRing())  # a server that joined meanwhile places the entries elsewhere
+    found = await _record(link, root)
+    begun = _begun(found)
+    # Begun entries go last, and first what counts for nothing as long as they are there.
+    for entry in sorted(found - own, key=lambda entry: (entry[1] == "+", entry[0] not in begun)):
+        with suppress(NotFound):  # another writer removed it
+            await link.ask(frames.RemoveFolder(_path(root, entry)))
+
+
+async def _make(link: Link, root: str, entries: Collection[Entry]) -> None:
+    await together(link.ask(frames.MakeFolder(_path(root, entry))) for entry in entries)
+
+
+def _entries(servers: int, mark: str) -> set[Entry]:
+    return {(servers, mark, n) for n in range(_NAMES)}
+
+
+def _path(root: str, entry: Entry) -> str:
+    servers, mark, n = entry
+    return f"{root}/{_FOLDER}/{servers}{mark}{n}"
+
+
+def _made(found: Collection[Entry]) -> set[int]:
+    return {servers for servers, mark, _ in found if mark != "+"}
+
+
+def _begun(found: Collection[Entry]) -> set[int]:
+    return {servers for servers, mark, _ in found if mark == "+"}
 
 
 async def _record(link: Link, root: str, *, replicas: bool = False) -> set[Entry]:
@@ -122,7 +160,8 @@ async def _record(link: Link, root: str, *, replicas: bool = False) -> set[Entry
 
 async def _left_behind(link: Link, root: str, servers: int, found: Collection[Entry]) -> str:
     """Name the steps that were written to other numbers of servers, as far as the servers have their folders."""
-    folders = {f"{root}/~{number}" if mark == "~" else root for number, mark, _ in found if number != servers}
+    others = [(number, mark) for number, mark, _ in found if number != servers and mark != "+"]
+    folders = {f"{root}/~{number}" if mark == "~" else root for number, mark in others}
     steps: set[int] = set()
     for folder in folders:
         names = [name for name, _ in await link.ask(frames.ListFolder(f"{folder}/steps", True))]

@@ -41,7 +41,7 @@ class _Found:
 
 
 class ChfsStore:
-    """Blobs below ``root`` in CHFS; made by `open`, and used on that event loop.
+    """Blobs below ``root`` in CHFS. Used on the event loop on which it was made.
 
     Args:
         root: absolute path in CHFS.
@@ -49,10 +49,9 @@ class ChfsStore:
         library: path of libchfs; empty for ``TIEREDCKPT_LIBCHFS``, then the loader's.
         chunk_size: bytes of a CHFS chunk of large objects.
         threads: how many pieces are on their way at a time.
-        servers: how many there must be, whatever the store remembers; it remembers these from then on.
-        settle: seconds for which no server may join or leave before their number is remembered, where ``servers``
-            is None.
-        writes: whether the store may go on with more servers than it remembers.
+        servers: how many there must be, whatever is recorded; None for as many as are recorded.
+        settle: seconds for which no server may join or leave before their number is recorded, if ``servers`` is None.
+        writes: whether the store may go on with more servers than are recorded.
         rpc_timeout: seconds.
         survives: what the servers outlive.
         grace: seconds that a cancelled call may go on before its worker is killed.
@@ -96,7 +95,7 @@ class ChfsStore:
             object_size=128 << 20,
         )
         self._objects: set[str] = set()
-        """Paths at which there was an object when last looked at, and no link."""
+        """Paths that had an object, and no link, when they were last looked at."""
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,17 +111,17 @@ class ChfsStore:
 
     @property
     def copied(self) -> int:
-        """Bytes that were copied on their way, since the worker could not reach them in place."""
+        """Bytes that were copied because the worker cannot reach their memory."""
         return self._transfer.copied
 
     @property
     def link(self) -> Link | None:
-        """The link to the worker of now, for those who report on it."""
+        """The link to the current worker, for reports."""
         return self._connection.link
 
     @property
     def responsive(self) -> bool:
-        """Whether no call has been waiting for so long that a server may be gone."""
+        """Whether no call has waited for so long that a server may be lost."""
         return self._connection.responsive
 
     def facts(self) -> Mapping[str, str]:
@@ -138,7 +137,7 @@ class ChfsStore:
         } | self._connection.advice()
 
     async def connect(self) -> None:
-        """Start the worker, which every verb does too. Raises `TierUnavailable`, `Invalid`."""
+        """Start the worker, as every verb does. Raises `TierUnavailable`, `Invalid`."""
         async with self._verb():
             pass
 
@@ -164,9 +163,8 @@ class ChfsStore:
                     await self._transfer.read(link, path, offset, into, known=True)
                     return
                 except TieredCkptError as error:
-                    self._objects.discard(
-                        path
-                    )  # it may have been replaced: by a link even, whose reading ends a worker
+                    # It may have been replaced, even by a link, and to read from a link crashes the worker.
+                    self._objects.discard(path)
                     if not isinstance(error, NotFound | ShortRead):
                         raise
             found = await self._object(link, key)
@@ -189,14 +187,14 @@ class ChfsStore:
             else:
                 await self._transfer.write(link, path, parts)
                 self._objects.add(path)
-            # When a server dies, the others may place objects by the smaller ring. What was cut into as many chunks
-            # as there are servers has met each of them; anything else is believed only when all still answer. So is
-            # the commit of a step, which is small and comes after all of its packs.
+            # When a server is lost, objects are placed on the smaller ring. An object of as many chunks as there are
+            # servers has met each of them; after any other put all servers are asked. That covers the commit of a
+            # step, which is small and comes after all of its packs.
             if create_only or nbytes < self._chunk_size * link.servers:
                 await link.ask(frames.CheckRing())
 
     async def _fits_in_place(self, link: Link, path: str, nbytes: int) -> bool:
-        """Whether one request replaces all of a small object: a commit or lease that is renewed is never half there."""
+        """Whether one request replaces all of a small object: nobody reads half of a commit or lease that is new."""
         if path not in self._objects or nbytes >= ALIGNMENT:
             return False
         with suppress(NotFound):
@@ -216,7 +214,7 @@ class ChfsStore:
         except (Conflict, Invalid, NoSpace):
             await whole(self._transfer.remove_rest(link, data))
             raise
-        # After anything else, a cancellation too, the link may be there: its data stays until a sweep has looked.
+        # After another failure, or a cancellation, the link may exist: its data stays until a sweep has looked.
 
     async def stat(self, key: str) -> BlobInfo:
         async with self._verb(key) as link:
@@ -254,7 +252,7 @@ class ChfsStore:
     async def sweep(self, age: float) -> int:
         """Remove the data of exclusive puts that broke off, unchanged for ``age`` seconds; returns how many.
 
-        Folders that came to be empty go as well.
+        Removes empty folders too.
         """
         swept, folders = 0, [""]
         while folders:
@@ -273,7 +271,7 @@ class ChfsStore:
     async def _close(self) -> None:
         await self._until_idle()
         if await self._connection.end():
-            await self._until_idle()  # what went on has failed with the worker, and lets go of the arena
+            await self._until_idle()  # calls under way have failed with the worker, and give back the arena
         await self._transfer.close()
 
     async def _until_idle(self) -> None:
@@ -331,7 +329,7 @@ class ChfsStore:
         return _Found(path, kind, size, mtime / 1e9, chunk_size)
 
     async def _believe_size(self, link: Link, found: _Found) -> None:
-        """Ask whether all servers are there if the object may go on: CHFS ends it where a chunk is missing."""
+        """Ask all servers if the object ends with a full chunk: its next chunk may be on a lost server."""
         if found.size % max(1, found.chunk_size) == 0:
             await link.ask(frames.CheckRing())
 

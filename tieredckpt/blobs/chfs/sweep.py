@@ -1,6 +1,6 @@
-"""Removes what no verb of a store does: the data of exclusive puts that broke off, and folders that came to be empty.
+"""Removes the data of exclusive puts that broke off, and empty folders.
 
-CHFS keeps the folders of what was removed, and a list asks every server about each of them.
+CHFS keeps the folders of removed objects, and a list asks every server about each of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ async def clean(link: Link, folder: str, age: float, *, root: bool) -> tuple[int
     Args:
         link: to the worker.
         folder: its path, without a slash at the end.
-        age: seconds for which what goes was not changed.
-        root: that the folder is the store's own, which stays.
+        age: seconds since the last change of what is removed.
+        root: whether the folder is the store's own, which stays.
     """
     swept, folders = 0, []
     entries = await link.ask(frames.ListFolder(folder or "/"))

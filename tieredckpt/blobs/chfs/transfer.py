@@ -82,7 +82,7 @@ class Transfer:
             await link.ask(frames.Write(file, 0, [span]))
 
     def forget(self, path: str) -> None:
-        """Take note that the object at ``path`` is another one, or gone."""
+        """Open the object at ``path`` anew when it is read next, since it was replaced or removed."""
         self._files.forget(path)
 
     async def remove_rest(self, link: Link, path: str) -> None:

@@ -1,8 +1,8 @@
-"""Finds out early that a server does not answer, and which: by a worker of its own that waits for less.
+"""Detects a silent server early, by a second worker with a short RPC timeout.
 
-A call to a server that was killed, or hangs, takes libchfs the whole RPC timeout, which has to be long, since busy
-servers that do not answer in time are lost from the ring. A second connection to the same servers may be impatient:
-what it loses, it loses alone.
+A call to a server that was killed, or hangs, takes libchfs the whole RPC timeout. That has to be long, since a busy
+server that does not answer in time is lost from the ring. The second connection may lose servers: it is used for
+nothing else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LOST = 1.0
 """Seconds after which a call that was not answered may be lost: a piece takes milliseconds."""
 
 _IMPATIENT_MS = 1500
-"""Of the second connection. A server that answers none of its calls for so long is taken to be silent."""
+"""RPC timeout of the second connection: a server that does not answer for so long counts as silent."""
 
 _LOOK = 0.25
 _AGAIN = 5.0
-"""Seconds until the servers are asked again that have all answered, though a call has not ended."""
+"""Seconds until the servers are asked again, if all have answered and the call has not ended."""
 _STARTED_WITHIN = 20.0
-"""Seconds in which nothing is concluded from a second worker that does not come up: the machine may be loaded."""
+"""Seconds for the second worker to start and ask. One that takes longer proves nothing: the machine may be loaded."""
 
 
 async def watch(link: Link, where: str, connect: frames.Connect) -> None:
@@ -47,7 +47,7 @@ async def watch(link: Link, where: str, connect: frames.Connect) -> None:
 
 
 async def _silence(link: Link, where: str, connect: frames.Connect) -> str:
-    """Who does not answer; empty where all do, or it cannot be told."""
+    """A message that names the servers that do not answer; empty if all do, or nothing is known."""
     impatient = msgspec.structs.replace(connect, rpc_timeout_ms=_IMPATIENT_MS)
     try:
         async with asyncio.timeout(_STARTED_WITHIN):
@@ -59,7 +59,7 @@ async def _silence(link: Link, where: str, connect: frames.Connect) -> str:
                 await other.end("it has told what it found")
     except Unanswered as error:
         return str(error)
-    except (TieredCkptError, OSError):  # a time that ran out is one: the second worker tells nothing then
+    except (TieredCkptError, OSError):  # a TimeoutError too
         return ""
 
 

@@ -44,7 +44,7 @@ def main(fd: int, threads: int, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent dies; elsewhere the socket's end does."""
+    """Ask the kernel to end this process when its parent dies. On other systems the end of the socket does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Ends what takes longer than its bytes justify."""
+"""Cancels verbs that take longer than their bytes justify."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.concurrency import note, outlast
 from tieredckpt.errors import TierUnavailable
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "Overdue"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
 
+class Overdue(TierUnavailable):
+    """A verb that had not ended at its deadline: the store did not answer for all that time."""
+
+
 class Deadline(Forward):
-    """Raises `TierUnavailable` for a verb that has not ended after ``base + bytes / min_bandwidth`` seconds.
+    """Raises `Overdue` for a verb that has not ended after ``base + bytes / min_bandwidth`` seconds.
 
     The verb is cancelled then. One that does not end within ``base`` seconds even so hangs in the device and
     is left behind, as the contract of a blob store allows; except a `get_into`, which is waited for (and
@@ -54,7 +58,7 @@ class Deadline(Forward):
             await self._end(operation, running)
         if running.done() and not running.cancelled():
             return running.result()
-        raise TierUnavailable(
+        raise Overdue(
             f"{self._tier}: {operation.verb} of {operation.key} ({operation.nbytes} bytes) had not ended "
             f"after {seconds:.1f} s; if the tier is only slow, raise `deadline` or lower `min_bandwidth`"
         )

@@ -57,7 +57,7 @@ class Forward:
         return getattr(self._inner, "responsive", True)
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """Make ``call``, which does the work of ``operation`` each time that it is called."""
+        """Call ``call``, once or more; each call does the work of ``operation``."""
         return await call()
 
     async def get(self, key: str, *, limit: int) -> bytes:

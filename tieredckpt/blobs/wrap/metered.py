@@ -46,7 +46,7 @@ class Usage:
 
 
 class Metered(Forward):
-    """Counts operations, errors, bytes and seconds of each verb; `usage` tells them.
+    """Counts operations, errors, bytes and seconds of each verb; `usage` returns them.
 
     ``clock`` gives seconds, monotonic.
     """

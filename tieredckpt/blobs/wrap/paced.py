@@ -1,4 +1,4 @@
-"""Holds puts back to a rate, so that promotion leaves bandwidth to others."""
+"""Limits the rate of puts, so that promotion leaves bandwidth to others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pace:
 
 
 class Paced(Forward):
-    """Begins each put at the pace that is given."""
+    """Delays each put as a `Pace` says."""
 
     def __init__(self, inner: BlobStore, pace: Pace) -> None:
         super().__init__(inner)

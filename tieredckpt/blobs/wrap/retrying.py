@@ -1,13 +1,15 @@
-"""Tries again what a store could not do just now."""
+"""Repeats verbs that failed because the store was unavailable."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import stamina
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Unanswered
+from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.blobs.wrap.forward import Forward, Operation, size_of
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 
@@ -20,6 +22,7 @@ class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
 
     `Unanswered` is not repeated. From the first attempt that fails until one does not, the store is not `responsive`.
+    A verb that is cancelled between attempts leaves no trace of that, unless an attempt of it was `Overdue`.
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
@@ -46,27 +49,47 @@ class Retrying(Forward):
             wait_max=wait_max,
             wait_jitter=wait_jitter,
         ).on(_may_help)
-        self._failing = False
+        self._failed = False
+        """Whether no attempt has succeeded since a verb failed for good."""
+        self._failing: set[object] = set()
+        """Verbs that go on after an attempt that failed, with none that succeeded since."""
 
     @property
     def responsive(self) -> bool:
-        return not self._failing and super().responsive
+        return not self._failed and not self._failing and super().responsive
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        verb, overdue = object(), False
+
         async def attempt() -> T:
+            nonlocal overdue
             try:
                 result = await call()
-            except TierUnavailable:
-                self._failing = True
+            except TierUnavailable as error:
+                overdue = overdue or isinstance(error, Overdue)
+                self._failing.add(verb)
                 raise
             except TieredCkptError:
-                self._failing = False
+                self._answered()
                 raise
-            self._failing = False
+            self._answered()
             return result
 
-        # No argument is passed through stamina, which would print it: a part may be gigabytes.
-        return await self._retry(attempt)
+        try:
+            # No argument is passed through stamina, which would print it: a part may be gigabytes.
+            return await self._retry(attempt)
+        except TierUnavailable:
+            self._failed = True
+            raise
+        except asyncio.CancelledError:
+            self._failed = self._failed or (overdue and verb in self._failing)
+            raise
+        finally:
+            self._failing.discard(verb)
+
+    def _answered(self) -> None:
+        self._failed = False
+        self._failing.clear()
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         failed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tieredckpt.config.checks import doubtful
 from tieredckpt.config.kinds import exists, kind_of
 from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
-from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose
+from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.state.state import Role, State
@@ -98,7 +98,7 @@ async def connect(state: State, tier: Tier) -> None:
     await refuse_other_file_system(state, tier)
     marker, damaged = await marker_of(tier)
     known = state.identity.marker
-    if marker is None and known is not None and await _in_earlier_place(state, tier, known.store):
+    if marker is None and known is not None and await _in_earlier_place(state, tier, {known.store}):
         marker, damaged = await marker_of(tier)
     ram = tier.ram
     if known is not None and marker is not None and marker.store != known.store:
@@ -163,10 +163,11 @@ async def _reopen(state: State, tier: Tier) -> bool:
     return True
 
 
-async def _in_earlier_place(state: State, tier: Tier, store: str | None) -> StoreMarker | None:
-    """Go on where versions before put the tiers of all stores that named no place, if ``store`` is there; its marker.
+async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | None) -> StoreMarker | None:
+    """Go on where versions before put the tiers of all stores that named no place, if one of ``stores`` is there; its
+    marker.
 
-    ``store`` is None where nothing tells whose the tier is.
+    ``stores`` is None where a tier is silent that may be of any store.
     """
     earlier = state.config.tiers[tier.index].earlier()
     if earlier is None or tier.config == earlier:
@@ -175,7 +176,7 @@ async def _in_earlier_place(state: State, tier: Tier, store: str | None) -> Stor
     try:
         blobs = await connect()
     except TierUnavailable as error:
-        if store is None:
+        if stores is None:
             raise
         _log.warning("tier %r: whether the store lies at %s is not known: %s", tier.name, earlier.location, error)
         return None
@@ -186,8 +187,14 @@ async def _in_earlier_place(state: State, tier: Tier, store: str | None) -> Stor
     except BaseException:
         await blobs.close()
         raise
-    if marker is None or store not in (None, marker.store):
+    if marker is None or (stores is not None and marker.store not in stores):
         await blobs.close()
+        if marker is not None and not stores:
+            _log.warning(
+                "tier %r: a store lies at %s, where versions before put all that named no path, and nothing tells that "
+                "it is this one; if it is, let the tier say its path",
+                *(tier.name, earlier.location),
+            )
         return None
     if tier.blobs is not None:
         await tier.blobs.close()
@@ -244,8 +251,9 @@ async def identify(
     for i, tier in enumerate(slower):
         # Where all others answer and are empty, it is a new store.
         if markers[i] is None and tier not in failed and (known or len(slower) == 1 or failed):
+            stores = known or (None if failed else {each.store for each in found if is_of_name(each, state.config)})
             try:
-                markers[i] = await _in_earlier_place(state, tier, next(iter(known), None))
+                markers[i] = await _in_earlier_place(state, tier, stores)
                 if markers[i] is not None and (place := await place_of(tier.config)) is not None:
                     places[tier.name] = place
             except TieredCkptError as error:

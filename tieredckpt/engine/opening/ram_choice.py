@@ -18,7 +18,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.errors import Conflict
 from tieredckpt.format.manifest import StoreMarker
 
-__all__ = ["Choice", "SeenTier", "choose", "is_copy", "is_of_ram_alone", "may_return", "notes"]
+__all__ = ["Choice", "SeenTier", "choose", "is_copy", "is_of_name", "is_of_ram_alone", "may_return", "notes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,12 @@ def is_of_ram_alone(group: Sequence[FoundRam], config: StoreConfig) -> bool:
     if not owners:
         return any(_is_earlier(each, config) for each in group)
     return all(not owner.places and owner.label == config.name for owner in owners)
+
+
+def is_of_name(found: FoundRam, config: StoreConfig) -> bool:
+    """Whether RAM is of a store with the name of this one."""
+    label = found.owner.label if found.owner is not None else None
+    return config.name is not None and (label == config.name or _is_earlier(found, config))
 
 
 def _is_earlier(found: FoundRam, config: StoreConfig) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +95,66 @@ async def test_a_store_of_a_version_before_is_found_while_its_disk_is_silent(
     (tmp_path / "one").write_text("no folder: what cannot be read")
     async with CheckpointStore.open(stores(chfs, shared_memory, tmp_path / "one")) as store:
         assert "pmem" in await store.where(1)
+
+
+def named(chfs: Any, shared_memory: Path, name: str, **pmem: Any) -> StoreConfig:
+    """A store of RAM and CHFS alone, which leaves its RAM to the next process."""
+    tier = {"kind": "chfs", "server": f"directory:{chfs.directory}", "chunk_size": "16 KiB", "retries": 0} | pmem
+    return config({"ram": ram(shared_memory, on_close="keep"), "pmem": tier}, name=name)
+
+
+async def test_a_named_store_leaves_that_of_another_name_of_a_version_before_alone(
+    chfs: Any, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save(named(chfs, shared_memory, "bert", path=CHFS_FOLDER), 1)
+    await save(named(chfs, shared_memory, "llama"), 2)
+    assert "nothing tells that it is this one" in caplog.text
+    assert await steps_on_pmem(named(chfs, shared_memory, "llama")) == [2]
+    assert await steps_on_pmem(named(chfs, shared_memory, "bert", path=CHFS_FOLDER)) == [1]
+    assert folders(chfs) == {"tieredckpt", "tieredckpt-llama"}
+
+
+async def test_a_named_store_of_a_version_before_is_found_by_its_ram(chfs: Any, shared_memory: Path) -> None:
+    before = named(chfs, shared_memory, "llama", path=CHFS_FOLDER)
+    await save(before, 1)
+    assert await steps_on_pmem(named(chfs, shared_memory, "llama")) == [1]
+    assert folders(chfs) == {"tieredckpt"}
+
+
+TRAIN = """
+import os, signal, sys
+from support.scenes import tree
+from tieredckpt import CheckpointStore
+from tieredckpt.config import load
+
+with CheckpointStore.open(load(sys.argv[1])).sync() as store:
+    for step in (1, 2):
+        store.save(step, tree(step)).reached("pmem")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("comes_back", ["with its data", "empty"])
+async def test_a_named_store_of_a_trainer_that_was_killed_is_found_in_ram(
+    chfs: Any, shared_memory: Path, tmp_path: Path, comes_back: str
+) -> None:
+    settings = named(chfs, shared_memory, "llama")
+    command = [sys.executable, "-c", TRAIN, str(to_toml_file(tmp_path, settings))]
+    cwd = Path(__file__).parents[3]
+    killed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, cwd=cwd)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    if comes_back == "empty":
+        chfs.switch("empty = 0 1 2")
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 2
+        assert set(restored.sources) == {"ram"}
+        assert_same(restored.tree, tree(2))
+        await (await store.save(3, tree(3))).reached("pmem")
+        await store.flush()
+        assert "pmem" in await store.where(2), "what CHFS lost was promoted again"
+    assert 3 in await steps_on_pmem(settings)
 
 
 def test_the_folder_is_told_from_the_name_or_from_the_tiers_that_outlive_chfs(tmp_path: Path) -> None:

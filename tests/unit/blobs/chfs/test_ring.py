@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import pytest
 from support.scenes import SOON
 
-from tieredckpt.blobs.base import Outgrown
+from tieredckpt.blobs.base import Outgrown, Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
+from tieredckpt.blobs.wrap import Retrying
+from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TierUnavailable
 from tieredckpt.testing.backdoor import listed, pattern
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 KEYS = [f"folder/{number}" for number in range(6)]
@@ -49,6 +53,39 @@ async def test_a_server_that_dies_makes_no_object_missing(chfs: Any, filled: Chf
     chfs.switch()
     assert set(await listed(filled)) == set(KEYS)
     assert await filled.get(KEYS[0], limit=5 * MIB) == pattern(5 * MIB, 0)
+
+
+async def test_a_call_that_was_lost_once_is_tried_again(chfs: Any, filled: ChfsStore) -> None:
+    class Passing(Forward):
+        """A store whose trouble is over when a call has failed."""
+
+        async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+            try:
+                return await call()
+            except TierUnavailable:
+                chfs.switch()
+                raise
+
+    store = Retrying(Passing(filled), wait_initial=0.0, wait_jitter=0.0)
+    for switch in ("fail.pread = 1:ENOTCONN", "fail.stat = *:ENOTCONN"):
+        chfs.switch(switch)
+        assert await store.get(KEYS[0], limit=5 * MIB) == pattern(5 * MIB, 0)
+
+
+async def test_a_server_that_does_not_answer_is_not_asked_again_at_once(chfs: Any, filled: ChfsStore) -> None:
+    chfs.switch("hang = 1")
+    for _ in range(2):  # of the worker that there is, and of a new one
+        with pytest.raises(Unanswered, match=r"server 2 of 3 at .*/servers/1 does not answer"):
+            await Retrying(filled).stat("not/there")
+
+
+async def test_a_ring_that_has_changed_is_looked_at_again_at_once(chfs: Any, stores: Callable[..., ChfsStore]) -> None:
+    chfs.switch("late = 1 2")
+    store = stores()
+    await store.put("key", [b"x"])
+    chfs.switch()
+    with pytest.raises(Outgrown):
+        await Retrying(store, wait_initial=0.0, wait_jitter=0.0).get("other", limit=1)
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
