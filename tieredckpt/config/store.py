@@ -35,7 +35,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from tieredckpt._redact import redacted
 from tieredckpt.config.checks import impossible
-from tieredckpt.config.kinds import Tiers, kind_of
+from tieredckpt.config.kinds import Tiers, kind_of, kind_of_url
 from tieredckpt.config.tiers import (
     WITH_SECRETS,
     AbsolutePath,
@@ -47,6 +47,7 @@ from tieredckpt.config.tiers import (
     Threads,
     TierConfig,
     expand,
+    url_scheme,
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.policy.base import AnySchedule, Schedule, offer, parse
@@ -172,8 +173,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
     """The configuration that ``source`` stands for.
 
     A path that ends in ``.toml`` is a configuration file, whose relative paths start at its own folder. Any
-    other path is a folder: RAM, and that folder as the tier ``disk``. A mapping is the content of a file, or
-    what ``model_dump`` gave; its relative paths start at the current folder.
+    other path is a folder: RAM, and that folder as the tier ``disk``. A URL such as ``s3://bucket/run`` is RAM, and
+    a tier there that is called by its kind. A mapping is the content of a file, or what ``model_dump`` gave; its
+    relative paths start at the current folder.
 
     Raises `NotFound` when the file does not exist, and `Invalid` with one line per problem: the file, the
     line on which the value ends, the dotted setting, what is allowed, and the nearest name of a misspelt one.
@@ -184,6 +186,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
         return source
     if isinstance(source, Mapping):
         return _load_mapping(source)
+    if isinstance(source, str) and url_scheme(source) not in (None, "file"):
+        kind = kind_of_url(source).name
+        return _load_mapping({"tiers": {"ram": {"kind": "ram"}, kind: {"kind": kind, "url": source}}})
     try:
         path = expand(source) if isinstance(source, str) else Path(source)
     except TypeError as error:

@@ -35,6 +35,7 @@ __all__ = [
     "expand",
     "normal",
     "refuse_url",
+    "url_scheme",
 ]
 
 
@@ -67,16 +68,19 @@ def expand(text: str) -> Path:
 
 def refuse_url(text: str) -> None:
     """Raise `Invalid` for text that begins with a URL scheme: as a path it would name a local folder ``s3:``."""
-    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    scheme = url_scheme(text)
     if scheme is None:
         return
-    what = f"'{scheme[0]}…' is a URL, not a path"  # the rest of it may hold a password
-    if scheme[0].lower() == "file://":
+    what = f"'{scheme}://…' is a URL, not a path"  # the rest of it may hold a password
+    if scheme.lower() == "file":
         raise Invalid(f"{what}; write the path alone, without 'file://'")
-    raise Invalid(
-        f"{what}; for steps in an object store write a configuration (.toml) with a tier of kind = 'kvstore', whose "
-        f"`spec` takes what TensorStore knows, such as gs:// and s3://"
-    )
+    raise Invalid(f"{what}; a tier in an object store has kind = 's3', 'gcs' or 'azure', and the URL as its `url`")
+
+
+def url_scheme(text: str) -> str | None:
+    """The scheme of a URL; None for any other text."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    return None if found is None else found[1]
 
 
 def normal(path: Path) -> str:

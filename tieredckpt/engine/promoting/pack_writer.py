@@ -31,9 +31,6 @@ PACK_SIZE = 256 << 20
 _BLOCK = 256 << 10
 """Bytes that are borrowed at a time to carve pages from."""
 
-_PACKS_IN_FLIGHT = 2
-"""One pack is sealed while another is written."""
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -124,7 +121,7 @@ async def write_packs(
     The tier is not told: that is for whoever manages it. The next batch is pulled while others are being written;
     ``meanwhile`` is called with the places of all chunks when there is no next one.
     """
-    slots = asyncio.Semaphore(_PACKS_IN_FLIGHT)
+    slots = asyncio.Semaphore(tier.store.traits.parallel_puts)
 
     async def write(batch: Batch) -> None:
         try:
