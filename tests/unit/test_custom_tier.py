@@ -57,5 +57,8 @@ def test_the_package_holds_itself_to_what_every_blob_store_promises(installed: P
 def test_without_the_package_its_kind_is_unknown_and_others_are_named(folder: Path) -> None:
     done = run(None, folder, "train.py")
     assert done.returncode != 0
-    assert "tiers.database.kind: `sqlite` is not a kind of tier; there are: chfs, kvstore, posix, ram" in done.stderr
+    assert (
+        "tiers.database.kind: `sqlite` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3"
+        in done.stderr
+    )
     assert "install the package that offers it" in done.stderr

@@ -121,6 +121,8 @@ class Traits:
     """Preferred size of a large object, in bytes."""
     digested_reads: int = 0
     """How many calls of the ability `GetDigested` are best asked for at a time; 0 for a store without it."""
+    remote: bool = False
+    """A request takes as long as many bytes do, and is paid for: what saves one is worth writing down."""
     parallel_puts: int = 2
     """How many large objects are best put at a time; with two, one is prepared while another is written."""
 

@@ -47,6 +47,7 @@ from tieredckpt.config.tiers import (
     Threads,
     TierConfig,
     expand,
+    substitute,
     url_scheme,
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
@@ -186,16 +187,23 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
         return source
     if isinstance(source, Mapping):
         return _load_mapping(source)
-    if isinstance(source, str) and url_scheme(source) not in (None, "file"):
-        kind = kind_of_url(source).name
-        return _load_mapping({"tiers": {"ram": {"kind": "ram"}, kind: {"kind": kind, "url": source}}})
     try:
+        if isinstance(source, str) and url_scheme(url := substitute(source)) not in (None, "file"):
+            return _load_mapping({"tiers": {"ram": {"kind": "ram"}, **_tier_at(url)}})
         path = expand(source) if isinstance(source, str) else Path(source)
     except TypeError as error:
-        raise Invalid(f"a store is a path, a mapping or a StoreConfig, not {source!r}") from error
+        raise Invalid(f"a store is a path, a URL, a mapping or a StoreConfig, not {source!r}") from error
     if path.suffix == ".toml":
         return _load_file(path)
     return _load_mapping({"tiers": {"ram": {"kind": "ram"}, "disk": {"kind": "posix", "path": path}}})
+
+
+def _tier_at(url: str) -> dict[str, Any]:
+    """A tier at a URL, called by its kind."""
+    kind = kind_of_url(url).name
+    if url.endswith(".toml"):
+        raise Invalid("a configuration is a file, and no object of a bucket; copy it to a folder, and open it there")
+    return {kind: {"kind": kind, "url": url}}
 
 
 def to_toml(config: StoreConfig) -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "expand",
     "normal",
     "refuse_url",
+    "substitute",
     "url_scheme",
 ]
 
@@ -51,19 +52,24 @@ def _path(value: object, info: ValidationInfo) -> Path:
 
 def expand(text: str) -> Path:
     """The path that ``text`` stands for, after ``~`` and ``$NAME``; raises `Invalid`."""
-    if not text or "\0" in text:
-        raise Invalid(f"{text!r} is not a path")
-    try:
-        expanded = string.Template(text).substitute(os.environ)
-    except KeyError as error:
-        raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
-    except ValueError as error:
-        raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
+    expanded = substitute(text)
     refuse_url(expanded)
     try:
         return Path(expanded).expanduser()
     except RuntimeError as error:
         raise Invalid(f"{text!r}: the home folder is not known; write the path from '/' on") from error
+
+
+def substitute(text: str) -> str:
+    """A path or URL with the variables of the environment in the place of ``$NAME``; raises `Invalid`."""
+    if not text or "\0" in text:
+        raise Invalid(f"{text!r} is not a path")
+    try:
+        return string.Template(text).substitute(os.environ)
+    except KeyError as error:
+        raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
+    except ValueError as error:
+        raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
 
 
 def refuse_url(text: str) -> None:

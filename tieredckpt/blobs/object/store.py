@@ -68,6 +68,7 @@ class ObjectStore:
             direct_io=False,
             object_size=object_size,
             digested_reads=2 * concurrency,
+            remote=True,
             parallel_puts=concurrency,
         )
         self._active = 0
