@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ __all__ = [
     "ignore_conditions",
     "ignore_ranges",
     "internal_error",
+    "late",
     "lose_reply",
     "proxy",
     "slow_down",
@@ -52,7 +55,11 @@ class Handler(BaseHTTPRequestHandler):
         between: Proxy = self.server.between  # type: ignore[attr-defined]
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         listing = self.command == "GET" and "list-type=2" in self.path
-        between.meet("LIST" if listing else self.command, self.path)(self)
+        fault = between.meet("LIST" if listing else self.command, self.path)
+        try:
+            fault(self)
+        finally:
+            between.done()
 
     do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
 
@@ -119,6 +126,13 @@ def deny(request: Handler) -> None:
     request.refuse(403, "AccessDenied")
 
 
+def late(request: Handler) -> None:
+    """It is done after a while, whether its client is still there or not."""
+    time.sleep(0.3)
+    with contextlib.suppress(OSError):
+        _pass_on(request)
+
+
 def lose_reply(request: Handler) -> None:
     """It is done, and nobody hears of it."""
     request.forward().read()
@@ -169,7 +183,8 @@ class Proxy:
         """Verb and path of each."""
         self._rules: list[Rule] = []
         self._hangs: list[Hang] = []
-        self._guards = threading.Lock()
+        self._guards = threading.Condition()
+        self._under_way = 0
 
     def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1) -> None:
         """Let the next ``times`` requests of a verb, ``*`` for any, meet a fault whose path has ``key`` in it."""
@@ -196,9 +211,21 @@ class Proxy:
             self.count.clear()
             self.asked.clear()
 
-    def meet(self, verb: str, path: str) -> Fault:
-        """What a request is to meet."""
+    def settle(self) -> None:
+        """Wait until no request is under way, whose client may have gone."""
         with self._guards:
+            assert self._guards.wait_for(lambda: not self._under_way, 60)
+
+    def done(self) -> None:
+        """Count a request as ended."""
+        with self._guards:
+            self._under_way -= 1
+            self._guards.notify_all()
+
+    def meet(self, verb: str, path: str) -> Fault:
+        """What a request is to meet; it is under way from now on."""
+        with self._guards:
+            self._under_way += 1
             self.count[verb] += 1
             self.asked.append((verb, path))
             for rule in self._rules:

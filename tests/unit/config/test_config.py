@@ -245,8 +245,8 @@ policies = [
         "11: tiers.disk.capcity: `capcity` is not a setting of a posix tier; did you mean `capacity`?",
         "12: tiers.disk.retain.n: should be greater than or equal to 1, not 0",
         "14: tiers.Other.name: should match the pattern ^[a-z][a-z0-9_-]*$, not 'Other'",
-        "19: tiers.far.kind: `s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3; for another one, "
-        "install the package that offers it",
+        "19: tiers.far.kind: `s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3; for "
+        "another one, install the package that offers it",
         "29: tiers.kept.retain.policies[1].mode: should be 'min' or 'max', not 'mox'; did you mean `max`?",
     ]
 
