@@ -20,7 +20,7 @@ import pytest
 __all__ = ["BUCKET", "CREDENTIALS", "Bucket", "Place", "moto_server", "need_modules"]
 
 BUCKET = "checkpoints"
-CREDENTIALS = {"access_key_id": "test", "secret_access_key": "test-secret", "region": "us-east-1"}
+CREDENTIALS = {"access_key_id": "an-access-key", "secret_access_key": "test-secret", "region": "us-east-1"}
 
 _STARTS_WITHIN = 120.0
 
@@ -89,7 +89,7 @@ class Place:
 
     def __init__(self, server: str) -> None:
         self.server = server
-        self.prefix = f"test/{secrets.token_hex(8)}"
+        self.prefix = f"runs/{secrets.token_hex(8)}"
         self.url = f"s3://{BUCKET}/{self.prefix}"
         self.bucket = Bucket(server, self.prefix)
 
