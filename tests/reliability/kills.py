@@ -190,10 +190,11 @@ def kill_trainers(
 
 def _config(memory: Path, disk: Path | Mapping[str, Any]) -> dict[str, Any]:
     nearest = {"kind": "ram", "path": str(memory / "ram"), "capacity": "192 KiB", "on_close": "keep"}
-    far = isinstance(disk, Mapping)
-    slower = {**disk} if far else {"kind": "posix", "path": str(disk), "direct": False}
     # What nobody refers to is collected all the time.
-    often = {"lease_ttl": 0.5, "grace": 1.0} if far else {"lease_ttl": 0.05, "grace": 0.1}
+    slower: Mapping[str, Any] = {"kind": "posix", "path": str(disk), "direct": False}
+    often = {"lease_ttl": 0.05, "grace": 0.1}
+    if isinstance(disk, Mapping):
+        slower, often = disk, {"lease_ttl": 0.5, "grace": 1.0}
     return {
         "store": {"chunk_size": 4096, "when_full": "replace", **often},
         "tiers": {"ram": nearest, "disk": {"retries": 0, "retain": {"kind": "last_n", "n": 2}, **slower}},

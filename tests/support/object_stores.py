@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import hmac
+import http.client
 import importlib.util
 import os
+import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-__all__ = ["BUCKET", "CREDENTIALS", "Bucket", "Place", "moto_server", "need_modules"]
+__all__ = [
+    "AZURITE",
+    "BUCKET",
+    "CREDENTIALS",
+    "Bucket",
+    "Container",
+    "Place",
+    "azurite_server",
+    "moto_server",
+    "need_modules",
+]
 
 BUCKET = "checkpoints"
 CREDENTIALS = {"access_key_id": "an-access-key", "secret_access_key": "test-secret", "region": "us-east-1"}
+
+AZURITE = {
+    "account": "devstoreaccount1",
+    # Of every Azurite there is, as its manual says.
+    "account_key": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+}
 
 _STARTS_WITHIN = 120.0
 
@@ -40,17 +64,40 @@ def need_modules(*names: str) -> None:
 def moto_server(folder: Path) -> Iterator[str]:
     """A server of S3's protocol, on loopback, that keeps everything in memory; yields its URL. It has `BUCKET`."""
     need_modules("obstore", "boto3", "moto", "flask", "flask_cors")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with (folder / "moto.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        _wait_for(port, process, folder / "moto.log")
+    port = _free_port()
+    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port, folder / "log"):
         url = f"http://127.0.0.1:{port}"
         _client(url).create_bucket(Bucket=BUCKET)
         yield url
+
+
+@contextmanager
+def azurite_server(folder: Path) -> Iterator[str]:
+    """Azurite, Microsoft's emulator of Azure Blob Storage; yields its account's URL. Skips where it is missing."""
+    need_modules("obstore")
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("needs azurite-blob: npm install azurite, and its node_modules/.bin in PATH")
+    port = _free_port()
+    place = ["--silent", "--skipApiVersionCheck", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    with _running([program, *place, "--location", str(folder / "data")], port, folder / "log"):
+        yield f"http://127.0.0.1:{port}/{AZURITE['account']}"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _running(command: list[str], port: int, log: Path) -> Iterator[None]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        _wait_for(port, process, log)
+        yield
     finally:
         process.terminate()
         try:
@@ -69,7 +116,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.1)
         else:
             return
-    pytest.fail(f"moto does not answer: {log.read_text(errors='replace')[-2000:]}")
+    pytest.fail(f"the server does not answer: {log.read_text(errors='replace')[-2000:]}")
 
 
 def _client(url: str) -> Any:
@@ -138,3 +185,48 @@ class Bucket:
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
+
+
+class Container:
+    """A new container of Azurite, by requests that are signed here: the back door of a store."""
+
+    def __init__(self, account: str) -> None:
+        self._account = urlsplit(account)
+        self.name = f"test-{secrets.token_hex(8)}"
+        self._ask("PUT", "", "restype:container")
+
+    async def put(self, key: str, data: bytes) -> None:
+        await asyncio.to_thread(self._ask, "PUT", f"/{key}", "", data)
+
+    async def get(self, key: str) -> bytes | None:
+        status, data = await asyncio.to_thread(self._ask, "GET", f"/{key}")
+        return data if status == 200 else None
+
+    async def delete(self, key: str) -> None:
+        await asyncio.to_thread(self._ask, "DELETE", f"/{key}")
+
+    async def list(self) -> set[str]:
+        _, data = await asyncio.to_thread(self._ask, "GET", "", "comp:list\nrestype:container")
+        return set(re.findall("<Name>(.*?)</Name>", data.decode()))
+
+    def _ask(self, verb: str, path: str, query: str = "", data: bytes = b"") -> tuple[int, bytes]:
+        """Shared Key of Azure Storage: https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
+        where = f"{self._account.path}/{self.name}{path}"
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        if verb == "PUT" and path:
+            headers["x-ms-blob-type"] = "BlockBlob"
+        signed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+        resource = f"/{AZURITE['account']}{where}" + (f"\n{query}" if query else "")
+        text = f"{verb}\n\n\n{len(data) or ''}\n\n\n\n\n\n\n\n\n{signed}{resource}"
+        digest = hmac.digest(base64.b64decode(AZURITE["account_key"]), text.encode(), hashlib.sha256)
+        headers["Authorization"] = f"SharedKey {AZURITE['account']}:{base64.b64encode(digest).decode()}"
+        connection = http.client.HTTPConnection(self._account.netloc)
+        try:
+            url = where + (f"?{query.replace(':', '=').replace(chr(10), '&')}" if query else "")
+            connection.request(verb, url, data or None, headers | {"Content-Length": str(len(data))})
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        assert answer.status in (200, 201, 202, 404), body
+        return answer.status, body
