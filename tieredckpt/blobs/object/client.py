@@ -31,8 +31,8 @@ _FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|EntityTooLarge|Ins
 _NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
 _SLOW = re.compile(r"<Code>(?:SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded)<")
 _NO_RANGES = "non-partial response"
-_BEYOND = "Wanted range starting at"
-"""What obstore says where a server answers a range that begins at the end with nothing, as Azure does."""
+_BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
+"""What obstore says where a server answers a range that begins at the end with nothing, as Azurite does."""
 
 
 class Denied(Unanswered):
@@ -149,7 +149,7 @@ class Client:
         if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
             # 409: another writer is at the same key now, and who wins is not known yet.
             return TierUnavailable(what) if "ConditionalRequestConflict" in full else Conflict(what)
-        if status == 416 or _BEYOND in full:
+        if status == 416 or _BEYOND.search(full):
             return ShortRead(what)
         if _NO_RANGES in full:
             return NoRanges(f"{what}; the server answers a range with the whole object, which no tier can use")
