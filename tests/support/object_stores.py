@@ -35,6 +35,7 @@ __all__ = [
     "azurite_server",
     "moto_server",
     "need_modules",
+    "null_server",
 ]
 
 BUCKET = "checkpoints"
@@ -82,6 +83,15 @@ def azurite_server(folder: Path) -> Iterator[str]:
     place = ["--silent", "--skipApiVersionCheck", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
     with _running([program, *place, "--location", str(folder / "data")], port, folder / "log"):
         yield f"http://127.0.0.1:{port}/{AZURITE['account']}"
+
+
+@contextmanager
+def null_server(folder: Path) -> Iterator[str]:
+    """A server that throws away what is put, and serves one object; yields its URL."""
+    need_modules("obstore", "boto3")
+    port = _free_port()
+    with _running([sys.executable, str(Path(__file__).with_name("null_store.py")), str(port)], port, folder / "log"):
+        yield f"http://127.0.0.1:{port}"
 
 
 def _free_port() -> int:

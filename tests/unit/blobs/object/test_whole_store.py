@@ -208,6 +208,23 @@ async def test_a_url_and_the_environment_are_enough(
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_stock_tensorstore_opens_what_is_there(
+    settings: StoreConfig, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tensorstore as ts
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CREDENTIALS["secret_access_key"])
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("s3")
+    far = settings.model_copy(update={"tiers": settings.slower})
+    async with CheckpointStore.open(far, read_only=True) as store:
+        spec = await store.spec(1, "params/w0")
+        assert CREDENTIALS["secret_access_key"] not in str(spec)
+        found = await (await ts.open(spec)).read()
+    assert_same(found, tree(1)["params"]["w0"])
+
+
 async def test_no_secret_is_stored_or_told(
     s3_place: Place, between: Proxy, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
