@@ -26,6 +26,7 @@ _UNLIMITED = timedelta(days=365)
 
 _LISTED_AT_ONCE = 1000
 
+_XML = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*</Error>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|EntityTooLarge|InsufficientCapacity\w*)<")
 _NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
@@ -64,6 +65,8 @@ class Client:
         self._secrets = _secrets(tier)
         try:
             self._store = _opened(tier)
+        except Invalid:
+            raise
         except (exceptions.BaseError, ValueError, TypeError) as error:
             raise Invalid(f"tier {tier.name!r} at {tier.location}: {self._without_secrets(error)}") from None
 
@@ -134,7 +137,7 @@ class Client:
         status = int(found[1]) if (found := _STATUS.search(full)) else None
         what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {text}"
         if _NO_BUCKET.search(full):
-            return TierUnavailable(f"{what}; make the bucket, or correct the tier's `url`")
+            return Unanswered(f"{what}; make the bucket, or correct the tier's `url`")
         if _FULL.search(full) or status == 507:
             return NoSpace(f"{what}; evict steps, or raise the quota")
         if status in (429, 503) or _SLOW.search(full):
@@ -156,8 +159,8 @@ class Client:
         return TierUnavailable(what)
 
     def _without_secrets(self, error: Exception) -> str:
-        text = str(error).partition("\n\nDebug source:")[0]
-        return redacted_text(" ".join(text.split()), self._secrets)
+        text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
+        return redacted_text(_XML.sub(r"\1 \2", text), self._secrets)
 
 
 def endpoint_of(tier: ObjectTier) -> str:

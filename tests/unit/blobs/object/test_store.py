@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,9 +102,11 @@ async def test_a_missing_key_a_missing_bucket_and_a_refusal_are_told_apart(
             await call
         assert "test-secret" not in str(raised.value)
     assert between.count["PUT"] == 1
-    elsewhere = S3Tier(name="s3", **s3_place.tier(url="s3://no-such-bucket/run"))
-    with pytest.raises(TierUnavailable, match="make the bucket"):
+    elsewhere = S3Tier(name="s3", **s3_place.tier(between.url, url="s3://no-such-bucket/run", retries=3))
+    between.restart_count()
+    with pytest.raises(TierUnavailable, match=r"NoSuchBucket The .* make the bucket"):
         await S3.open(elsewhere)
+    assert between.count == {"GET": 1}  # asking again would not help
     reader = await S3.open(elsewhere, read_only=True)
     with pytest.raises(TierUnavailable, match="make the bucket"):
         await reader.get("tieredckpt.json", limit=10)
@@ -257,6 +260,20 @@ async def refused(place: Place) -> bool:
     except TierUnavailable as error:
         return "forked" in str(error)
     return False
+
+
+async def test_a_profile_gives_credentials_by_boto3(
+    s3_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = an-id\naws_secret_access_key = a-key\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    settings = s3_place.tier(access_key_id=None, secret_access_key=None, profile="mine")
+    store = await S3.open(S3Tier(name="s3", **settings))
+    await store.put("a", [b"x"])
+    await store.close()
+    with pytest.raises(Invalid, match="the profile 'yours' gives no credentials"):
+        await S3.open(S3Tier(name="s3", **settings | {"profile": "yours"}))
 
 
 async def test_what_a_server_does_not_honour_is_not_asked_for(s3_place: Place, between: Proxy) -> None:
