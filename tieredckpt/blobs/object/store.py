@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,7 +84,7 @@ class ObjectStore:
 
     async def get(self, key: str, *, limit: int) -> bytes:
         self._check(key)
-        async with self._in_use():
+        with self._in_use():
             arriving, size = await self._throttle(lambda: self._client.get(key, piece=_PIECE))
             if size > limit:
                 raise Corrupt(f"{self._at(key)} has {size} bytes, and at most {limit} are acceptable")
@@ -96,7 +96,7 @@ class ObjectStore:
         self._check(key)
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
-        async with self._in_use():
+        with self._in_use():
             if not into.nbytes:  # there is no request for nothing
                 size = (await self._throttle(lambda: self._client.stat(key))).size
                 if offset > size:
@@ -109,7 +109,7 @@ class ObjectStore:
         self._check(key)
         check_stretches(key, stretches)
         landing = Landing(stretches[0].offset, stretches, digested=True)
-        async with self._in_use():
+        with self._in_use():
             await self._land_range(key, stretches, landing)
         return landing.digests()
 
@@ -120,7 +120,7 @@ class ObjectStore:
         # Views of its own: they can be released when nobody else uses the memory any more.
         views = [memoryview(part) for part in parts if memoryview(part).nbytes]
         small = sum(view.nbytes for view in views) <= _ENDS_BY_ITSELF
-        async with self._in_use():
+        with self._in_use():
             try:
                 await self._throttle(lambda: _ended(self._client.put(key, views, create_only=create_only), small))
             finally:
@@ -128,20 +128,20 @@ class ObjectStore:
 
     async def stat(self, key: str) -> BlobInfo:
         self._check(key)
-        async with self._in_use():
+        with self._in_use():
             return await self._throttle(lambda: self._client.stat(key))
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         self._check_open()
         check_prefix(prefix)
-        async with self._in_use():
+        with self._in_use():
             found = await self._throttle(lambda: self._listed(prefix))
         for info in found:
             yield info
 
     async def delete(self, key: str) -> None:
         self._check(key)
-        async with self._in_use():
+        with self._in_use():
             await self._throttle(lambda: self._client.delete(key))
 
     async def close(self) -> None:
@@ -160,8 +160,8 @@ class ObjectStore:
     def _at(self, key: str) -> str:
         return f"{key} at {self.location}"
 
-    @contextlib.asynccontextmanager
-    async def _in_use(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
         self._active += 1
         try:
             yield

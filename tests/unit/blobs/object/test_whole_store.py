@@ -137,6 +137,28 @@ async def test_packs_are_put_several_at_a_time(s3_place: Place, between: Proxy, 
     assert max(sizes) <= 6 << 20
 
 
+async def test_packs_that_die_are_deleted_several_at_a_time(
+    s3_place: Place, between: Proxy, shared_memory: Path
+) -> None:
+    far = s3_place.tier(between.url, object_size="5 MiB", retries=3, retain={"kind": "last_n", "n": 1})
+    settings = config({"ram": ram(shared_memory, capacity="160 MiB"), "s3": far}, chunk_size="1 MiB")
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, {"w": np.random.default_rng(1).standard_normal(5 << 20)})
+        await store.flush()
+        hang = between.hang("DELETE", key="/packs/", times=4)
+        await store.save(2, {"w": np.random.default_rng(2).standard_normal(5 << 20)})
+        async with asyncio.timeout(60):
+            while sum(verb == "DELETE" and "/packs/" in path for verb, path in between.asked) < 4:
+                await asyncio.sleep(0.01)
+        hang.release()
+        between.heal()
+        await store.flush()
+        await store.collect()
+        sizes = {key: size for key, size in s3_place.bucket.sizes().items() if key.startswith("packs/")}
+        assert sum(sizes.values()) < 50 << 20
+        assert_same((await store.restore()).tree["w"], np.random.default_rng(2).standard_normal(5 << 20))
+
+
 @pytest.mark.parametrize("fault", [slow_down, internal_error, cut, lose_reply])
 async def test_whatever_fails_for_a_while_is_made_good(
     settings: StoreConfig, between: Proxy, fault: Any, monkeypatch: pytest.MonkeyPatch
