@@ -17,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
+from support.object_stores import Place, moto_server
 from support.scenes import new_shared_folder
 
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
@@ -118,6 +119,19 @@ def shared_memory() -> Iterator[Path]:
     folder = new_shared_folder()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server of S3's protocol."""
+    with moto_server(tmp_path_factory.mktemp("moto")) as url:
+        yield url
+
+
+@pytest.fixture
+def s3_place(s3_server: str) -> Place:
+    """A prefix of the test on that server."""
+    return Place(s3_server)
 
 
 @pytest.fixture

@@ -61,7 +61,8 @@ class CheckpointStore:
         before that.
 
         Args:
-            source: a ``.toml`` file, a `StoreConfig` or its dict, or a path: RAM and that directory.
+            source: a ``.toml`` file, a `StoreConfig` or its dict, a path: RAM and that directory, or a URL such as
+                ``s3://bucket/run``: RAM and that object store.
             read_only: look at a store, also one that another process writes to, or is yet to make; always alone. Each
                 call tells what there is when it is made.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or

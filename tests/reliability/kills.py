@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class Story:
 def kill_trainers(
     kills: int,
     memory: Path,
-    disk: Path,
+    disk: Path | Mapping[str, Any],
     *,
     seed: int = 0,
     points: Sequence[Point] | None = None,
@@ -153,7 +153,8 @@ def kill_trainers(
     Args:
         kills: how many.
         memory: a folder for the RAM tier.
-        disk: the folder of the slower tier; may be on a file system that is too small.
+        disk: the folder of the slower tier, which may be on a file system that is too small, or the table of a tier
+            to which requests take long.
         seed: of where and when they die.
         points: where they may die; None for wherever such trainers do.
         by_agent: an agent promotes for them.
@@ -187,13 +188,16 @@ def kill_trainers(
     return found
 
 
-def _config(memory: Path, disk: Path) -> dict[str, Any]:
+def _config(memory: Path, disk: Path | Mapping[str, Any]) -> dict[str, Any]:
     nearest = {"kind": "ram", "path": str(memory / "ram"), "capacity": "192 KiB", "on_close": "keep"}
-    slower = {"kind": "posix", "path": str(disk), "direct": False, "retries": 0, "retain": {"kind": "last_n", "n": 2}}
+    # What nobody refers to is collected all the time.
+    slower: Mapping[str, Any] = {"kind": "posix", "path": str(disk), "direct": False}
+    often = {"lease_ttl": 0.05, "grace": 0.1}
+    if isinstance(disk, Mapping):
+        slower, often = disk, {"lease_ttl": 0.5, "grace": 1.0}
     return {
-        # What nobody refers to is collected all the time.
-        "store": {"chunk_size": 4096, "lease_ttl": 0.05, "grace": 0.1, "when_full": "replace"},
-        "tiers": {"ram": nearest, "disk": slower},
+        "store": {"chunk_size": 4096, "when_full": "replace", **often},
+        "tiers": {"ram": nearest, "disk": {"retries": 0, "retain": {"kind": "last_n", "n": 2}, **slower}},
     }
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "Unanswered",
     "check_key",
     "check_prefix",
+    "check_stretches",
     "is_key",
     "span",
 ]
@@ -120,6 +121,10 @@ class Traits:
     """Preferred size of a large object, in bytes."""
     digested_reads: int = 0
     """How many calls of the ability `GetDigested` are best asked for at a time; 0 for a store without it."""
+    remote: bool = False
+    """A request takes as long as many bytes do, and is paid for: what saves one is worth writing down."""
+    parallel_puts: int = 2
+    """How many large objects are best put at a time; with two, one is prepared while another is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,19 @@ class Stretch(NamedTuple):
 def span(stretches: Sequence[Stretch]) -> int:
     """Bytes from the first stretch to the end of the last."""
     return stretches[-1].offset + stretches[-1].nbytes - stretches[0].offset if stretches else 0
+
+
+def check_stretches(key: str, stretches: Sequence[Stretch]) -> None:
+    """Raise `Invalid` unless each stretch is behind those before it, and fills memory that it can fill."""
+    end = 0
+    for offset, nbytes, into in stretches:
+        if offset < end or nbytes < 1:
+            raise Invalid(f"{key} cannot be read: {nbytes} bytes from offset {offset} on are not behind {end}")
+        if into.readonly or into.nbytes > nbytes:
+            raise Invalid(f"{nbytes} bytes of {key} cannot fill {into.nbytes} bytes, or the memory is read-only")
+        end = offset + nbytes
+    if not stretches:
+        raise Invalid(f"nothing of {key} was asked for")
 
 
 class Get(Protocol):

@@ -32,7 +32,7 @@ def doctor(
     store: Annotated[
         str | None,
         typer.Argument(
-            metavar="[STORE]", help="A configuration (.toml), or the folder of a store.", show_default=False
+            metavar="[STORE]", help="A configuration (.toml), or the folder or URL of a store.", show_default=False
         ),
     ] = None,
     size: Annotated[str, typer.Option(help="Bytes of the large object that is written and read.")] = "64 MiB",

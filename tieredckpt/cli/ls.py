@@ -16,7 +16,9 @@ from tieredckpt.units import format_size
 
 MaybeStore = Annotated[
     str | None,
-    typer.Argument(metavar="STORE", help="A configuration (.toml), or the folder of a store.", show_default=False),
+    typer.Argument(
+        metavar="STORE", help="A configuration (.toml), or the folder or URL of a store.", show_default=False
+    ),
 ]
 Ram = Annotated[
     bool, typer.Option("--ram", help="List instead what RAM your stores have on this machine, and whose it is.")

@@ -24,7 +24,10 @@ from tieredckpt.sync import SyncStore
 __all__ = ["Json", "Step", "StorePath", "newest_step", "reading", "writing"]
 
 StorePath = Annotated[
-    str, typer.Argument(metavar="STORE", help="A configuration (.toml), or the folder of a store.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="STORE", help="A configuration (.toml), or the folder or URL of a store.", show_default=False
+    ),
 ]
 Step = Annotated[int | None, typer.Argument(metavar="STEP", help="The newest if left out.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

@@ -37,7 +37,19 @@ if TYPE_CHECKING:
     from tieredckpt.blobs.base import BlobStore, Survives
     from tieredckpt.blobs.checkup import Check
 
-__all__ = ["GROUP", "Opens", "TierKind", "Tiers", "exists", "kind_named", "kind_of", "kinds", "register", "replaced"]
+__all__ = [
+    "GROUP",
+    "Opens",
+    "TierKind",
+    "Tiers",
+    "exists",
+    "kind_named",
+    "kind_of",
+    "kind_of_url",
+    "kinds",
+    "register",
+    "replaced",
+]
 
 GROUP = "tieredckpt.tiers"
 """The entry-point group of kinds of tier."""
@@ -69,6 +81,8 @@ class TierKind(Generic[C]):
     """Where it is, without secrets, in a form that two configurations are compared by and that RAM notes: a path for
     a folder of this machine whose files are the objects, other text for anything else. None for what nobody else
     can find, such as memory."""
+    schemes: tuple[str, ...] = ()
+    """The schemes of the URLs that name a place of this kind; its configuration takes one as ``url``."""
     scopes: tuple[Literal["node", "all"], ...] = ("all",)
     """Who may see such a tier: its node alone, or all nodes."""
     medium: Literal["memory", "nodes", "shared"] = "shared"
@@ -145,6 +159,25 @@ def kind_named(name: str) -> TierKind[Any]:
 def kind_of(tier: C) -> TierKind[C]:
     """The kind of a configured tier. Raises `Invalid` if it is not known."""
     return kind_named(tier.kind)
+
+
+def kind_of_url(url: str) -> TierKind[Any]:
+    """The kind that a URL names a place of. Raises `Invalid`, with the schemes that are known."""
+    scheme = url.partition("://")[0].lower()
+    known: list[str] = []
+    for name in kinds():
+        try:
+            kind = kind_named(name)
+        except Invalid:
+            continue  # one that is broken harms nobody who does not use it
+        if scheme in kind.schemes:
+            return kind
+        known += kind.schemes
+    there = ", ".join(f"{each}://" for each in sorted(known))
+    raise Invalid(
+        f"'{scheme}://…' is a URL of no kind of tier{f' (known are {there})' if there else ''}; for what TensorStore "
+        f"reads besides, write a configuration (.toml) with a tier of kind = 'kvstore' and its `spec`"
+    )
 
 
 async def exists(tier: TierConfig) -> bool:

@@ -34,6 +34,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import to_jsonable_python
 
 from tieredckpt.config.checks import impossible
+from tieredckpt.config.kinds import kind_of_url
 from tieredckpt.config.store_settings import StoreSettings
 from tieredckpt.config.tiers import (
     WITH_SECRETS,
@@ -43,6 +44,8 @@ from tieredckpt.config.tiers import (
     RamTier,
     TierConfig,
     expand,
+    substitute,
+    url_scheme,
 )
 from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.policy.base import offer
@@ -76,8 +79,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
     """The configuration that ``source`` stands for.
 
     A path that ends in ``.toml`` is a configuration file, whose relative paths start at its own folder. Any
-    other path is a folder: RAM, and that folder as the tier ``disk``. A mapping is the content of a file, or
-    what ``model_dump`` gave; its relative paths start at the current folder.
+    other path is a folder: RAM, and that folder as the tier ``disk``. A URL such as ``s3://bucket/run`` is RAM, and
+    a tier there that is called by its kind. A mapping is the content of a file, or what ``model_dump`` gave; its
+    relative paths start at the current folder.
 
     Raises `NotFound` when the file does not exist, and `Invalid` with one line per problem: the file, the
     line on which the value ends, the dotted setting, what is allowed, and the nearest name of a misspelt one.
@@ -89,12 +93,22 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
     if isinstance(source, Mapping):
         return _load_mapping(source)
     try:
+        if isinstance(source, str) and url_scheme(url := substitute(source)) not in (None, "file"):
+            return _load_mapping({"tiers": {"ram": {"kind": "ram"}, **_tier_at(url)}})
         path = expand(source) if isinstance(source, str) else Path(source)
     except TypeError as error:
-        raise Invalid(f"a store is a path, a mapping or a StoreConfig, not {source!r}") from error
+        raise Invalid(f"a store is a path, a URL, a mapping or a StoreConfig, not {source!r}") from error
     if path.suffix == ".toml":
         return _load_file(path)
     return _load_mapping({"tiers": {"ram": {"kind": "ram"}, "disk": {"kind": "posix", "path": path}}})
+
+
+def _tier_at(url: str) -> dict[str, Any]:
+    """A tier at a URL, called by its kind."""
+    kind = kind_of_url(url).name
+    if url.endswith(".toml"):
+        raise Invalid("a configuration is a file, and no object of a bucket; copy it to a folder, and open it there")
+    return {kind: {"kind": kind, "url": url}}
 
 
 def to_toml(config: StoreConfig) -> str:

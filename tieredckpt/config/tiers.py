@@ -35,6 +35,8 @@ __all__ = [
     "expand",
     "normal",
     "refuse_url",
+    "substitute",
+    "url_scheme",
 ]
 
 
@@ -50,14 +52,7 @@ def _path(value: object, info: ValidationInfo) -> Path:
 
 def expand(text: str) -> Path:
     """The path that ``text`` stands for, after ``~`` and ``$NAME``; raises `Invalid`."""
-    if not text or "\0" in text:
-        raise Invalid(f"{text!r} is not a path")
-    try:
-        expanded = string.Template(text).substitute(os.environ)
-    except KeyError as error:
-        raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
-    except ValueError as error:
-        raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
+    expanded = substitute(text)
     refuse_url(expanded)
     try:
         return Path(expanded).expanduser()
@@ -65,18 +60,33 @@ def expand(text: str) -> Path:
         raise Invalid(f"{text!r}: the home folder is not known; write the path from '/' on") from error
 
 
+def substitute(text: str) -> str:
+    """A path or URL with the variables of the environment in the place of ``$NAME``; raises `Invalid`."""
+    if not text or "\0" in text:
+        raise Invalid(f"{text!r} is not a path")
+    try:
+        return string.Template(text).substitute(os.environ)
+    except KeyError as error:
+        raise Invalid(f"{text!r} needs the environment variable {error.args[0]}, which is not set") from error
+    except ValueError as error:
+        raise Invalid(f"{text!r} has a '$' that names no variable; write '$$' for the character") from error
+
+
 def refuse_url(text: str) -> None:
     """Raise `Invalid` for text that begins with a URL scheme: as a path it would name a local folder ``s3:``."""
-    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    scheme = url_scheme(text)
     if scheme is None:
         return
-    what = f"'{scheme[0]}…' is a URL, not a path"  # the rest of it may hold a password
-    if scheme[0].lower() == "file://":
+    what = f"'{scheme}://…' is a URL, not a path"  # the rest of it may hold a password
+    if scheme.lower() == "file":
         raise Invalid(f"{what}; write the path alone, without 'file://'")
-    raise Invalid(
-        f"{what}; for steps in an object store write a configuration (.toml) with a tier of kind = 'kvstore', whose "
-        f"`spec` takes what TensorStore knows, such as gs:// and s3://"
-    )
+    raise Invalid(f"{what}; a tier in an object store has kind = 's3', 'gcs' or 'azure', and the URL as its `url`")
+
+
+def url_scheme(text: str) -> str | None:
+    """The scheme of a URL; None for any other text."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    return None if found is None else found[1]
 
 
 def normal(path: Path) -> str:

@@ -245,8 +245,8 @@ policies = [
         "11: tiers.disk.capcity: `capcity` is not a setting of a posix tier; did you mean `capacity`?",
         "12: tiers.disk.retain.n: should be greater than or equal to 1, not 0",
         "14: tiers.Other.name: should match the pattern ^[a-z][a-z0-9_-]*$, not 'Other'",
-        "19: tiers.far.kind: `s4` is not a kind of tier; there are: chfs, kvstore, posix, ram; for another one, "
-        "install the package that offers it",
+        "19: tiers.far.kind: `s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3; for "
+        "another one, install the package that offers it",
         "29: tiers.kept.retain.policies[1].mode: should be 'min' or 'max', not 'mox'; did you mean `max`?",
     ]
 
@@ -257,7 +257,10 @@ policies = [
         ({}, r"tiers: there is none; add one"),
         ({"tiers": {}}, r"tiers: there is none; add one"),
         ({"tiers": {"ram": {"kind": "ram"}}}, r"store\.name: is required"),
-        ({"tiers": {"disk": {"path": "/d"}}}, r"tiers\.disk\.kind: is required: one of chfs, kvstore, posix, ram"),
+        (
+            {"tiers": {"disk": {"path": "/d"}}},
+            r"tiers\.disk\.kind: is required: one of azure, chfs, gcs, kvstore, posix, ram, s3",
+        ),
         ({"tiers": {"disk": {"kind": "posix"}}}, r"tiers\.disk\.path: is required"),
         ({"tiers": {"disk": 3}}, r"tiers\.disk: should be a table"),
         ({"tiers": 3}, r"tiers: should be one table per tier"),
@@ -506,15 +509,37 @@ def test_a_policy_in_a_config_is_the_registered_class() -> None:
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "http://user:secret@host/x", "abfss://a@b/c"])
 def test_a_url_is_no_folder_and_is_told_what_to_use(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WHERE", url)
     (tmp_path / "ckpt.toml").write_text(f'[tiers.disk]\nkind = "posix"\npath = "{url}"\n')
-    for source in (url, f"{url}/ckpt.toml", "$WHERE", "ckpt.toml", {"tiers": {"disk": {"kind": "posix", "path": url}}}):
-        with pytest.raises(Invalid, match="kvstore") as raised:
+    for source in ("ckpt.toml", {"tiers": {"disk": {"kind": "posix", "path": url}}}):
+        with pytest.raises(Invalid, match="kind = 's3', 'gcs' or 'azure'") as raised:
             load(source)
         assert "secret" not in str(raised.value)
     with pytest.raises(Invalid, match="without 'file://'"):
         load("file:///tmp/run")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.toml"]
+
+
+@pytest.mark.parametrize("url", ["http://user:secret@host/x", "abfss://a@b/c", "s4://bucket/run"])
+def test_a_url_of_no_kind_is_refused_with_those_that_are_known(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", url)
+    for source in (url, "$WHERE"):
+        with pytest.raises(Invalid, match=r"known are az://, gs://, s3://.* kind = 'kvstore'") as raised:
+            load(source)
+        assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [("s3://bucket/run/1", "s3"), ("S3://bucket/run/1/", "s3"), ("gs://b/c", "gcs"), ("az://b/c", "azure")],
+)
+def test_a_url_is_ram_and_a_tier_there(url: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", url)
+    for source in (url, "$WHERE"):
+        ram, there = load(source).tiers
+        assert (ram.kind, there.kind, there.name) == ("ram", kind, kind)
+        assert there.location == url.replace("S3", "s3").rstrip("/")
+    with pytest.raises(Invalid, match="is a file, and no object"):
+        load(f"{url.rstrip('/')}/ckpt.toml")
 
 
 @pytest.mark.parametrize("name", ["a:b", "s3:", "c:/x", "x/s3://y", "1://x", ":"])

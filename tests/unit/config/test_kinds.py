@@ -85,7 +85,7 @@ def test_a_kind_is_found_by_its_entry_point_and_its_configuration_survives_a_tri
 
 
 def test_our_kinds_are_offered_as_those_of_others() -> None:
-    assert kinds.kinds() == ["chfs", "kvstore", "posix", "ram"]
+    assert kinds.kinds() == ["azure", "chfs", "gcs", "kvstore", "posix", "ram", "s3"]
     assert (kind_named("ram"), kind_named("posix")) == (RAM, POSIX)
 
 
@@ -93,8 +93,8 @@ def test_our_kinds_are_offered_as_those_of_others() -> None:
     ("kind", "told"),
     [
         ("posx", "`posx` is not a kind of tier; did you mean `posix`?"),
-        ("s4", "`s4` is not a kind of tier; there are: chfs, kvstore, posix, ram; for another one, install the "),
-        (3, "`3` is not a kind of tier; there are"),
+        ("s4", "`s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3; for another one, "),
+        (3, "`3` is not a kind of tier; did you mean `s3`"),
         (["ram"], r"`\['ram'\]` is not a kind of tier; did you mean `ram`"),
     ],
 )

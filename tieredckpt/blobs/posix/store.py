@@ -21,7 +21,17 @@ import aiofiles
 import aiofiles.os
 import numpy as np
 
-from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix, span
+from tieredckpt.blobs.base import (
+    BlobInfo,
+    Buffer,
+    Stretch,
+    Survives,
+    Traits,
+    check_key,
+    check_prefix,
+    check_stretches,
+    span,
+)
 from tieredckpt.blobs.posix import transfer
 from tieredckpt.blobs.posix.paths import Folders, Scanned, probe
 from tieredckpt.blobs.space import reserve
@@ -124,15 +134,7 @@ class PosixStore:
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
         path = self._path(key)
-        end = 0
-        for offset, nbytes, into in stretches:
-            if offset < end or nbytes < 1:
-                raise Invalid(f"{key} cannot be read: {nbytes} bytes from offset {offset} on are not behind {end}")
-            if into.readonly or into.nbytes > nbytes:
-                raise Invalid(f"{nbytes} bytes of {key} cannot fill {into.nbytes} bytes, or the memory is read-only")
-            end = offset + nbytes
-        if not stretches:
-            raise Invalid(f"nothing of {key} was asked for")
+        check_stretches(key, stretches)
         return await self._on_thread(partial(self._fill_digested, path, stretches), self._readers)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:

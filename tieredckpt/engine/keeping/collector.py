@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredckpt.blobs.base import Sweep
+from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
@@ -24,6 +25,9 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["Collected", "Collector"]
 
 _log = logging.getLogger("tieredckpt")
+
+_DELETES_AT_A_TIME = 16
+"""Of packs of a tier to which each request takes long: a large step has thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +208,17 @@ class Collector:
         for digest in tier.packs.index.in_packs(dead):
             tier.packs.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
         freed = 0
-        for key in dead:
-            await tier.store.delete(key)
+        turns = asyncio.Semaphore(_DELETES_AT_A_TIME if tier.store.traits.remote else 1)
+
+        async def delete(key: str) -> None:
+            nonlocal freed
+            async with turns:
+                await tier.store.delete(key)
             tier.packs.orphans.pop(key, None)
             tier.packs.unlisted.discard(key)
             freed += tier.packs.sizes.pop(key)
+
+        await together([delete(key) for key in dead])
         return freed
 
     async def _sweep(self, tier: Tier, oldest_kept: float) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_read import stamp_of
 from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, encode_catalog
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -25,6 +25,8 @@ __all__ = ["write_catalog"]
 _CHUNKS_EACH = 2 << 20
 """Chunks of a catalog, about; 64 MiB of it."""
 _STEPS_EACH = 100_000
+_LISTED_WITH_IT = 8
+"""Steps that are listed besides for each that is looked for, rather than listing those alone."""
 _LARGE = 32 << 20
 """Bytes of a catalog that is not written anew for what came since."""
 
@@ -78,7 +80,8 @@ def _plan(tier: Tier) -> _Plan | None:
     known = tier.steps.catalogued
     packs = tier.packs.sizes.keys() - known.packs - tier.packs.unlisted
     steps = set() if known.timeless else tier.steps.held.keys() - known.steps
-    due = len(packs) + len(steps) >= limits.in_force.catalog_entries
+    new = len(packs) + len(steps)
+    due = new >= (1 if tier.store.traits.remote else limits.in_force.catalog_entries)
     replaces: list[str] = []
     alive = {
         key: (file.packs & tier.packs.sizes.keys(), file.steps & known.steps & tier.steps.held.keys())
@@ -99,22 +102,31 @@ def _plan(tier: Tier) -> _Plan | None:
 async def _stamp(tier: Tier, steps: set[StepId]) -> None:
     """Look up by what the steps are known that were committed since the tier was opened."""
     known = tier.steps.catalogued
+    unknown = steps - known.stamps.keys()
+    if known.timeless or not unknown:
+        return
+    folders = {layout.step_folder(step.step, step.serial): step for step in unknown}
+    # One listing of all tells more than one of each, and takes longer where most are known.
+    prefixes = [layout.STEPS] if len(unknown) * _LISTED_WITH_IT >= len(tier.steps.held) else list(folders)
+    files: dict[StepId, dict[str, BlobInfo]] = {}
 
-    async def look(step: StepId) -> None:
-        key = tier.steps.held[step].btree_key
-        folder, name = layout.step_folder(step.step, step.serial), key.rpartition("/")[2]
-        try:
-            files = {name: await tier.store.stat(folder + name) for name in (layout.MANIFEST, name)}
-        except NotFound:
-            return  # it is being retracted
-        stamp = stamp_of(name, files)
+    async def look(prefix: str) -> None:
+        async for info in tier.store.list(prefix):
+            folder, _, name = info.key.rpartition("/")
+            if (step := folders.get(folder + "/")) is not None:
+                files.setdefault(step, {})[name] = info
+
+    await together([look(prefix) for prefix in prefixes])
+    for step, found in files.items():
+        held = tier.steps.held.get(step)
+        name = held.btree_key.rpartition("/")[2] if held is not None else ""
+        if layout.MANIFEST not in found or name not in found:
+            continue  # it is being retracted, or was committed anew meanwhile
+        stamp = stamp_of(name, found)
         if stamp is None:
             known.timeless = True
         else:
             known.stamps[step] = stamp
-
-    if not known.timeless:
-        await together([look(step) for step in steps - known.stamps.keys()])
 
 
 def _duplicates(tier: Tier) -> list[tuple[bytes, Extent]]:

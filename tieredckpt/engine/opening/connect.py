@@ -38,6 +38,9 @@ __all__ = ["connect", "connect_ram", "identify", "make_tiers", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
+_Seen = tuple[StoreMarker | None, bool]
+"""What `marker_of` tells."""
+
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
@@ -87,8 +90,13 @@ async def _connect(tier: TierConfig, *, read_only: bool) -> BlobStore:
     return Metered(store)
 
 
-async def connect(state: State, tier: Tier) -> None:
+async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
     """Open a tier, see that it belongs to this store and to no other writer, and learn what it holds.
+
+    Args:
+        state: of the store.
+        tier: to be opened.
+        seen: what `marker_of` has told of it a moment ago; None if it was not asked.
 
     Raises:
         Conflict: it belongs to another store, or another writer holds it.
@@ -96,7 +104,11 @@ async def connect(state: State, tier: Tier) -> None:
         TierUnavailable, Corrupt: it cannot be read.
     """
     await refuse_other_file_system(state, tier)
-    marker, damaged = await marker_of(tier)
+    if seen is None:
+        seen = await marker_of(tier)
+    elif seen[0] is None:
+        seen = await tier.open(), False  # another may have come since
+    marker, damaged = seen
     known = state.identity.marker
     if marker is None and known is not None and await _in_earlier_place(state, tier, {known.store}):
         marker, damaged = await marker_of(tier)
@@ -125,7 +137,7 @@ async def connect(state: State, tier: Tier) -> None:
         await marker_file.write(tier.store, state.identity.marker)
     async with tier.packs.guard:  # a collector that saw half of a survey would take the packs of the rest for dead
         known = marker or state.identity.marker
-        await scan_tier(tier, known.store if known is not None else None)
+        await scan_tier(tier, marker.store if marker is not None else None)  # without a marker it has no catalogs
         if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
         tier.marker = known
@@ -236,11 +248,13 @@ async def identify(
         found = [each for each in found if each.folder == str(folder)]
     slower = [tier for tier in state.tiers if tier.shared]
     state.identity.noted = _noted_elsewhere(found)
+    seen: dict[str, _Seen] = {}
 
     async def look(tier: Tier) -> StoreMarker | None:
         try:
             await refuse_other_file_system(state, tier)
-            return (await marker_of(tier))[0]
+            seen[tier.name] = await marker_of(tier)
+            return seen[tier.name][0]
         except TieredCkptError as error:
             failures.append((tier, error))
             return None
@@ -254,6 +268,8 @@ async def identify(
             stores = known or (None if failed else {each.store for each in found if is_of_name(each, state.config)})
             try:
                 markers[i] = await _in_earlier_place(state, tier, stores)
+                if markers[i] is not None:
+                    del seen[tier.name]  # which was of where it is no more
                 if markers[i] is not None and (place := await place_of(tier.config)) is not None:
                     places[tier.name] = place
             except TieredCkptError as error:
@@ -278,7 +294,7 @@ async def identify(
 
     async def join(tier: Tier) -> None:
         try:
-            await connect(state, tier)
+            await connect(state, tier, seen.get(tier.name))
         except TieredCkptError as error:
             failures.append((tier, error))
 

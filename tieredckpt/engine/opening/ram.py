@@ -262,8 +262,10 @@ async def refuse_other_file_system(state: State, tier: Tier) -> None:
     if not state.identity.noted or not tier.shared:
         return
     now = await place_of(tier.config)
-    noted = None if now is None else state.identity.noted.get(now.location)
-    if now is None or noted is None or now.inode is not None or not noted.seen or is_removed(noted, now):
+    if now is None or not now.location.startswith("/"):
+        return  # a bucket is not mounted
+    noted = state.identity.noted.get(now.location)
+    if noted is None or now.inode is not None or not noted.seen or is_removed(noted, now):
         return
     raise TierUnavailable(
         f"tier {tier.name!r}: {now.location} is empty and on another file system than the one that had the store; "

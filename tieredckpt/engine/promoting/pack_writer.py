@@ -29,9 +29,6 @@ __all__ = ["Batch", "Payload", "seal", "seal_all", "write_packs"]
 _BLOCK = 256 << 10
 """Bytes that are borrowed at a time to carve pages from."""
 
-_PACKS_IN_FLIGHT = 2
-"""One pack is sealed while another is written."""
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -122,7 +119,7 @@ async def write_packs(
     The tier is not told: that is for whoever manages it. The next batch is pulled while others are being written;
     ``meanwhile`` is called with the places of all chunks when there is no next one.
     """
-    slots = asyncio.Semaphore(_PACKS_IN_FLIGHT)
+    slots = asyncio.Semaphore(tier.store.traits.parallel_puts)
 
     async def write(batch: Batch) -> None:
         try:

@@ -1,0 +1,141 @@
+"""What our puts and reads of an object store reach, as a ratio to bare obstore with as many in flight, in one run.
+
+``python -m pytest -m benchmark -s tests/benchmarks/test_object_stores.py`` prints the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.null_store import SIZE
+from support.object_stores import CREDENTIALS, Place, null_server
+
+from tieredckpt.blobs.base import BlobStore, Stretch
+from tieredckpt.blobs.object.kind import S3
+from tieredckpt.config.object_tiers import S3Tier
+
+_PIECE = 16 << 20
+_READS = 32
+_PACKS = 8
+_IN_FLIGHT = 4
+_TURNS = 7
+
+
+async def rate(one: Callable[[int], Awaitable[object]], count: int, nbytes: int) -> float:
+    """MB a second of ``count`` calls, some at a time."""
+    limit = asyncio.Semaphore(_IN_FLIGHT)
+
+    async def limited(number: int) -> None:
+        async with limit:
+            await one(number)
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(limited, range(count)))
+    return count * nbytes / (time.perf_counter() - began) / 1e6
+
+
+async def compared(place: Place, reads: int, packs: int) -> dict[str, tuple[float, float]]:
+    """By what is done, the medians of ours and of bare obstore."""
+    import obstore
+
+    bare = obstore.store.S3Store(
+        place.url.split("/")[2],
+        prefix=place.prefix,
+        endpoint=place.server,
+        client_options={"allow_http": True, "timeout": timedelta(days=1)},
+        retry_config={"max_retries": 0},
+        unsigned_payload=True,
+        **CREDENTIALS,
+    )
+    ours: Any = await S3.open(S3Tier(name="s3", **place.tier(unsigned_payload=True)))
+    slab = np.arange(SIZE, dtype=np.uint32).view(np.uint8)[:SIZE]
+    parts = [memoryview(slab[at : at + _PIECE]) for at in range(0, SIZE, _PIECE)]
+    into = np.ones(reads * _PIECE, np.uint8)
+
+    def room(number: int) -> np.ndarray[Any, Any]:
+        return into[number * _PIECE : (number + 1) * _PIECE]
+
+    def start(number: int) -> int:
+        return number * _PIECE % SIZE
+
+    async def bare_get(number: int) -> None:
+        found = await obstore.get_range_async(bare, "packs/0", start=start(number), length=_PIECE)
+        np.copyto(room(number), np.frombuffer(found, np.uint8))
+
+    async def bare_stream(number: int) -> None:
+        asked = {"range": (start(number), start(number) + _PIECE)}
+        target, at = room(number), 0
+        async for piece in (await obstore.get_async(bare, "packs/0", options=asked)).stream(min_chunk_size=4 << 20):
+            data = np.frombuffer(piece, np.uint8)
+            np.copyto(target[at : at + data.size], data)
+            at += data.size
+
+    calls: dict[str, tuple[int, int, Any, Any]] = {
+        "put": (
+            packs,
+            SIZE,
+            lambda number: ours.put(f"packs/{number}", parts),
+            lambda number: obstore.put_async(bare, f"packs/{number}", parts, use_multipart=False),
+        ),
+        "get": (
+            reads,
+            _PIECE,
+            lambda number: ours.get_into("packs/0", start(number), memoryview(room(number))),
+            bare_get,
+        ),
+        "get, next to bare streams": (
+            reads,
+            _PIECE,
+            lambda number: ours.get_into("packs/0", start(number), memoryview(room(number))),
+            bare_stream,
+        ),
+        "get, digested": (
+            reads,
+            _PIECE,
+            lambda number: ours.get_digested("packs/0", [Stretch(start(number), _PIECE, memoryview(room(number)))]),
+            bare_get,
+        ),
+    }
+    found: dict[str, tuple[float, float]] = {}
+    for name, (count, nbytes, our, other) in calls.items():
+        rates: tuple[list[float], list[float]] = ([], [])
+        for turn in range(_TURNS):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                rates[which].append(await rate((our, other)[which], count, nbytes))
+        found[name] = statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
+    await close(ours)
+    return found
+
+
+async def close(store: BlobStore) -> None:
+    await store.close()
+
+
+def told(server: str, found: dict[str, tuple[float, float]]) -> None:
+    for name, (ours, bare) in found.items():
+        print(f"{server}, {name}: {ours:.0f} MB/s, bare obstore {bare:.0f} MB/s, ratio {ours / bare:.2f}")  # noqa: T201
+
+
+@pytest.mark.slow
+@pytest.mark.benchmark
+def test_puts_and_reads_are_about_as_fast_as_bare_obstore(tmp_path: Path) -> None:
+    with null_server(tmp_path) as server:
+        found = asyncio.run(compared(Place(server), _READS, _PACKS))
+    told("a server that throws away", found)
+    assert all(ours > 0.9 * bare for ours, bare in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.benchmark
+def test_puts_and_reads_of_moto_are_about_as_fast_as_bare_obstore(s3_place: Place) -> None:
+    found = asyncio.run(compared(s3_place, 8, 4))
+    told("moto", found)
+    assert all(ours > 0.9 * bare for ours, bare in found.values())

@@ -1,0 +1,31 @@
+"""Trainers whose slower tier is an object store die by SIGKILL; what they were told is saved is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reliability.doomed import POINTS
+from reliability.kills import kill_trainers
+from support.object_stores import Place
+
+
+def assert_nothing_lost(kills: int, memory: Path, place: Place, seed: int) -> None:
+    found = kill_trainers(kills, memory, place.tier(), seed=seed)
+    assert found.lost == []
+    assert sum(found.kills.values()) == kills
+    assert len(found.kills) == len(POINTS)
+    assert found.promoted
+    assert found.nodes
+
+
+def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(
+    shared_memory: Path, s3_place: Place
+) -> None:
+    assert_nothing_lost(10, shared_memory, s3_place, seed=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_trainers_that_are_killed_two_hundred_times_lose_nothing(shared_memory: Path, s3_place: Place) -> None:
+    assert_nothing_lost(200, shared_memory, s3_place, seed=1)

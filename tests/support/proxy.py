@@ -1,0 +1,263 @@
+"""A proxy in front of an object store that counts requests, and fails as networks and servers do.
+
+::
+
+    with proxy(server) as between:
+        between.fail("PUT", slow_down, key="packs/", times=3)
+        ...
+        assert between.count["LIST"] == 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+__all__ = [
+    "Proxy",
+    "cut",
+    "deny",
+    "ignore_conditions",
+    "ignore_ranges",
+    "internal_error",
+    "late",
+    "lose_reply",
+    "proxy",
+    "slow_down",
+]
+
+
+@dataclass(slots=True)
+class Rule:
+    """What a few requests meet."""
+
+    verb: str
+    fault: Fault
+    key: str
+    left: int | None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection of a client."""
+
+    protocol_version = "HTTP/1.1"
+    upstream: http.client.HTTPConnection | None = None
+
+    def do_GET(self) -> None:
+        between: Proxy = self.server.between  # type: ignore[attr-defined]
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        listing = self.command == "GET" and "list-type=2" in self.path
+        fault = between.meet("LIST" if listing else self.command, self.path)
+        try:
+            fault(self)
+        finally:
+            between.done()
+
+    do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
+
+    def forward(self, *, without: tuple[str, ...] = ()) -> http.client.HTTPResponse:
+        """Ask the server behind; its answer."""
+        between: Proxy = self.server.between  # type: ignore[attr-defined]
+        if self.upstream is None:
+            self.upstream = http.client.HTTPConnection(between.host, timeout=600)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in without}
+        self.upstream.request(self.command, self.path, self.body or None, headers)
+        return self.upstream.getresponse()
+
+    def answer(self, found: http.client.HTTPResponse, *, cut: bool = False) -> None:
+        """Hand an answer on; only half of its body, and then nothing, when it is to be cut."""
+        body = found.read()
+        self.send_response_only(found.status, found.reason)
+        for name, value in found.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name, value)
+        length = found.getheader("Content-Length") if self.command == "HEAD" else str(len(body))
+        self.send_header("Content-Length", length or "0")
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.leave()
+
+    def refuse(self, status: int, code: str) -> None:
+        """Answer in the place of the server."""
+        body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>by script</Message></Error>'.encode()
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    def leave(self) -> None:
+        """End the connection."""
+        self.close_connection = True
+
+    def finish(self) -> None:
+        if self.upstream is not None:
+            self.upstream.close()
+        super().finish()
+
+
+Fault = Callable[[Handler], None]
+
+
+def _pass_on(request: Handler) -> None:
+    request.answer(request.forward())
+
+
+def slow_down(request: Handler) -> None:
+    """The server has too much to do."""
+    request.refuse(503, "SlowDown")
+
+
+def internal_error(request: Handler) -> None:
+    """The server has failed."""
+    request.refuse(500, "InternalError")
+
+
+def deny(request: Handler) -> None:
+    """The credentials do not allow it."""
+    request.refuse(403, "AccessDenied")
+
+
+def late(request: Handler) -> None:
+    """It is done after a while, whether its client is still there or not."""
+    time.sleep(0.3)
+    with contextlib.suppress(OSError):
+        _pass_on(request)
+
+
+def lose_reply(request: Handler) -> None:
+    """It is done, and nobody hears of it."""
+    request.forward().read()
+    request.leave()
+
+
+def cut(request: Handler) -> None:
+    """The connection ends in the middle of the answer."""
+    request.answer(request.forward(), cut=True)
+
+
+def ignore_conditions(request: Handler) -> None:
+    """The server knows no condition of a put."""
+    request.answer(request.forward(without=("if-none-match", "if-match")))
+
+
+def ignore_ranges(request: Handler) -> None:
+    """The server answers a range with the whole object."""
+    request.answer(request.forward(without=("range",)))
+
+
+class Hang:
+    """Requests that have come and are not answered, until they are released; then they are never heard of again."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._released = threading.Event()
+
+    def __call__(self, request: Handler) -> None:
+        self.reached.set()
+        self._released.wait(120)
+        request.leave()
+
+    def release(self) -> None:
+        """Let them end."""
+        self._released.set()
+
+
+class Proxy:
+    """What happens between a client and a server; made by `proxy`."""
+
+    def __init__(self, server: str) -> None:
+        self.host = urlsplit(server).netloc
+        self.url = ""
+        self.count: Counter[str] = Counter()
+        """Requests by verb; a GET that lists is a LIST."""
+        self.asked: list[tuple[str, str]] = []
+        """Verb and path of each."""
+        self._rules: list[Rule] = []
+        self._hangs: list[Hang] = []
+        self._guards = threading.Condition()
+        self._under_way = 0
+
+    def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1) -> None:
+        """Let the next ``times`` requests of a verb, ``*`` for any, meet a fault whose path has ``key`` in it."""
+        with self._guards:
+            self._rules.append(Rule(verb, fault, key, times))
+
+    def hang(self, verb: str, *, key: str = "", times: int | None = 1) -> Hang:
+        """Let requests hang."""
+        hang = Hang()
+        self._hangs.append(hang)
+        self.fail(verb, hang, key=key, times=times)
+        return hang
+
+    def heal(self) -> None:
+        """Forget all faults."""
+        with self._guards:
+            self._rules.clear()
+        for hang in self._hangs:
+            hang.release()
+
+    def restart_count(self) -> None:
+        """Count from nothing."""
+        with self._guards:
+            self.count.clear()
+            self.asked.clear()
+
+    def settle(self) -> None:
+        """Wait until no request is under way, whose client may have gone."""
+        with self._guards:
+            assert self._guards.wait_for(lambda: not self._under_way, 60)
+
+    def done(self) -> None:
+        """Count a request as ended."""
+        with self._guards:
+            self._under_way -= 1
+            self._guards.notify_all()
+
+    def meet(self, verb: str, path: str) -> Fault:
+        """What a request is to meet; it is under way from now on."""
+        with self._guards:
+            self._under_way += 1
+            self.count[verb] += 1
+            self.asked.append((verb, path))
+            for rule in self._rules:
+                if rule.verb in ("*", verb) and rule.key in path and rule.left != 0:
+                    if rule.left is not None:
+                        rule.left -= 1
+                    return rule.fault
+        return _pass_on
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    between: Proxy
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has gone is no error."""
+
+
+@contextmanager
+def proxy(server: str) -> Iterator[Proxy]:
+    """Stand in front of a server."""
+    between = Proxy(server)
+    with _Server(("127.0.0.1", 0), Handler) as listening:
+        listening.between = between
+        between.url = f"http://127.0.0.1:{listening.server_port}"
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield between
+        finally:
+            between.heal()
+            listening.shutdown()
+            thread.join()

@@ -1,0 +1,284 @@
+"""An object store that fails as networks and servers do: what is raised, what is slowed down, what is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.object_stores import BUCKET, Place
+from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, proxy, slow_down
+
+from tieredckpt.blobs.base import BlobStore, Stretch
+from tieredckpt.blobs.object.kind import S3
+from tieredckpt.blobs.wrap import Deadline, Retrying
+from tieredckpt.config.object_tiers import S3Tier
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TierUnavailable
+from tieredckpt.testing.backdoor import aligned, pattern
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def between(s3_server: str) -> Iterator[Proxy]:
+    with proxy(s3_server) as between:
+        yield between
+
+
+@pytest.fixture
+async def store(s3_place: Place, between: Proxy) -> AsyncIterator[BlobStore]:
+    store = await opened(s3_place, between)
+    between.restart_count()
+    yield store
+    await store.close()
+
+
+async def opened(place: Place, between: Proxy, *, read_only: bool = False, **settings: Any) -> BlobStore:
+    return await S3.open(S3Tier(name="s3", **place.tier(between.url, **settings)), read_only=read_only)
+
+
+async def test_each_verb_is_one_request_and_a_pack_one_put(store: BlobStore, between: Proxy) -> None:
+    parts = [aligned(pattern(MIB, seed)) for seed in range(40)]
+    for verb, call in {
+        "PUT": lambda: store.put("packs/ab/pack", parts),
+        "GET": lambda: store.get("packs/ab/pack", limit=64 * MIB),
+        "HEAD": lambda: store.stat("packs/ab/pack"),
+        "DELETE": lambda: store.delete("packs/ab/pack"),
+    }.items():
+        between.restart_count()
+        await call()
+        assert between.count == {verb: 1}
+    between.restart_count()
+    assert [info async for info in store.list("packs/")] == []
+    assert between.count == {"LIST": 1}
+
+
+async def test_a_listing_tells_the_times_of_the_server(store: BlobStore) -> None:
+    await store.put("a/b", [b"x"])
+    (info,) = [info async for info in store.list("a/")]
+    assert abs(info.modified - time.time()) < 3600
+    assert (await store.stat("a/b")).modified == pytest.approx(info.modified, abs=1)
+
+
+async def test_slow_down_is_waited_for_and_is_no_failure(store: BlobStore, between: Proxy) -> None:
+    between.fail("*", slow_down, times=3)
+    began = time.monotonic()
+    await asyncio.gather(*(store.put(f"a/{number}", [b"x"]) for number in range(4)))
+    assert time.monotonic() - began > 0.1  # the first pause
+    assert between.count["PUT"] == 4 + 3
+    between.fail("GET", slow_down, times=2)
+    assert await store.get("a/0", limit=1) == b"x"
+
+
+async def test_slow_down_that_does_not_end_is_ended_by_the_deadline(store: BlobStore, between: Proxy) -> None:
+    between.fail("*", slow_down, times=None)
+    with pytest.raises(TierUnavailable, match="had not ended"):
+        await Deadline(store, "s3", base=0.5).stat("a")
+
+
+async def test_other_errors_of_the_server_are_told_and_repeated_outside_alone(store: BlobStore, between: Proxy) -> None:
+    between.fail("PUT", internal_error, times=2)
+    with pytest.raises(TierUnavailable, match="500"):
+        await store.put("a", [b"x"])
+    assert between.count == {"PUT": 1}
+    await Retrying(store, wait_jitter=0.01).put("a", [b"x"])
+    assert between.count == {"PUT": 3}
+
+
+async def test_a_missing_key_a_missing_bucket_and_a_refusal_are_told_apart(
+    store: BlobStore, s3_place: Place, between: Proxy
+) -> None:
+    with pytest.raises(NotFound):
+        await store.get("none", limit=1)
+    between.fail("*", deny, times=4)
+    for call in (store.get("a", limit=1), store.put("a", [b"x"]), store.stat("a"), store.delete("a")):
+        with pytest.raises(TierUnavailable, match="credentials do not allow") as raised:
+            await call
+        assert "test-secret" not in str(raised.value)
+    assert between.count["PUT"] == 1
+    elsewhere = S3Tier(name="s3", **s3_place.tier(between.url, url="s3://no-such-bucket/run", retries=3))
+    between.restart_count()
+    with pytest.raises(TierUnavailable, match=r"NoSuchBucket The .* make the bucket"):
+        await S3.open(elsewhere)
+    assert between.count == {"GET": 1}  # asking again would not help
+    reader = await S3.open(elsewhere, read_only=True)
+    with pytest.raises(TierUnavailable, match="make the bucket"):
+        await reader.get("tieredckpt.json", limit=10)
+    with pytest.raises(TierUnavailable, match="make the bucket"):
+        assert [info async for info in reader.list("steps/")]
+    await reader.close()
+
+
+async def test_a_server_that_is_not_there_is_unavailable(s3_place: Place) -> None:
+    reader = await S3.open(S3Tier(name="s3", **s3_place.tier("http://127.0.0.1:9")), read_only=True)
+    with pytest.raises(TierUnavailable, match=f"s3://{BUCKET}"):
+        await reader.stat("a")
+    await reader.close()
+
+
+async def test_a_full_server_has_no_space(store: BlobStore, between: Proxy) -> None:
+    between.fail("PUT", lambda request: request.refuse(403, "QuotaExceeded"))
+    with pytest.raises(NoSpace, match="quota"):
+        await store.put("a", [b"x"])
+
+
+async def test_two_creations_at_the_same_moment_are_tried_again(store: BlobStore, between: Proxy) -> None:
+    between.fail("PUT", lambda request: request.refuse(409, "ConditionalRequestConflict"))
+    with pytest.raises(TierUnavailable):
+        await store.put("a", [b"x"], create_only=True)
+    await store.put("a", [b"x"], create_only=True)
+    with pytest.raises(Conflict):
+        await store.put("a", [b"x"], create_only=True)
+
+
+@pytest.mark.parametrize("fault", [cut, internal_error])
+async def test_a_connection_that_is_cut_is_no_shorter_object(store: BlobStore, between: Proxy, fault: Any) -> None:
+    data = pattern(9 * MIB)
+    await store.put("a", [data])
+    into = bytearray(len(data))
+    for read in (
+        lambda: store.get("a", limit=len(data)),
+        lambda: store.get_into("a", 0, memoryview(into)),
+        lambda: digested(store, into),
+    ):
+        between.fail("GET", fault)
+        with pytest.raises(TierUnavailable) as raised:
+            await read()
+        assert not isinstance(raised.value, ShortRead)
+        await read()
+    assert into == data
+
+
+async def digested(store: Any, into: bytearray) -> Any:
+    return await store.get_digested("a", [Stretch(0, len(into), memoryview(into))])
+
+
+async def test_a_put_whose_reply_is_lost_may_be_repeated(store: BlobStore, between: Proxy, s3_place: Place) -> None:
+    between.fail("PUT", lose_reply, times=2)
+    retrying = Retrying(store, wait_jitter=0.01)
+    await retrying.put("a", [b"x"])
+    await retrying.put("b", [b"y"], create_only=True)  # the second try finds what the first has made
+    assert s3_place.bucket.read("a") == b"x"
+    assert s3_place.bucket.read("b") == b"y"
+
+
+async def test_a_put_that_hangs_lets_go_of_its_memory_when_it_is_cancelled(store: BlobStore, between: Proxy) -> None:
+    hang = between.hang("PUT", times=None)
+    memory = bytearray(24 * MIB)
+    putting = asyncio.ensure_future(store.put("a", [memory, memory]))
+    await asyncio.to_thread(hang.reached.wait, 0.2)
+    putting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    memory.pop()  # a BufferError while anybody uses it
+    hang.release()
+    between.heal()
+    with pytest.raises(NotFound):
+        await store.stat("a")
+
+
+async def test_reads_and_small_puts_that_hang_end_when_they_are_cancelled(store: BlobStore, between: Proxy) -> None:
+    await store.put("a", [pattern(MIB)])
+    into = bytearray(MIB)
+    for verb, call in {
+        "GET": lambda: store.get_into("a", 0, memoryview(into)),
+        "HEAD": lambda: store.stat("a"),
+        "PUT": lambda: store.put("b", [b"x"]),
+        "DELETE": lambda: store.delete("b"),
+    }.items():
+        hang = between.hang(verb)
+        running = asyncio.ensure_future(call())
+        await asyncio.to_thread(hang.reached.wait, 10)
+        began = time.monotonic()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert time.monotonic() - began < 10
+        hang.release()
+    await store.get_into("a", 0, memoryview(into))
+    assert into == pattern(MIB)
+
+
+async def test_a_small_put_that_is_cancelled_has_ended_for_the_server_too(
+    store: BlobStore, between: Proxy, s3_place: Place
+) -> None:
+    """Else it would bring back what is deleted next, as the manifest of a commit that was called off."""
+    for seconds in (0.0, 0.01, 0.1):
+        between.fail("PUT", late)
+        putting = asyncio.ensure_future(store.put("steps/manifest", [b"x"]))
+        await asyncio.sleep(seconds)
+        putting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await putting
+        await store.delete("steps/manifest")
+        await asyncio.to_thread(between.settle)
+        assert s3_place.bucket.read("steps/manifest") is None
+
+
+async def test_a_server_that_answers_ranges_with_the_whole_is_told_by_readers_too(
+    store: BlobStore, between: Proxy
+) -> None:
+    await store.put("a", [pattern(1000)])
+    between.fail("GET", ignore_ranges, times=None)
+    with pytest.raises(TierUnavailable, match="the whole object"):
+        await store.get_into("a", 10, memoryview(bytearray(10)))
+
+
+async def test_a_listing_of_several_pages_is_complete(store: BlobStore, between: Proxy, s3_place: Place) -> None:
+    names = {f"packs/{number:04}" for number in range(1003)}
+    for some in [sorted(names)[at : at + 50] for at in range(0, len(names), 50)]:
+        await asyncio.gather(*(store.put(name, [b""]) for name in some))
+    between.restart_count()
+    assert {info.key async for info in store.list("packs/")} == names
+    assert between.count == {"LIST": 2}
+
+
+def test_a_process_that_was_forked_is_told_so_and_does_not_hang(s3_place: Place) -> None:
+    assert not asyncio.run(refused(s3_place))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)
+            code = 0 if asyncio.run(refused(s3_place)) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+async def refused(place: Place) -> bool:
+    """Whether a tier cannot be opened, since this process was forked."""
+    try:
+        store = await S3.open(S3Tier(name="s3", **place.tier()))
+        await store.close()
+    except TierUnavailable as error:
+        return "forked" in str(error)
+    return False
+
+
+async def test_a_profile_gives_credentials_by_boto3(
+    s3_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = an-id\naws_secret_access_key = a-key\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    settings = s3_place.tier(access_key_id=None, secret_access_key=None, profile="mine")
+    store = await S3.open(S3Tier(name="s3", **settings))
+    await store.put("a", [b"x"])
+    await store.close()
+    with pytest.raises(Invalid, match="the profile 'yours' gives no credentials"):
+        await S3.open(S3Tier(name="s3", **settings | {"profile": "yours"}))
+
+
+async def test_what_a_server_does_not_honour_is_not_asked_for(s3_place: Place, between: Proxy) -> None:
+    store = await opened(s3_place, between, read_only=True)
+    assert not store.traits.create_only
+    with pytest.raises(Invalid, match="exclusive"):
+        await store.put("a", [b"x"], create_only=True)
+    await store.close()

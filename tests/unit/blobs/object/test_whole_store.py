@@ -1,0 +1,268 @@
+"""Whole stores over an object store: what they keep, what they ask for, and what fails without harm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.limits import limit
+from support.object_stores import CREDENTIALS, Place
+from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, lose_reply, proxy, slow_down
+from support.scenes import Heard, assert_same, config, crash, ram, tree
+from typer.testing import CliRunner
+
+from tieredckpt import CheckpointStore
+from tieredckpt.cli.app import app
+from tieredckpt.config import StoreConfig, dump_with_secrets
+from tieredckpt.errors import Invalid, TierUnavailable
+from tieredckpt.events import StepEvicted
+
+FIRST, LATER, WITH_STEPS = 14, 8, 12
+"""Requests of an opening: of a new tier, of one that is known and empty, and of one with many steps."""
+
+
+@pytest.fixture
+def between(s3_server: str) -> Iterator[Proxy]:
+    with proxy(s3_server) as between:
+        yield between
+
+
+@pytest.fixture
+def settings(shared_memory: Path, s3_place: Place, between: Proxy) -> StoreConfig:
+    tiers = {"ram": ram(shared_memory), "s3": s3_place.tier(between.url, retain={"kind": "last_n", "n": 2})}
+    return config(tiers)
+
+
+async def total(between: Proxy, store: CheckpointStore) -> int:
+    """Requests since the last call, once nothing is under way."""
+    await store.flush()
+    found = sum(between.count.values())
+    between.restart_count()
+    return found
+
+
+async def test_what_is_saved_is_promoted_restored_evicted_and_collected(
+    settings: StoreConfig, s3_place: Place, shared_memory: Path
+) -> None:
+    async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
+        for step in range(1, 5):
+            ckpt = await store.save(step, tree(step))
+            await ckpt.reached("s3")
+        await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (2, "s3"))
+        assert [info.step for info in await store.steps() if "s3" in info.tiers] == [3, 4]
+        await store.evict(3, "s3")
+        packs = {key for key in s3_place.bucket.sizes() if key.startswith("packs/")}
+        assert packs
+        await crash(store)
+    for path in shared_memory.iterdir():  # and the machine with it
+        shutil.rmtree(path)
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 4
+        assert_same(restored.tree, tree(4))
+        assert set(restored.sources) == {"s3"}
+        assert all(not verified.problem for verified in await store.verify(4))
+        await store.collect()
+    assert "leases" not in {key.partition("/")[0] for key in s3_place.bucket.sizes()}
+
+
+async def test_few_requests_are_made(settings: StoreConfig, between: Proxy) -> None:
+    async with CheckpointStore.open(settings) as store:
+        assert await total(between, store) <= FIRST
+        await store.save(1, tree(1))
+        assert await total(between, store) == 1 + 2  # a pack, its index, the commit
+        await store.save(2, tree(1))
+        assert await total(between, store) <= 3
+        await store.collect()
+        assert await total(between, store) <= 2
+    between.restart_count()
+    async with CheckpointStore.open(settings) as store:
+        # And the catalog, and the newest step.
+        assert await total(between, store) <= LATER + 3
+    between.restart_count()
+    async with CheckpointStore.open(settings, read_only=True) as store:
+        assert [info.step for info in await store.steps()] == [1, 2]
+        assert {verb for verb, _ in between.asked} <= {"GET", "LIST", "HEAD"}
+
+
+async def test_an_empty_tier_that_is_known_is_opened_with_few_requests(settings: StoreConfig, between: Proxy) -> None:
+    async with CheckpointStore.open(settings):
+        pass
+    between.restart_count()
+    async with CheckpointStore.open(settings) as store:
+        assert await total(between, store) <= LATER
+
+
+async def test_a_hundred_steps_are_opened_with_few_requests(
+    s3_place: Place, between: Proxy, shared_memory: Path
+) -> None:
+    tiers = {"ram": ram(shared_memory), "s3": s3_place.tier(between.url, retain="all")}
+    settings = config(tiers)
+    async with CheckpointStore.open(settings) as store:
+        for step in range(100):
+            await store.save(step, {"w": np.full(10, step)})
+        await store.flush()
+    between.restart_count()
+    async with CheckpointStore.open(settings) as store:
+        assert await total(between, store) <= WITH_STEPS
+        assert len(await store.steps()) == 100
+
+
+async def test_packs_are_put_several_at_a_time(s3_place: Place, between: Proxy, shared_memory: Path) -> None:
+    tiers = {
+        "ram": ram(shared_memory, capacity="160 MiB"),
+        "s3": s3_place.tier(between.url, object_size="5 MiB", concurrency=4, retries=3),
+    }
+    settings = config(tiers, chunk_size="1 MiB")
+    hang = between.hang("PUT", key="/packs/", times=4)
+    async with CheckpointStore.open(settings) as store:
+        ckpt = await store.save(1, {"w": np.random.default_rng(1).standard_normal(5 << 20)})
+        async with asyncio.timeout(60):
+            while sum("/packs/" in path for _, path in between.asked) < 4:
+                await asyncio.sleep(0.01)
+        hang.release()
+        between.heal()
+        await asyncio.wait_for(store.flush(), 60)
+        await ckpt.reached("s3")
+    sizes = [size for key, size in s3_place.bucket.sizes().items() if key.startswith("packs/")]
+    assert len(sizes) >= 8
+    assert max(sizes) <= 6 << 20
+
+
+async def test_packs_that_die_are_deleted_several_at_a_time(
+    s3_place: Place, between: Proxy, shared_memory: Path
+) -> None:
+    far = s3_place.tier(between.url, object_size="5 MiB", retries=3, retain={"kind": "last_n", "n": 1})
+    settings = config({"ram": ram(shared_memory, capacity="160 MiB"), "s3": far}, chunk_size="1 MiB")
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, {"w": np.random.default_rng(1).standard_normal(5 << 20)})
+        await store.flush()
+        hang = between.hang("DELETE", key="/packs/", times=4)
+        await store.save(2, {"w": np.random.default_rng(2).standard_normal(5 << 20)})
+        async with asyncio.timeout(60):
+            while sum(verb == "DELETE" and "/packs/" in path for verb, path in between.asked) < 4:
+                await asyncio.sleep(0.01)
+        hang.release()
+        between.heal()
+        await store.flush()
+        await store.collect()
+        sizes = {key: size for key, size in s3_place.bucket.sizes().items() if key.startswith("packs/")}
+        assert sum(sizes.values()) < 50 << 20
+        assert_same((await store.restore()).tree["w"], np.random.default_rng(2).standard_normal(5 << 20))
+
+
+@pytest.mark.parametrize("fault", [slow_down, internal_error, cut, lose_reply])
+async def test_whatever_fails_for_a_while_is_made_good(
+    settings: StoreConfig, between: Proxy, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, first_retry=0.02)
+    async with CheckpointStore.open(settings) as store:
+        for verb in ("PUT", "DELETE", "GET", "LIST"):
+            between.fail(verb, fault, times=2)
+        for step in range(1, 5):
+            await store.save(step, tree(step))
+        async with asyncio.timeout(60):
+            while not await _is_promoted(store, 4):
+                await asyncio.sleep(0.05)
+        between.heal()
+        restored = await store.restore(4)
+        assert restored is not None
+        assert_same(restored.tree, tree(4))
+
+
+async def _is_promoted(store: CheckpointStore, step: int) -> bool:
+    return any(info.step == step and "s3" in info.tiers for info in await store.steps())
+
+
+async def test_training_goes_on_beside_a_server_that_hangs(settings: StoreConfig, between: Proxy) -> None:
+    async with CheckpointStore.open(settings) as store:
+        hang = between.hang("*", times=None)
+        for step in (1, 2):
+            await asyncio.wait_for(store.save(step, tree(step)), 30)
+        assert_same((await store.restore(2)).tree, tree(2))
+        hang.release()
+        between.heal()
+        async with asyncio.timeout(60):
+            while not await _is_promoted(store, 2):
+                await asyncio.sleep(0.05)
+
+
+async def test_a_reader_needs_no_right_to_write(settings: StoreConfig, between: Proxy, shared_memory: Path) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    far = settings.model_copy(update={"tiers": settings.slower})
+    between.fail("PUT", deny, times=None)
+    between.fail("DELETE", deny, times=None)
+    async with CheckpointStore.open(far, read_only=True) as store:
+        assert_same((await store.restore()).tree, tree(1))
+    with pytest.raises(TierUnavailable, match="credentials do not allow"):
+        await CheckpointStore.open(far)
+
+
+async def test_an_unfit_server_refuses_the_store(settings: StoreConfig, between: Proxy) -> None:
+    between.fail("GET", ignore_ranges, times=None)
+    with pytest.raises(Invalid, match="cannot be a tier"):
+        await CheckpointStore.open(settings)
+
+
+async def test_a_url_and_the_environment_are_enough(
+    s3_place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CREDENTIALS["secret_access_key"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_place.server)
+    async with CheckpointStore.open(s3_place.url) as store:
+        ckpt = await store.save(1, tree(1))
+        await ckpt.reached("s3")
+    listed = await asyncio.to_thread(CliRunner().invoke, app, ["ls", s3_place.url, "--json"])
+    assert listed.exit_code == 0, listed.output
+    assert '"s3"' in listed.output
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_stock_tensorstore_opens_what_is_there(
+    settings: StoreConfig, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tensorstore as ts
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CREDENTIALS["secret_access_key"])
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("s3")
+    far = settings.model_copy(update={"tiers": settings.slower})
+    async with CheckpointStore.open(far, read_only=True) as store:
+        spec = await store.spec(1, "params/w0")
+        assert CREDENTIALS["secret_access_key"] not in str(spec)
+        found = await (await ts.open(spec)).read()
+    assert_same(found, tree(1)["params"]["w0"])
+
+
+async def test_no_secret_is_stored_or_told(
+    s3_place: Place, between: Proxy, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    canary = "c4n4ry-c4n4ry"
+    secrets = {"secret_access_key": canary, "session_token": f"{canary}-token"}
+    settings = config({"ram": ram(shared_memory), "s3": s3_place.tier(between.url, **secrets)})
+    with caplog.at_level(logging.DEBUG):
+        async with CheckpointStore.open(settings) as store:
+            await store.save(1, tree(1))
+            await store.flush()
+            for fault in (deny, internal_error, lambda request: request.refuse(403, canary)):
+                between.fail("*", fault)
+                await store.verify(1)
+        between.heal()
+    stored = b"".join(s3_place.bucket.read(key) or b"" for key in s3_place.bucket.sizes())
+    assert canary.encode() not in stored
+    assert canary not in caplog.text
+    assert "was not" in caplog.text
+    assert canary in str(dump_with_secrets(settings))  # as an agent gets them

@@ -1,0 +1,249 @@
+"""Requests to an object store by obstore, and what its errors mean. The only module that knows obstore."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import obstore
+from obstore import exceptions, store
+from pydantic import SecretStr
+
+from tieredckpt._redact import redacted_text
+from tieredckpt.blobs.base import BlobInfo, Unanswered
+from tieredckpt.blobs.object.throttle import SlowDown
+from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
+
+__all__ = ["Client", "Denied", "NoRanges", "Range", "endpoint_of"]
+
+_UNLIMITED = timedelta(days=365)
+"""Of a request: how long one may take is decided by the deadline around the store alone."""
+
+_LISTED_AT_ONCE = 1000
+
+_XML = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*</Error>")
+_STATUS = re.compile(r"status code: (\d{3})")
+_FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|EntityTooLarge|InsufficientCapacity\w*)<")
+_NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
+_SLOW = re.compile(r"<Code>(?:SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded)<")
+_NO_RANGES = "non-partial response"
+_BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
+"""What obstore says where a server answers a range that begins at the end with nothing, as Azurite does."""
+
+
+class Denied(Unanswered):
+    """The server refuses these credentials, or there are none: asking again does not help."""
+
+
+class NoRanges(Unanswered):
+    """The server answered a request for a range with the whole object."""
+
+
+class Range(NamedTuple):
+    """Bytes of an object that are arriving."""
+
+    start: int
+    end: int
+    pieces: AsyncGenerator[Any]
+    """Contiguous buffers."""
+
+
+class Client:
+    """The objects below the prefix of a tier. Every verb is one request, and is not repeated here."""
+
+    _used_by: int | None = None
+    """The process whose obstore has begun to work; its threads are not in a process that was forked since."""
+
+    def __init__(self, tier: ObjectTier) -> None:
+        """Blocking where a profile is read. Raises `Invalid` for settings that obstore does not take."""
+        self._name, self.location = tier.name, tier.location
+        self._secrets = _secrets(tier)
+        try:
+            self._store = _opened(tier)
+        except Invalid:
+            raise
+        except (exceptions.BaseError, ValueError, TypeError) as error:
+            raise Invalid(f"tier {tier.name!r} at {tier.location}: {self._without_secrets(error)}") from None
+
+    async def put(self, key: str, views: Sequence[memoryview], *, create_only: bool = False) -> None:
+        """One PUT, of memory that is not copied; it may be in use still for a moment when this ends."""
+        mode = "create" if create_only else "overwrite"
+        with self._errors(key, "written"):
+            await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
+
+    async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
+        """What arrives of an object, in pieces of so many bytes at least, and the size of the object.
+
+        A range that begins beyond the end is a `ShortRead`; one that ends there arrives in part.
+        """
+        options = None if start is None else {"range": (start, end)}
+        with self._errors(key, "read"):
+            result = await obstore.get_async(self._store, key, options=options)
+            found, size = result.range, result.meta["size"]
+        start, end = found
+        return Range(start, end, self._pieces(key, result, piece)), size
+
+    async def stat(self, key: str) -> BlobInfo:
+        with self._errors(key, "looked at"):
+            return _info(await obstore.head_async(self._store, key))
+
+    async def list(self, prefix: str) -> AsyncIterator[list[BlobInfo]]:
+        """Everything below a folder, in the lists that the server sends."""
+        with self._errors(prefix, "listed"):
+            async for found in obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=_LISTED_AT_ONCE):
+                yield [_info(each) for each in found]
+
+    async def delete(self, key: str) -> None:
+        try:
+            with self._errors(key, "deleted"):
+                await obstore.delete_async(self._store, key)
+        except NotFound:
+            pass  # as Azure and Google Cloud Storage say
+
+    async def _pieces(self, key: str, result: Any, nbytes: int) -> AsyncGenerator[Any]:
+        with self._errors(key, "read"):
+            async for piece in result.stream(min_chunk_size=nbytes):
+                yield piece
+
+    @contextlib.contextmanager
+    def _errors(self, key: str, doing: str) -> Iterator[None]:
+        self._check_process()
+        try:
+            yield
+        except TieredCkptError:
+            raise
+        except Exception as error:
+            raise self._foreign(error, key, doing) from None
+
+    def _check_process(self) -> None:
+        if Client._used_by is None:
+            Client._used_by = os.getpid()
+        elif Client._used_by != os.getpid():
+            raise Unanswered(
+                f"tier {self._name!r} at {self.location}: this process was forked from one that used an object store, "
+                f"whose threads it does not have; start processes by 'spawn', or fork before a store is opened"
+            )
+
+    def _foreign(self, error: Exception, key: str, doing: str) -> TieredCkptError:
+        """The error of this library for one of obstore's, whose kinds and status are believed and whose words are not,
+        but where nothing else tells."""
+        full = str(error)
+        text = self._without_secrets(error)
+        status = int(found[1]) if (found := _STATUS.search(full)) else None
+        what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {text}"
+        if _NO_BUCKET.search(full):
+            return Unanswered(f"{what}; make the bucket, or correct the tier's `url`")
+        if _FULL.search(full) or status == 507:
+            return NoSpace(f"{what}; evict steps, or raise the quota")
+        if status in (429, 503) or _SLOW.search(full):
+            return SlowDown(what)
+        if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (
+            401,
+            403,
+        ):
+            return Denied(f"{what}; the credentials do not allow it")
+        if isinstance(error, FileNotFoundError):
+            return NotFound(what) if doing != "written" else TierUnavailable(what)
+        if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
+            # 409: another writer is at the same key now, and who wins is not known yet.
+            return TierUnavailable(what) if "ConditionalRequestConflict" in full else Conflict(what)
+        if status == 416 or _BEYOND.search(full):
+            return ShortRead(what)
+        if _NO_RANGES in full:
+            return NoRanges(f"{what}; the server answers a range with the whole object, which no tier can use")
+        return TierUnavailable(what)
+
+    def _without_secrets(self, error: Exception) -> str:
+        text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
+        return redacted_text(_XML.sub(r"\1 \2", text), self._secrets)
+
+
+def endpoint_of(tier: ObjectTier) -> str:
+    """Where requests go, as far as settings and environment say; empty for the provider's own."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if isinstance(tier, S3Tier) else ()
+    return tier.endpoint or next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def _opened(tier: ObjectTier) -> Any:
+    endpoint = endpoint_of(tier)
+    common: dict[str, Any] = {
+        "prefix": tier.prefix or None,
+        "client_options": {
+            "timeout": _UNLIMITED,
+            "connect_timeout": timedelta(seconds=tier.deadline),
+            "allow_http": endpoint.startswith("http://"),
+        },
+        # What is repeated, and how often, is decided around the store.
+        "retry_config": {"max_retries": 0},
+    }
+    return _MAKERS[type(tier)](tier, endpoint, common)
+
+
+def _s3(tier: S3Tier, endpoint: str, common: dict[str, Any]) -> Any:
+    unsigned = not endpoint.startswith("http://") if tier.unsigned_payload is None else tier.unsigned_payload
+    settings = {
+        "endpoint": endpoint or None,
+        "region": tier.region,
+        "access_key_id": _told(tier.access_key_id),
+        "secret_access_key": _told(tier.secret_access_key),
+        "session_token": _told(tier.session_token),
+    }
+    if tier.profile is not None:
+        common["credential_provider"] = _of_profile(tier.name, tier.profile)
+    # One DELETE for one object: not every server takes the request for many.
+    return store.S3Store(tier.bucket, unsigned_payload=unsigned, disable_bulk_delete=True, **_given(settings), **common)
+
+
+def _gcs(tier: GcsTier, endpoint: str, common: dict[str, Any]) -> Any:
+    settings = {
+        "base_url": endpoint or None,
+        "service_account": None if tier.credentials is None else str(tier.credentials),
+        "service_account_key": _told(tier.service_account_key),
+    }
+    return store.GCSStore(tier.bucket, **_given(settings), **common)
+
+
+def _azure(tier: AzureTier, endpoint: str, common: dict[str, Any]) -> Any:
+    settings = {
+        "endpoint": endpoint or None,
+        "account_name": tier.account,
+        "account_key": _told(tier.account_key),
+        "sas_key": _told(tier.sas_token),
+    }
+    return store.AzureStore(tier.bucket, **_given(settings), **common)
+
+
+_MAKERS: Mapping[type[ObjectTier], Callable[..., Any]] = {S3Tier: _s3, GcsTier: _gcs, AzureTier: _azure}
+
+
+def _of_profile(tier: str, profile: str) -> Any:
+    try:
+        from boto3.session import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise Invalid(f"tier {tier!r}: `profile` is read by boto3, which is not there: pip install boto3") from error
+    try:
+        return Boto3CredentialProvider(Session(profile_name=profile))
+    except Exception as error:  # botocore's own kinds, of which there are many
+        raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {error}") from error
+
+
+def _secrets(tier: ObjectTier) -> tuple[str, ...]:
+    return tuple(value.get_secret_value() for _, value in tier if isinstance(value, SecretStr))
+
+
+def _told(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()
+
+
+def _given(settings: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _info(found: Mapping[str, Any]) -> BlobInfo:
+    return BlobInfo(found["path"], found["size"], found["last_modified"].timestamp())

@@ -1,0 +1,68 @@
+"""Finds out what an endpoint honours, once, and keeps the verdict in an object beside the store's marker.
+
+Servers that speak a provider's protocol differ: some answer a range with the whole object, some ignore the condition
+of a put and replace what was there. Only a writer probes; a reader needs nothing of what is found.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.object.client import NoRanges
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, ShortRead
+
+__all__ = ["VERDICT", "Verdict", "verdict_of"]
+
+VERDICT = "tieredckpt-endpoint.json"
+"""The key of the object that is probed with, and says afterwards what was found."""
+
+_MAX = 4096
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What an endpoint was found to do."""
+
+    version: int = 1
+    endpoint: str
+    """Where that was; what was copied to another one is probed there."""
+    create_only: bool
+    """A put on the condition that nothing is there is refused where something is."""
+
+
+async def verdict_of(store: BlobStore, endpoint: str) -> Verdict:
+    """The verdict that is kept, or a new one, which takes four requests more.
+
+    Args:
+        store: of the endpoint, which asks for exclusive puts as if they were honoured.
+        endpoint: its URL.
+
+    Raises `Invalid` for an endpoint that no tier can use, `TierUnavailable`.
+    """
+    kept = await _kept(store)
+    if kept is not None and (kept.version, kept.endpoint) == (1, endpoint):
+        return kept
+    trial = msgspec.json.encode({"probing": endpoint})  # no verdict, should this end half-way
+    await store.put(VERDICT, [trial])
+    try:
+        await store.put(VERDICT, [b"{}"], create_only=True)
+        verdict = Verdict(endpoint=endpoint, create_only=False)
+    except Conflict:
+        verdict = Verdict(endpoint=endpoint, create_only=True)
+    into = bytearray(1)
+    try:
+        await store.get_into(VERDICT, 1, memoryview(into))
+    except (NoRanges, ShortRead) as error:
+        raise Invalid(
+            f"{store.location} cannot be a tier: its server does not answer a request for a range of an object with "
+            f"that range ({error})"
+        ) from error
+    await store.put(VERDICT, [msgspec.json.encode(verdict)])
+    return verdict
+
+
+async def _kept(store: BlobStore) -> Verdict | None:
+    try:
+        return msgspec.json.decode(await store.get(VERDICT, limit=_MAX), type=Verdict)
+    except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,230 @@
+"""A blob store over an object store: one request for each verb, packs from the caller's memory and into it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tieredckpt.blobs.base import (
+    BlobInfo,
+    Buffer,
+    Stretch,
+    Survives,
+    Traits,
+    check_key,
+    check_prefix,
+    check_stretches,
+    is_key,
+)
+from tieredckpt.blobs.object.client import Client, Range
+from tieredckpt.blobs.object.landing import Landing
+from tieredckpt.blobs.object.throttle import Throttle
+from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailable
+
+__all__ = ["ObjectStore"]
+
+_PIECE = 4 << 20
+"""Bytes that arrive at a time, of each of the reads under way: smaller ones cost more turns of the loop."""
+
+_COPIERS = 4
+"""Threads that put what arrives in its place."""
+
+_ENDS_BY_ITSELF = 1 << 20
+"""Bytes of a put that is on its way as a whole before it could be called off."""
+_ENDS_WITHIN = 2.0
+"""Seconds that such a put is given to end by itself when it is cancelled."""
+
+_LET_GO = 0.005
+"""Seconds between looks at whether obstore has let go of memory."""
+
+
+class ObjectStore:
+    """Blobs as the objects below a prefix.
+
+    Args:
+        client: makes the requests.
+        create_only: whether the endpoint honours conditions; see `tieredckpt.blobs.object.probe`.
+        survives: what the service outlives.
+        object_size: the trait, in bytes.
+        concurrency: how many large puts are best under way at a time, and half of the reads.
+    """
+
+    def __init__(
+        self, client: Client, *, create_only: bool, survives: Survives, object_size: int, concurrency: int
+    ) -> None:
+        self._client = client
+        self._throttle = Throttle()
+        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="tieredckpt-object")
+        self._traits = Traits(
+            survives=survives,
+            durable=True,
+            atomic_put=True,
+            create_only=create_only,
+            ranged_get=True,
+            direct_io=False,
+            object_size=object_size,
+            digested_reads=2 * concurrency,
+            remote=True,
+            parallel_puts=concurrency,
+        )
+        self._active = 0
+        self._closed = False
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def location(self) -> str:
+        return self._client.location
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        self._check(key)
+        with self._in_use():
+            arriving, size = await self._throttle(lambda: self._client.get(key, piece=_PIECE))
+            if size > limit:
+                raise Corrupt(f"{self._at(key)} has {size} bytes, and at most {limit} are acceptable")
+            into = bytearray(size)
+            await self._land(key, arriving, Landing(0, [Stretch(0, size, memoryview(into))], digested=False))
+        return bytes(into)
+
+    async def get_into(self, key: str, offset: int, into: memoryview) -> None:
+        self._check(key)
+        if offset < 0 or into.readonly:
+            raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
+        with self._in_use():
+            if not into.nbytes:  # there is no request for nothing
+                size = (await self._throttle(lambda: self._client.stat(key))).size
+                if offset > size:
+                    raise ShortRead(f"{self._at(key)} has {size} bytes, and {offset} is behind them")
+                return
+            stretch = Stretch(offset, into.nbytes, into)
+            await self._land_range(key, [stretch], Landing(offset, [stretch], digested=False))
+
+    async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
+        self._check(key)
+        check_stretches(key, stretches)
+        landing = Landing(stretches[0].offset, stretches, digested=True)
+        with self._in_use():
+            await self._land_range(key, stretches, landing)
+        return landing.digests()
+
+    async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        self._check(key)
+        if create_only and not self._traits.create_only:
+            raise Invalid(f"{self._at(key)} was to be written by an exclusive put, which its server does not honour")
+        # Views of its own: they can be released when nobody else uses the memory any more.
+        views = [memoryview(part) for part in parts if memoryview(part).nbytes]
+        small = sum(view.nbytes for view in views) <= _ENDS_BY_ITSELF
+        with self._in_use():
+            try:
+                await self._throttle(lambda: _ended(self._client.put(key, views, create_only=create_only), small))
+            finally:
+                await outlast(asyncio.ensure_future(_let_go(views)))
+
+    async def stat(self, key: str) -> BlobInfo:
+        self._check(key)
+        with self._in_use():
+            return await self._throttle(lambda: self._client.stat(key))
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        self._check_open()
+        check_prefix(prefix)
+        with self._in_use():
+            found = await self._throttle(lambda: self._listed(prefix))
+        for info in found:
+            yield info
+
+    async def delete(self, key: str) -> None:
+        self._check(key)
+        with self._in_use():
+            await self._throttle(lambda: self._client.delete(key))
+
+    async def close(self) -> None:
+        """Refuse further verbs; those under way end as they would have."""
+        self._closed = True
+        self._end_threads()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the store at {self.location} was closed")
+
+    def _check(self, key: str) -> None:
+        self._check_open()
+        check_key(key)
+
+    def _at(self, key: str) -> str:
+        return f"{key} at {self.location}"
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        if self._closed and not self._active:
+            self._copiers.shutdown(wait=False)
+
+    async def _listed(self, prefix: str) -> Sequence[BlobInfo]:
+        return [info async for page in self._client.list(prefix) for info in page if is_key(info.key)]
+
+    async def _land_range(self, key: str, stretches: Sequence[Stretch], landing: Landing) -> None:
+        start, end = stretches[0].offset, stretches[-1].offset + stretches[-1].nbytes
+        arriving, size = await self._throttle(lambda: self._client.get(key, start, end, piece=_PIECE))
+        if arriving.end < end or arriving.start != start:  # the server cuts what is beyond the end, and says nothing
+            raise ShortRead(f"{self._at(key)} has {size} bytes, and those from {start} to {end} were wanted")
+        await self._land(key, arriving, landing)
+
+    async def _land(self, key: str, arriving: Range, landing: Landing) -> None:
+        """Put what arrives in its place on a thread, while more arrives."""
+        landed = arriving.start
+        async with contextlib.aclosing(arriving.pieces) as pieces:
+            coming = asyncio.ensure_future(anext(pieces, None))
+            try:
+                while (piece := await coming) is not None:
+                    coming = asyncio.ensure_future(anext(pieces, None))
+                    landed += len(piece)
+                    if landed > arriving.end:
+                        break
+                    await in_thread(landing.take, piece, pool=self._copiers)
+            finally:
+                coming.cancel()
+                await outlast(coming)
+        if landed != arriving.end:
+            raise TierUnavailable(f"{self._at(key)}: {landed - arriving.start} bytes came of those announced")
+
+
+async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
+    """A put. A small one that is cancelled is given time to end: its bytes may all be with the server, which would
+    undo what comes next."""
+    if not small:
+        await request
+        return
+    running = asyncio.ensure_future(request)
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ENDS_WITHIN)))
+        running.cancel()
+        await outlast(running)
+        raise
+
+
+async def _let_go(views: Sequence[memoryview]) -> None:
+    """Wait until nobody uses the memory any more: a request that was cancelled does for some tenths of a second."""
+    for view in views:
+        while True:
+            try:
+                view.release()
+            except BufferError:
+                await asyncio.sleep(_LET_GO)
+            else:
+                break
