@@ -258,8 +258,12 @@ def test_a_step_keeps_its_bytes_while_training_goes_on(store: SyncStore) -> None
         train(model, optimizer)  # over the memory that was saved
     assert told[1] != told[2]
     for step in (2, 1):
+        tensors = [*model.parameters(), *(moments["exp_avg"] for moments in optimizer.state.values())]
+        places = [tensor.data_ptr() for tensor in tensors]
         assert state.restore(store, step, resume=False) == step
         assert bits(model, optimizer) == told[step]
+        tensors = [*model.parameters(), *(moments["exp_avg"] for moments in optimizer.state.values())]
+        assert [tensor.data_ptr() for tensor in tensors] == places  # without a second copy of the state
 
 
 def test_a_failing_tier_ends_no_training(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> None:
