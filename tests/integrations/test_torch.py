@@ -79,7 +79,7 @@ def test_a_training_killed_in_the_middle_goes_on_bit_for_bit(shared_memory: Path
 
 @pytest.mark.timeout(4 * SOON)
 def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigkill(
-    tmp_path: Path, shared_memory: Path
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = []
     for task in ("die", "resume"):
@@ -93,10 +93,12 @@ def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigk
     # Any number of ranks takes the weights; the generators of two are not those of one.
     model = model_of_ranks(3)
     noise = torch.get_rng_state()
+    caplog.clear()
     with store_in(shared_memory / "killed") as store:
         assert TrainingState(model=model, optimizer=torch.optim.AdamW(model.parameters()), epoch=0).restore(store)
     assert weights_of(model) == told[0][0]["fsdp"]["weights"]
     assert torch.equal(torch.get_rng_state(), noise)
+    assert "step 13 was saved by 2 ranks, and these are 1" in caplog.text
 
 
 # -- what may be otherwise in the next process ------------------------------------------------------------
@@ -258,8 +260,12 @@ def test_a_step_keeps_its_bytes_while_training_goes_on(store: SyncStore) -> None
         train(model, optimizer)  # over the memory that was saved
     assert told[1] != told[2]
     for step in (2, 1):
+        tensors = [*model.parameters(), *(moments["exp_avg"] for moments in optimizer.state.values())]
+        places = [tensor.data_ptr() for tensor in tensors]
         assert state.restore(store, step, resume=False) == step
         assert bits(model, optimizer) == told[step]
+        tensors = [*model.parameters(), *(moments["exp_avg"] for moments in optimizer.state.values())]
+        assert [tensor.data_ptr() for tensor in tensors] == places  # without a second copy of the state
 
 
 def test_a_failing_tier_ends_no_training(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> None:
@@ -312,6 +318,9 @@ def test_parts_that_cannot_be_saved_or_loaded_are_named(store: SyncStore) -> Non
         TrainingState(loader=torch.utils.data.DataLoader([1, 2]))
     with pytest.raises(Invalid, match="'about'"):
         TrainingState(about=1)
+    for per_rank in ("model", "other"):
+        with pytest.raises(Invalid, match=f"per_rank: '{per_rank}'"):
+            TrainingState(model=model_of(1), per_rank=[per_rank])
     stranger = torch.optim.SGD(model_of(1).parameters())
     with pytest.raises(Invalid, match=r"part 'optimizer'.*no module"):
         TrainingState(model=model_of(1), optimizer=stranger).save(store, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,10 @@ torch = pytest.importorskip("torch")
 
 from tieredckpt.format.structure import encode_structure  # noqa: E402
 from tieredckpt.tree import flatten  # noqa: E402
+
+
+def run(program: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=300)
 
 
 def test_without_torch_their_plain_parts_come_back() -> None:
@@ -21,7 +26,7 @@ def test_without_torch_their_plain_parts_come_back() -> None:
         "from tieredckpt.tree import unflatten\n"
         f"assert unflatten(decode_structure({structure!r}), {{}}) == {{'d': 'torch.float16', 's': (2, 3)}}\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    run(program)
 
 
 def test_quantized_weights_and_moments_of_torchao_come_back() -> None:
@@ -29,6 +34,7 @@ def test_quantized_weights_and_moments_of_torchao_come_back() -> None:
     program = """
 import warnings; warnings.simplefilter("ignore")
 import torch
+torch.compile = lambda function, **_: function  # torchao compiles the step of its optimizers
 from torchao.optim import AdamW8bit
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from tieredckpt.format.structure import decode_structure, encode_structure
@@ -59,4 +65,39 @@ for make in (stepped, quantized):
 moment = stepped(1)["optimizer"]["state"][0]["exp_avg"]
 assert type(moment).__name__ == "OptimState8bit"
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    run(program)
+
+
+def test_an_optimizer_with_quantized_moments_goes_on_from_a_store(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    program = """
+import sys, warnings; warnings.simplefilter("ignore")
+import torch
+torch.compile = lambda function, **_: function  # torchao compiles the step of its optimizers
+from torchao.optim import AdamW8bit
+from tieredckpt import CheckpointStore
+from tieredckpt.integrations.torch import TrainingState
+
+def made(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(256, 256)
+    return model, AdamW8bit(model.parameters())
+
+def step(model, optimizer):
+    model(torch.linspace(0, 1, 1024).reshape(4, 256)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+model, optimizer = made(1)
+step(model, optimizer)
+with CheckpointStore.open({"tiers": {"disk": {"kind": "posix", "path": sys.argv[1]}}}).sync() as store:
+    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    other, other_optimizer = made(2)
+    assert TrainingState(model=other, optimizer=other_optimizer).restore(store) == 1
+moment = next(iter(other_optimizer.state.values()))["exp_avg"]
+assert type(moment).__name__ == "OptimState8bit", type(moment)
+step(model, optimizer)
+step(other, other_optimizer)
+assert torch.equal(other.weight, model.weight)
+"""
+    run(program, str(tmp_path / "disk"))

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, SyncCheck
 
 __all__ = ["TrainingState"]
 
+_log = logging.getLogger("tieredckpt")
+
 _ABOUT, _RANKS, _RNG = "about", "ranks", "rng"
 
 
@@ -52,7 +55,8 @@ class TrainingState:
         parts: by name, such as ``model=`` and ``optimizer=``.
 
     Raises:
-        Invalid: a ``DataLoader`` that has no state, or a name that is taken; it is named.
+        Invalid: a ``DataLoader`` that has no state, a name that is taken, or one of ``per_rank`` that cannot be; it is
+            named.
     """
 
     def __init__(self, *, rng: bool = True, per_rank: Sequence[str] = (), **parts: Any) -> None:
@@ -63,6 +67,11 @@ class TrainingState:
                 raise Invalid(
                     f"part {name!r}: a DataLoader does not tell where it is; use torchdata's StatefulDataLoader, or "
                     f"leave it out and save between epochs"
+                )
+        for name in per_rank:
+            if name not in parts or isinstance(parts[name], torch.nn.Module | torch.optim.Optimizer):
+                raise Invalid(
+                    f"per_rank: {name!r} is no part, or is a module or optimizer, which the ranks have together"
                 )
         self._rng = rng
         self._parts = parts
@@ -157,6 +166,12 @@ class TrainingState:
         found = yield {"step": head.step, how: like, "resume": resume}
         rank, ranks = _rank()
         mine = found.tree[_RANKS].get(rank, {}) if ranks == about["ranks"] else {}
+        if ranks != about["ranks"] and rank == 0:
+            _log.warning(
+                "step %d was saved by %d ranks, and these are %d: data loaders and random number generators stay as "
+                "they are",
+                *(found.step, about["ranks"], ranks),
+            )
         for name in (*self._names(torch.nn.Module), *self._names(torch.optim.Optimizer)):
             self._load(name, found.tree[name])
         for name in others:
