@@ -63,12 +63,14 @@ if TYPE_CHECKING:
     from tieredckpt.preempt import Preemption, preemption
     from tieredckpt.store import CheckpointStore
     from tieredckpt.sync import SyncStore
+    from tieredckpt.tree.leaf import ArraySpec
     from tieredckpt.tree.shards import Shard, Sharded
 
     __version__: str
 
 __all__ = [
     "ArrayInfo",
+    "ArraySpec",
     "Checkpoint",
     "CheckpointStore",
     "ChfsTier",
@@ -186,6 +188,7 @@ _HOMES = {
     ),
     "tieredckpt.store": ("CheckpointStore",),
     "tieredckpt.sync": ("SyncStore",),
+    "tieredckpt.tree.leaf": ("ArraySpec",),
     "tieredckpt.tree.shards": (
         "Shard",
         "Sharded",

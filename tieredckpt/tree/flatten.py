@@ -29,7 +29,7 @@ from tieredckpt.tree.arrays import MadeAs, as_array_leaf, made
 from tieredckpt.tree.containers import NAMESPACE, Opened, open_container
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 
-__all__ = ["Flat", "Skeleton", "flatten", "skeleton", "stored_array", "unflatten"]
+__all__ = ["Flat", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,18 @@ def unflatten(structure: Node, arrays: Mapping[str, npt.NDArray[Any]], kind: Mad
     what they hold by name. Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array,
     `Corrupt` for one of another dtype or shape, and `Invalid` for one that cannot be made so.
     """
+    return plain_tree(structure, lambda node: made(node, stored_array(node, arrays), kind))
+
+
+def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object]) -> object:
+    """The tree of ``structure`` in plain containers, as of `unflatten`, with what ``leaf`` makes of each array."""
     if isinstance(structure, ArrayNode):
-        return made(structure, stored_array(structure, arrays), kind)
+        return leaf(structure)
     if not isinstance(structure, CONTAINERS):
         return scalar_value(structure)
     children = []
     for child in structure.children:
-        children.append(unflatten(child, arrays, kind))  # noqa: PERF401  # a comprehension costs a frame per level
+        children.append(plain_tree(child, leaf))  # noqa: PERF401  # a comprehension costs a frame per level
     if isinstance(structure, ListNode):
         return children
     if isinstance(structure, TupleNode):

@@ -11,7 +11,17 @@ import numpy.typing as npt
 
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.format.keys import show_key
-from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
+from tieredckpt.format.structure import (
+    CONTAINERS,
+    ArrayNode,
+    CustomNode,
+    DataclassNode,
+    DictNode,
+    NamedTupleNode,
+    Node,
+    scalar_value,
+    walk,
+)
 from tieredckpt.tree.arrays import as_template, restored, restored_pieces
 from tieredckpt.tree.containers import Opened
 from tieredckpt.tree.flatten import skeleton, stored_array
@@ -92,7 +102,8 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
             `jax.ShapeDtypeStruct`. An array matches one of the same dtype and shape of any library, and a shard
             an array of its global shape; a typed PRNG key one of the same implementation; a scalar one of its
             type, whatever the value. Containers match those of their kind (dict, list, tuple, namedtuple,
-            dataclass, custom) with the same keys, in any order; a dict key ``1`` matches ``"1"``.
+            dataclass, custom) with the same keys, in any order, and a dict also one of the last three; a dict key
+            ``1`` matches ``"1"``.
         structure: as stored.
         part: ``like`` may leave out what the step has.
     """
@@ -131,6 +142,8 @@ def _is_end(node: Node) -> bool:
 def _fits(like: Node, stored: Node) -> bool:
     if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
         return (like.dtype, like.shape, like.prng) == (stored.dtype, stored.shape, stored.prng)
+    if isinstance(like, DictNode) and isinstance(stored, NamedTupleNode | DataclassNode | CustomNode):
+        return True  # as which a restore without `like` gives it
     return type(like) is type(stored)
 
 

@@ -1,0 +1,1 @@
+"""Frameworks: one module each, which imports its framework itself and stands on the public API alone."""
