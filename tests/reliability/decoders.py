@@ -54,8 +54,20 @@ from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
 from tieredckpt.format.merging import merge
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
-from tieredckpt.format.structure import CONTAINERS, ArrayNode, decode_structure, encode_structure, scalar_value, walk
+from tieredckpt.format.structure import (
+    CONTAINERS,
+    ArrayNode,
+    Node,
+    ObjectNode,
+    TypedNode,
+    decode_structure,
+    encode_structure,
+    scalar_value,
+    walk,
+)
 from tieredckpt.format.zarr import dtype_from_name, dtype_name, parse_array_metadata
+from tieredckpt.tree.objects import restored_object
+from tieredckpt.tree.typed import made_typed
 
 __all__ = ["DECODERS", "Decoder", "fuzz"]
 
@@ -134,10 +146,26 @@ def _use_record(record: StepRecord) -> None:
     failure_history(record, []).provenance(1.0, 1.0)
     str(record.id)
     layout.step_folder(record.step, record.serial)
-    for _, node in walk(record.structure):
-        if not isinstance(node, (*CONTAINERS, ArrayNode)):
-            scalar_value(node)
+    _use_structure(record.structure)
     msgspec.json.encode(record)
+
+
+def _use_structure(structure: Node) -> None:
+    """What a restore makes of a tree's structure, but for the arrays; what makes no object is refused."""
+    for path, node in walk(structure):
+        with suppress(Corrupt, Invalid):
+            if isinstance(node, ObjectNode):
+                restored_object(path, node)
+            elif isinstance(node, TypedNode):
+                made_typed(path, node, [None] * len(node.children))
+            elif not isinstance(node, (*CONTAINERS, ArrayNode)):
+                scalar_value(node)
+
+
+def _use_encoded_structure(data: bytes) -> None:
+    structure = decode_structure(data)
+    _use_structure(structure)
+    assert decode_structure(encode_structure(structure)) == structure
 
 
 def _use_step(index: StepIndex) -> None:
@@ -287,7 +315,7 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "the tree's structure",
-        lambda data: encode_structure(decode_structure(data)),
+        _use_encoded_structure,
         as_json(record_json()["structure"]),
         tampered_json(record_json()["structure"]).map(as_json),
     ),

@@ -24,7 +24,17 @@ from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import plan
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_step
 from tieredckpt.format.ocdbt import Extent, Value
-from tieredckpt.format.structure import ArrayNode, DictNode, FloatNode, IntNode, ListNode, Node, StrNode
+from tieredckpt.format.structure import (
+    ArrayNode,
+    DictNode,
+    FloatNode,
+    IntNode,
+    ListNode,
+    Node,
+    ObjectNode,
+    StrNode,
+    TypedNode,
+)
 from tieredckpt.format.zarr import dtype_name
 
 __all__ = [
@@ -187,8 +197,11 @@ def tree_of(arrays: dict[str, ArrayIndex]) -> Node:
 
     top = [key for key in arrays if "/" not in key]
     inner = [key.removeprefix("params/") for key in arrays if "/" in key]
-    names: list[str | int] = [*top, "epoch", "name", "rate", "rest"]
+    names: list[str | int] = [*top, "epoch", "name", "rate", "rest", "seen", "odd", "queue"]
     children: list[Node] = [*map(node, top), IntNode(3), StrNode("run"), FloatNode("3ff0000000000000"), ListNode([])]
+    children.append(ObjectNode("set", ["a", 1.5, {"type": "object", "of": "enum", "value": ["RED", [1, None]]}]))
+    children.append(TypedNode(["=1", '=[0,"x"]'], [IntNode(1), ObjectNode("path", "/data")], "map"))
+    children.append(TypedNode([0], [StrNode("last")], "deque", 4))
     if inner:
         names.append("params")
         children.append(DictNode(list(inner), [node(f"params/{key}") for key in inner]))

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from tieredckpt._redact import redacted
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.tensorstore_spec import array_spec
@@ -16,7 +18,7 @@ from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
-from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, scalar_value, walk
+from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, ObjectNode, scalar_value, walk
 from tieredckpt.tree.select import select
 
 __all__ = [
@@ -201,6 +203,8 @@ def _array(node: ArrayNode, blocks: Sequence[ArrayIndex]) -> ArrayInfo:
 
 def _scalar(node: Node) -> Scalar:
     assert not isinstance(node, (*CONTAINERS, ArrayNode))
+    if isinstance(node, ObjectNode):
+        return f"{node.of}({msgspec.json.encode(node.value).decode()})"
     return scalar_value(node)
 
 

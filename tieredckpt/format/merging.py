@@ -16,13 +16,16 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray
 from tieredckpt.format.structure import (
     CONTAINERS,
+    MAP,
     ArrayNode,
     ContainerNode,
     DictNode,
     Node,
-    container,
+    ObjectNode,
+    TypedNode,
     names_of,
     scalar_value,
+    with_children,
 )
 
 __all__ = ["merge", "merge_structures", "show_ranks"]
@@ -54,8 +57,8 @@ def merge(parts: Iterable[Part]) -> StepIndex:
 def merge_structures(structures: Mapping[int, Node]) -> Node:
     """The tree of which every rank has a part, from their structures by rank.
 
-    At every path all must have a container of one kind, or equal leaves. Dicts may have different keys: the
-    merged one has all of them, in the order of the lowest rank that has them. Other containers are alike.
+    At every path all must have a container of one kind, or equal leaves. Dicts may have different keys, whatever the
+    keys are: the merged one has all of them, in the order of the lowest rank that has them. Other containers are alike.
 
     Raises:
         Conflict: they differ; the message names path and ranks.
@@ -115,7 +118,7 @@ def _merged(path: str, group: _Group) -> Node:
     for seen, node in group:
         assert isinstance(node, CONTAINERS)
         names = names_of(node)
-        if not isinstance(first, DictNode) and list(names) != list(names_of(first)):
+        if (not _open_ended(first) and list(names) != list(names_of(first))) or _typed(node) != _typed(first):
             raise _differ(path, rank, seen, f"{_show(first)} and {_show(node)}, which only dicts may have of their own")
         for name, child in zip(names, node.children, strict=True):
             children.setdefault(name, []).append((seen, child))
@@ -124,7 +127,16 @@ def _merged(path: str, group: _Group) -> Node:
         key = child_key(path, name)
         if paths.setdefault(key, name) is not name and paths[key] != name:
             raise _differ(key, children[paths[key]][0][0], below[0][0], f"{paths[key]!r} and {name!r}")
-    return _container(first, {name: _merged(child_key(path, name), below) for name, below in children.items()})
+    merged = [_merged(child_key(path, name), below) for name, below in children.items()]
+    return with_children(first, list(children), merged)
+
+
+def _open_ended(node: ContainerNode) -> bool:
+    return isinstance(node, DictNode) or (isinstance(node, TypedNode) and node.of == MAP)
+
+
+def _typed(node: ContainerNode) -> object:
+    return (node.of, node.about) if isinstance(node, TypedNode) else None
 
 
 def _distinct(group: _Group) -> _Group:
@@ -139,13 +151,11 @@ def _distinct(group: _Group) -> _Group:
     return found
 
 
-def _container(like: ContainerNode, children: Mapping[str | int, Node]) -> ContainerNode:
-    return container(type(like), list(children), list(children.values()))
-
-
 def _show(node: Node) -> str:
     if isinstance(node, ArrayNode):
         return f"an array ({node.kind}, {node.dtype}, shape {node.shape})"
+    if isinstance(node, ObjectNode):
+        return f"a {node.of} {node.value!r:.100}"
     if isinstance(node, CONTAINERS):
         return f"a {type(node).__name__.removesuffix('Node').lower()} of {len(node.children)}"
     return f"{scalar_value(node)!r:.100}"

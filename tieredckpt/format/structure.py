@@ -2,7 +2,8 @@
 
 A structure is JSON of tagged objects and says only what data is: no class path, no repr, nothing to execute.
 A namedtuple, dataclass or custom container keeps its field names; which class it was is for the reader's
-``like`` to say.
+``like`` to say. An `ObjectNode` or a `TypedNode` names a kind of the list in ``docs/reference/format.md``, never a
+class of the program.
 
 Containers nest at most `MAX_DEPTH` deep. The key of every array is the path that leads to it (see
 `tieredckpt.format.keys`). Floats are the 16 hexadecimal digits of their IEEE 754 bits, so that -0.0 and the
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -24,9 +25,11 @@ from tieredckpt.format.zarr import dtype_from_name
 
 __all__ = [
     "CONTAINERS",
+    "MAP",
     "MAX_DEPTH",
     "MAX_INLINE_BYTES",
     "MAX_JSON_INT",
+    "MAX_PLAIN_DEPTH",
     "MAX_RANK",
     "MAX_STRUCTURE_BYTES",
     "ArrayNode",
@@ -44,8 +47,11 @@ __all__ = [
     "NamedTupleNode",
     "Node",
     "NoneNode",
+    "ObjectNode",
+    "ScalarNode",
     "StrNode",
     "TupleNode",
+    "TypedNode",
     "array_nodes",
     "check_structure",
     "container",
@@ -55,6 +61,7 @@ __all__ = [
     "scalar_node",
     "scalar_value",
     "walk",
+    "with_children",
 ]
 
 MAX_DEPTH: Final = 256
@@ -65,6 +72,9 @@ MAX_INLINE_BYTES: Final = 1 << 20
 
 MAX_JSON_INT: Final = 1 << 53
 """Largest magnitude of an int that is a JSON number, and of an int that is a dict key."""
+
+MAX_PLAIN_DEPTH: Final = 32
+"""Lists and objects inside one another in the ``value`` of an `ObjectNode` and the ``about`` of a `TypedNode`."""
 
 MAX_RANK: Final = 32
 """Most dimensions of an array: what stock TensorStore opens."""
@@ -79,6 +89,7 @@ _Small = Annotated[int, msgspec.Meta(ge=-MAX_JSON_INT, le=MAX_JSON_INT)]
 _Bits = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"\A-?0x[0-9a-f]+\Z", max_length=2 * MAX_INLINE_BYTES + 4)]
 _Name = _Small | Annotated[str, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+_Of = Annotated[str, msgspec.Meta(pattern=r"\A[a-z]+(-[a-z]+)*\Z", max_length=32)]
 _Length = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -113,6 +124,22 @@ class DataclassNode(_Keyed, frozen=True, tag="dataclass"):
 
 class CustomNode(_Keyed, frozen=True, tag="custom"):
     """A container of a type registered with a pytree library, by the names it gives its children."""
+
+
+class TypedNode(_Keyed, frozen=True, omit_defaults=True, tag="typed"):
+    """A container of a kind that has a name in the format, such as a deque; see `tieredckpt.tree.typed`."""
+
+    of: _Of
+    about: Any = None
+    """What it has besides its children, as JSON."""
+
+
+class ObjectNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="object"):
+    """A small object of a kind that has a name in the format, such as a path; see `tieredckpt.tree.objects`."""
+
+    of: _Of
+    value: Any
+    """What makes it, as JSON."""
 
 
 class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="array"):
@@ -154,18 +181,35 @@ class NoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="non
     pass
 
 
-ContainerNode: TypeAlias = DictNode | ListNode | TupleNode | NamedTupleNode | DataclassNode | CustomNode
+ContainerNode: TypeAlias = DictNode | ListNode | TupleNode | NamedTupleNode | DataclassNode | CustomNode | TypedNode
 ScalarNode: TypeAlias = IntNode | FloatNode | ComplexNode | BoolNode | StrNode | BytesNode | NoneNode
-Node: TypeAlias = ContainerNode | ArrayNode | ScalarNode
+Node: TypeAlias = ContainerNode | ArrayNode | ScalarNode | ObjectNode
 
-CONTAINERS: Final = (DictNode, ListNode, TupleNode, NamedTupleNode, DataclassNode, CustomNode)
+MAP: Final = "map"
+"""The kind of a dict with keys that a `DictNode` has not; ranks may have different ones, as of a dict."""
+
+CONTAINERS: Final = (DictNode, ListNode, TupleNode, NamedTupleNode, DataclassNode, CustomNode, TypedNode)
 
 
-def container(kind: type[ContainerNode], names: Sequence[str | int], children: list[Node]) -> ContainerNode:
-    """A container of ``kind``; the names of a list or tuple are its indices and are not stored."""
+def container(
+    kind: type[ContainerNode], names: Sequence[str | int], children: list[Node], of: str = "", about: object = None
+) -> ContainerNode:
+    """A container of ``kind``; the names of a list or tuple are its indices and are not stored.
+
+    ``of`` and ``about`` are those of a `TypedNode`.
+    """
+    if issubclass(kind, TypedNode):
+        return kind(list(names), children, of, about)
     if issubclass(kind, _Sequence):
         return kind(children)
     return kind(list(names), children)
+
+
+def with_children(node: ContainerNode, names: Sequence[str | int], children: list[Node]) -> ContainerNode:
+    """A container as ``node`` is one, with other children."""
+    if isinstance(node, TypedNode):
+        return msgspec.structs.replace(node, keys=list(names), children=children)
+    return container(type(node), names, children)
 
 
 def names_of(node: ContainerNode) -> Sequence[str | int]:
@@ -262,6 +306,25 @@ def check_structure(structure: Node) -> None:
             stack.extend((key, child, depth + 1) for key, child in zip(keys, node.children, strict=True))
         elif isinstance(node, ArrayNode):
             _check_array(path, node)
+        if isinstance(node, TypedNode | ObjectNode):
+            _check_plain(path, node.about if isinstance(node, TypedNode) else node.value)
+
+
+def _check_plain(path: str, value: object) -> None:
+    level = [value]
+    for _ in range(MAX_PLAIN_DEPTH + 1):
+        if any(isinstance(item, int) and abs(item) > MAX_JSON_INT for item in level):
+            raise Corrupt(f"the object {show_key(path)} has an integer beyond 2**53 that is no text")
+        level = [child for item in level for child in _items(item)]
+        if not level:
+            return
+    raise Corrupt(f"the object {show_key(path)} nests deeper than the limit of {MAX_PLAIN_DEPTH}")
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _check_array(path: str, node: ArrayNode) -> None:

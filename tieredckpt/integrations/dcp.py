@@ -17,9 +17,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, NoReturn
 
 import numpy as np
+import optree
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, StorageReader, StorageWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
@@ -45,6 +47,7 @@ from torch.futures import Future
 
 from tieredckpt import ArraySpec, Invalid, NotFound, Shard, Sharded, SyncCheckpoint, SyncStore, TieredCkptError
 from tieredckpt.format.zarr import dtype_from_name
+from tieredckpt.tree.torch_wrappers import is_wrapper
 
 __all__ = ["TieredReader", "TieredWriter"]
 
@@ -144,6 +147,12 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
 
     def _save(self, flat: dict[str, Any], paths: dict[str, Any]) -> None:
         try:
+            for name, value in flat.items():
+                if isinstance(value, torch.Tensor) and is_wrapper(value):
+                    raise Invalid(
+                        f"{name}: DCP cannot load a {type(value).__name__}, a tensor around others, out of a store; "
+                        f"save the state dict with store.save and restore it with `like`"
+                    )
             self._saved = self._store.save(self._step, unflatten_state_dict(flat, paths), **self._options)
         except TieredCkptError as error:
             self._saved = error
@@ -240,9 +249,13 @@ class TieredReader(StorageReader):
             planner.commit_tensor(item, targets[id(item)])
         for item in objects:
             value = _at(into, self._paths[item.storage_index.fqn])
-            # The planner unpickles what is made here, of values that were read without a pickle.
+            value = _mapped(value, lambda leaf: leaf[()] if id(leaf) in scalars else leaf, np.ndarray)
+            current = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+            if isinstance(current, Enum) and not isinstance(value, Enum):  # of which a step has no class
+                value = type(current)(value)
+            # The planner unpickles what is pickled here, of values that were read without a pickle.
             data = io.BytesIO()
-            torch.save(_mapped(value, lambda leaf: leaf[()] if id(leaf) in scalars else leaf, np.ndarray), data)
+            torch.save(value, data)
             data.seek(0)
             planner.load_bytes(item, data)
         return _done(None)
@@ -295,14 +308,8 @@ def _buffer(spec: ArraySpec, item: ReadItem, target: torch.Tensor) -> torch.Tens
 
 
 def _mapped(tree: Any, change: Callable[[Any], object], kind: type = ArraySpec) -> Any:
-    """``tree``, of plain containers, with what ``change`` makes of every leaf of a kind."""
-    match tree:
-        case dict():
-            return {key: _mapped(value, change, kind) for key, value in tree.items()}
-        case list() | tuple():
-            return type(tree)([_mapped(value, change, kind) for value in tree])
-        case _:
-            return change(tree) if isinstance(tree, kind) else tree
+    """``tree`` with what ``change`` makes of every leaf of a kind."""
+    return optree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, kind) else leaf, tree, none_is_leaf=True)
 
 
 def _specs(tree: Any) -> list[ArraySpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import optree
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.format.keys import show_key
 from tieredckpt.format.structure import (
+    MAP,
     MAX_JSON_INT,
     ContainerNode,
     CustomNode,
@@ -23,7 +24,9 @@ from tieredckpt.format.structure import (
     ListNode,
     NamedTupleNode,
     TupleNode,
+    TypedNode,
 )
+from tieredckpt.tree.typed import COUNTER, DEQUE, NAMESPACES, TENSOR, key_name
 
 __all__ = ["NAMESPACE", "Opened", "open_container"]
 
@@ -40,16 +43,19 @@ class Opened:
     children: Sequence[object]
     make: Callable[[Sequence[Any]], object]
     """The container again, with other children of the same names and order."""
+    of: str = ""
+    """Of a `TypedNode`, as the next."""
+    about: Any = None
 
 
 def open_container(path: str, value: object) -> Opened | None:
     """The container ``value`` at ``path``, or None when it is none.
 
-    Containers are dict, OrderedDict, defaultdict, list, tuple, namedtuples, whatever is registered with
-    optree (in `NAMESPACE` or globally) or, where jax is loaded, with jax, and other dataclasses, in this
-    order. Parts of a registered type that its registration calls static are not children: they are not
-    stored, and come from ``like``. Raises `Invalid` for names that cannot be stored and for containers that
-    fail to open.
+    Containers are dict, OrderedDict, defaultdict, list, tuple, namedtuples, deque, whatever is registered with
+    optree (in `NAMESPACE` or globally) or, where jax is loaded, with jax, other dataclasses, and Counter,
+    Namespace, SimpleNamespace and torch's wrapper tensors, in this order. Parts of a registered type that its
+    registration calls static are not children: they are not stored, and come from ``like``. Raises `Invalid` for names
+    that cannot be stored and for containers that fail to open.
     """
     cls = type(value)
     if cls is dict or cls is OrderedDict or cls is defaultdict:
@@ -60,8 +66,10 @@ def open_container(path: str, value: object) -> Opened | None:
         return _open_sequence(value, TupleNode, tuple)
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
         return _open_sequence(value, NamedTupleNode, cls._make, cls._fields)  # type: ignore[attr-defined]
+    if cls is deque:
+        return _open_deque(value)
     try:
-        return _open_registered(path, value)
+        return _open_registered(path, value) or _open_typed(path, value)
     except TieredCkptError:
         raise
     except Exception as error:
@@ -70,16 +78,36 @@ def open_container(path: str, value: object) -> Opened | None:
 
 def _open_dict(path: str, value: Any) -> Opened:
     keys = tuple(value)
-    names = [_checked_name(path, key) for key in keys]
+    names = _plain_names(path, keys) if type(value) is not Counter else None
 
     def make(children: Sequence[Any]) -> object:
         # A copy keeps the default factory, and attributes such as the _metadata of a torch state_dict.
         fresh = copy.copy(value)
         fresh.clear()
-        fresh.update(zip(keys, children, strict=True))
+        fresh.update(dict(zip(keys, children, strict=True)))  # a Counter would count what is no dict
         return fresh
 
-    return Opened(DictNode, names, list(value.values()), make)
+    if names is not None:
+        return Opened(DictNode, names, list(value.values()), make)
+    of = COUNTER if type(value) is Counter else MAP
+    return Opened(TypedNode, [key_name(path, _plain_key(key)) for key in keys], list(value.values()), make, of)
+
+
+def _plain_names(path: str, keys: Sequence[object]) -> list[str | int] | None:
+    """The names of the children under these keys of a dict; None where a `DictNode` cannot tell the keys by them."""
+    if all(type(key) is str for key in keys):
+        return [_checked_name(path, key) for key in keys]
+    plain = [_plain_key(key) for key in keys]
+    if not all(type(key) is str or (type(key) is int and abs(key) <= MAX_JSON_INT) for key in plain):
+        return None
+    return [_checked_name(path, key) for key in plain] if len(set(map(str, plain))) == len(plain) else None
+
+
+def _plain_key(key: object) -> object:
+    """A key of a subclass of str or int, such as an IntEnum's member, as what it is besides."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    return int(key) if isinstance(key, int) and not isinstance(key, bool) else key
 
 
 def _open_sequence(
@@ -89,6 +117,12 @@ def _open_sequence(
     fields: Sequence[str] | None = None,
 ) -> Opened:
     return Opened(kind, range(len(value)) if fields is None else fields, tuple(value), make)
+
+
+def _open_deque(value: Any) -> Opened:
+    limit = value.maxlen
+    names = range(len(value))
+    return Opened(TypedNode, names, tuple(value), lambda children: deque(children, limit), DEQUE, limit)
 
 
 def _open_registered(path: str, value: Any) -> Opened | None:
@@ -110,6 +144,31 @@ def _open_registered(path: str, value: Any) -> Opened | None:
     return None
 
 
+def _open_typed(path: str, value: Any) -> Opened | None:
+    cls = type(value)
+    if cls is Counter:
+        return _open_dict(path, value)
+    if cls in NAMESPACES:
+        names = [_checked_name(path, name) for name in vars(value)]
+        return Opened(TypedNode, names, list(vars(value).values()), _namespace_maker(value), NAMESPACES[cls])
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is not None and isinstance(value, tensor):
+        from tieredckpt.tree import torch_wrappers
+
+        parts, children, about, make = torch_wrappers.opened(path, value)
+        return Opened(TypedNode, parts, children, make, TENSOR, about)
+    return None
+
+
+def _namespace_maker(value: Any) -> Callable[[Sequence[Any]], object]:
+    def make(children: Sequence[Any]) -> object:
+        fresh = copy.copy(value)
+        vars(fresh).update(zip(vars(value), children, strict=True))
+        return fresh
+
+    return make
+
+
 def _open_dataclass(value: Any) -> Opened:
     names = [field.name for field in dataclasses.fields(value)]
 
@@ -124,16 +183,13 @@ def _open_dataclass(value: Any) -> Opened:
 
 
 def _checked_name(path: str, name: object) -> str | int:
-    if type(name) is str:
-        plain = name
-    elif isinstance(name, str):
-        plain = str.__str__(name)
-    elif isinstance(name, int) and not isinstance(name, bool) and -MAX_JSON_INT <= name <= MAX_JSON_INT:
-        return int(name)
-    else:
+    plain = _plain_key(name)
+    if type(plain) is int and -MAX_JSON_INT <= plain <= MAX_JSON_INT:
+        return plain
+    if not isinstance(plain, str):
         raise Invalid(
-            f"{show_key(path)}: the dict key {name!r} of type {type(name).__name__} cannot be stored; "
-            f"keys are str, or int up to 2**53"
+            f"{show_key(path)}: the name {name!r} of type {type(name).__name__} of a child cannot be stored; "
+            f"names are str, or int up to 2**53"
         )
     try:
         plain.encode()

@@ -18,7 +18,9 @@ from tieredckpt.format.structure import (
     ListNode,
     Node,
     NoneNode,
+    ObjectNode,
     TupleNode,
+    TypedNode,
     container,
     names_of,
     scalar_node,
@@ -28,6 +30,8 @@ from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import MadeAs, as_array_leaf, made
 from tieredckpt.tree.containers import NAMESPACE, Opened, open_container
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
+from tieredckpt.tree.objects import object_node, restored_object
+from tieredckpt.tree.typed import made_typed
 
 __all__ = ["Flat", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
 
@@ -49,6 +53,8 @@ class Skeleton:
     structure: Node
     arrays: tuple[ArrayLeaf | Pieces, ...]
     containers: tuple[Opened, ...]
+    objects: Mapping[str, object]
+    """The small objects, by path."""
 
     @property
     def leaves(self) -> tuple[ArrayLeaf, ...]:
@@ -72,11 +78,11 @@ def flatten(tree: object) -> Flat:
     """The structure and arrays of ``tree``.
 
     Leaves are arrays (NumPy, torch, jax), shards of arrays (see `as_array_leaf`), NumPy scalars, int, float,
-    complex, bool, str, bytes and None; for containers see `tieredckpt.tree.containers`, for keys
-    `tieredckpt.format.keys`. Arrays are not read.
+    complex, bool, str, bytes and None, and the small objects of `tieredckpt.tree.objects`; for containers see
+    `tieredckpt.tree.containers`, for keys `tieredckpt.format.keys`. Arrays are not read.
 
     Raises `Invalid`, naming the key, for any other object, a leaf that cannot be stored, two children of one
-    key (the dict keys 1 and "1"), a container inside itself, and one deeper than `MAX_DEPTH`.
+    key, a container inside itself, and one deeper than `MAX_DEPTH`.
     """
     found = skeleton(tree, as_array_leaf)
     in_pieces = any(isinstance(array, Pieces) for array in found.arrays)
@@ -87,11 +93,16 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces 
     """As `flatten`, with ``as_array`` to tell what an array is."""
     arrays: list[ArrayLeaf | Pieces] = []
     containers: list[Opened] = []
+    objects: dict[str, object] = {}
     frames: list[_Frame] = []
 
     def enter(path: str, value: object) -> Node:
         opened = open_container(path, value)
         if opened is None:
+            node = object_node(path or LEAF_KEY, value)
+            if node is not None:
+                objects[path or LEAF_KEY] = value
+                return node
             raise Invalid(
                 f"leaf {path or LEAF_KEY!r}: a {_type_name(value)} cannot be stored; keep it out of the "
                 f"tree, convert it to arrays and scalars, or register its type with optree "
@@ -106,7 +117,7 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces 
         pending = zip(range(len(nodes)), keys, opened.children, strict=True)
         containers.append(opened)
         frames.append(_Frame(value, pending, nodes))
-        return container(opened.kind, opened.names, nodes)
+        return container(opened.kind, opened.names, nodes, opened.of, opened.about)
 
     def visit(path: str, key: str, value: object) -> Node:
         scalar = scalar_node(key, value)
@@ -134,33 +145,41 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces 
                 break
         else:
             frames.pop()
-    return Skeleton(structure, tuple(arrays), tuple(containers))
+    return Skeleton(structure, tuple(arrays), tuple(containers), objects)
 
 
-def unflatten(structure: Node, arrays: Mapping[str, npt.NDArray[Any]], kind: MadeAs = "numpy") -> object:
-    """The tree of ``structure`` in plain containers, with ``arrays`` by key as leaves.
+def unflatten(
+    structure: Node, arrays: Mapping[str, npt.NDArray[Any]], kind: MadeAs = "numpy", path: str = ROOT
+) -> object:
+    """The tree of ``structure``, at ``path``, in plain containers, with ``arrays`` by key as leaves.
 
-    Lists stay lists and tuples tuples; dicts, namedtuples, dataclasses and custom containers become dicts of
-    what they hold by name. Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array,
-    `Corrupt` for one of another dtype or shape, and `Invalid` for one that cannot be made so.
+    Lists stay lists and tuples tuples, and what `tieredckpt.tree.typed` and `tieredckpt.tree.objects` know comes back
+    as what it was; dicts, namedtuples, dataclasses and custom containers become dicts of what they hold by name.
+    Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array, `Corrupt` for one of another
+    dtype or shape and for what is malformed, and `Invalid` for what cannot be made so.
     """
-    return plain_tree(structure, lambda node: made(node, stored_array(node, arrays), kind))
+    return plain_tree(structure, lambda node: made(node, stored_array(node, arrays), kind), path)
 
 
-def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object]) -> object:
-    """The tree of ``structure`` in plain containers, as of `unflatten`, with what ``leaf`` makes of each array."""
+def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object], path: str = ROOT) -> object:
+    """The tree of ``structure`` as of `unflatten`, with what ``leaf`` makes of each array."""
     if isinstance(structure, ArrayNode):
         return leaf(structure)
+    if isinstance(structure, ObjectNode):
+        return restored_object(path or LEAF_KEY, structure)
     if not isinstance(structure, CONTAINERS):
         return scalar_value(structure)
+    names = names_of(structure)
     children = []
-    for child in structure.children:
-        children.append(plain_tree(child, leaf))  # noqa: PERF401  # a comprehension costs a frame per level
+    for name, child in zip(names, structure.children, strict=True):  # a comprehension costs a frame per level
+        children.append(plain_tree(child, leaf, child_key(path, name)))
     if isinstance(structure, ListNode):
         return children
     if isinstance(structure, TupleNode):
         return tuple(children)
-    return dict(zip(names_of(structure), children, strict=True))
+    if isinstance(structure, TypedNode):
+        return made_typed(path, structure, children)
+    return dict(zip(names, children, strict=True))
 
 
 def stored_array(node: ArrayNode, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:

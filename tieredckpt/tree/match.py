@@ -19,6 +19,8 @@ from tieredckpt.format.structure import (
     DictNode,
     NamedTupleNode,
     Node,
+    ObjectNode,
+    TypedNode,
     scalar_value,
     walk,
 )
@@ -26,6 +28,8 @@ from tieredckpt.tree.arrays import as_template, restored, restored_pieces
 from tieredckpt.tree.containers import Opened
 from tieredckpt.tree.flatten import skeleton, stored_array
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces
+from tieredckpt.tree.objects import ENUM, restored_object
+from tieredckpt.tree.typed import DEQUE, TENSOR
 
 __all__ = ["Match", "match"]
 
@@ -43,9 +47,10 @@ class Match:
     _arrays: tuple[ArrayLeaf | Pieces, ...]
     _containers: tuple[Opened, ...]
     _stored: Mapping[str, Node]
+    _objects: Mapping[str, object]
 
     def build(self, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
-        """The restored tree: containers of the types of ``like``, arrays of its kinds, scalars as stored.
+        """The restored tree: containers of the types of ``like``, arrays of its kinds, scalars and objects as stored.
 
         Args:
             arrays: by key of the leaf, of the stored dtypes and of the leaves' shapes. They belong to the tree from
@@ -55,7 +60,7 @@ class Match:
         a container that cannot be made from the restored children.
         """
         nodes = walk(self.structure)
-        return _Build(nodes, iter(self._arrays), iter(self._containers), self._stored, arrays).next()
+        return _Build(nodes, iter(self._arrays), iter(self._containers), self._stored, arrays, self._objects).next()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class _Build:
     containers: Iterator[Opened]
     stored: Mapping[str, Node]
     arrays: Mapping[str, npt.NDArray[Any]]
+    objects: Mapping[str, object]
 
     def next(self) -> object:
         path, node = next(self.nodes)
@@ -77,6 +83,8 @@ class _Build:
                 return restored(leaf, stored_array(stored, self.arrays))
             nodes = [msgspec.structs.replace(stored, key=piece.key, shape=piece.shape) for piece in leaf.leaves]
             return restored_pieces(leaf, {node.key: stored_array(node, self.arrays) for node in nodes})
+        if isinstance(stored, ObjectNode):
+            return restored_object(path, stored, self.objects.get(path))
         if not isinstance(node, CONTAINERS):
             assert not isinstance(stored, CONTAINERS)
             return scalar_value(stored)
@@ -100,10 +108,11 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
     Args:
         like: a tree as `flatten` takes it, whose arrays may also be torch meta tensors and
             `jax.ShapeDtypeStruct`. An array matches one of the same dtype and shape of any library, and a shard
-            an array of its global shape; a typed PRNG key one of the same implementation; a scalar one of its
-            type, whatever the value. Containers match those of their kind (dict, list, tuple, namedtuple,
-            dataclass, custom) with the same keys, in any order, and a dict also one of the last three; a dict key
-            ``1`` matches ``"1"``.
+            an array of its global shape; a typed PRNG key one of the same implementation; a scalar or small object
+            one of its type, whatever the value, but the member of an enum only one whose name and value its class
+            has; a wrapper tensor one of the same description. Containers match those of their kind (dict, list,
+            tuple, namedtuple, dataclass, custom, and those that are stored with their type) with the same keys, in
+            any order; a dict key ``1`` matches ``"1"``.
         structure: as stored.
         part: ``like`` may leave out what the step has.
     """
@@ -118,9 +127,9 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
     missing = [path for path, node in likes.items() if path not in stored and _is_end(node)]
     extra = [] if part else [path for path, node in stored.items() if path not in likes and _is_end(node)]
     mismatched = [
-        f"{show_key(path)} (like: {_show(node)}, step: {_show(stored[path])})"
+        f"{show_key(path)} ({why})"
         for path, node in likes.items()
-        if path in stored and not _fits(node, stored[path])
+        if path in stored and (why := _difference(path, node, stored[path], wanted.objects))
     ]
     if missing or extra or mismatched:
         parts = [
@@ -132,19 +141,44 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
             f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
             f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
         )
-    return Match(wanted_structure, wanted.leaves, wanted.arrays, wanted.containers, stored)
+    return Match(wanted_structure, wanted.leaves, wanted.arrays, wanted.containers, stored, wanted.objects)
 
 
 def _is_end(node: Node) -> bool:
     return not (isinstance(node, CONTAINERS) and node.children)
 
 
+def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, object]) -> str:
+    """Why ``stored`` is not as ``like``; empty when it is."""
+    if not _fits(like, stored):
+        return f"like: {_show(like)}, step: {_show(stored)}"
+    if isinstance(stored, ObjectNode):
+        try:
+            restored_object(path, stored, objects.get(path))
+        except Invalid as error:
+            return str(error)
+    return ""
+
+
 def _fits(like: Node, stored: Node) -> bool:
     if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
         return (like.dtype, like.shape, like.prng) == (stored.dtype, stored.shape, stored.prng)
-    if isinstance(like, DictNode) and isinstance(stored, NamedTupleNode | DataclassNode | CustomNode):
-        return True  # as which a restore without `like` gives it
+    if _is_plain_form(like, stored):
+        return True
+    if isinstance(like, ObjectNode) and isinstance(stored, ObjectNode):
+        return like.of == stored.of
+    if isinstance(like, TypedNode) and isinstance(stored, TypedNode):
+        return like.of == stored.of and (like.of != TENSOR or like.about == stored.about)
+    if isinstance(like, TypedNode) and like.of == DEQUE:
+        return isinstance(stored, CustomNode)  # as deques were stored before they had a kind of their own
     return type(like) is type(stored)
+
+
+def _is_plain_form(like: Node, stored: Node) -> bool:
+    """Whether ``like`` is what a restore without one gives for ``stored``, which has no class."""
+    if isinstance(stored, ObjectNode):
+        return stored.of == ENUM and not isinstance(like, (ArrayNode, ObjectNode, *CONTAINERS))
+    return isinstance(like, DictNode) and isinstance(stored, NamedTupleNode | DataclassNode | CustomNode)
 
 
 def _show(node: Node) -> str:
@@ -155,7 +189,7 @@ def _show(node: Node) -> str:
 
 
 def _name(node: Node) -> str:
-    tag = type(node).__struct_config__.tag
+    tag = node.of if isinstance(node, TypedNode | ObjectNode) else type(node).__struct_config__.tag
     return f"{tag} of {len(node.children)}" if isinstance(node, CONTAINERS) else str(tag)
 
 

@@ -16,10 +16,12 @@ from tieredckpt.format.structure import (
     ListNode,
     Node,
     TupleNode,
-    container,
+    TypedNode,
     names_of,
     walk,
+    with_children,
 )
+from tieredckpt.tree.typed import FIXED
 
 __all__ = ["choose", "select"]
 
@@ -33,7 +35,8 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
     of leaves: ``*`` and ``?`` stand for characters other than ``/``, ``[ab]`` for one of a set, ``[!ab]`` for
     one outside it, ``**`` for anything, ``**/`` also for nothing. Scalars and empty containers are leaves.
 
-    What is kept keeps its key: a list or tuple that loses a child becomes a dict by index.
+    What is kept keeps its key: a list, tuple or deque that loses a child becomes a dict by index, and a tensor that
+    loses one of those that it consists of a dict of the others.
 
     Raises `NotFound`, with near misses, when one of ``keys`` chooses nothing, and `Invalid` for no ``keys``.
     """
@@ -90,9 +93,14 @@ def _pruned(path: str, node: ContainerNode, kept: set[str]) -> ContainerNode | N
         return node
     if not children:
         return None
-    lost = len(children) < len(node.children)
-    kind = DictNode if lost and isinstance(node, ListNode | TupleNode) else type(node)
-    return container(kind, names, children)
+    if len(children) < len(node.children) and not _may_lose(node):
+        return DictNode(names, children)
+    return with_children(node, names, children)
+
+
+def _may_lose(node: ContainerNode) -> bool:
+    """Whether a container of this kind may have fewer children, under the names that they have."""
+    return not isinstance(node, ListNode | TupleNode) and not (isinstance(node, TypedNode) and node.of in FIXED)
 
 
 def _near_misses(pattern: str, ends: list[str]) -> str:

@@ -47,22 +47,22 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
 _DTYPES = _NATIVE | {dtype: numpy_dtype for dtype, (numpy_dtype, _) in _CARRIED.items()}
 
 
-def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces:
-    """The tensor ``value`` as a leaf; `Invalid` for those that are more, or less, than a dense array."""
+def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces | None:
+    """The tensor ``value`` as a leaf; None for one that wraps others, `Invalid` for other than dense arrays."""
     if _is_distributed(value):
         from tieredckpt.tree import torch_shards
 
         return torch_shards.pieces(key, value, _array_leaf)
-    return _array_leaf(key, value)
+    return None if _is_wrapper(value) else _array_leaf(key, value)
 
 
-def as_template(key: str, value: object) -> ArrayLeaf | Pieces:
+def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
     """The tensor ``value`` as an example; its data is not looked at."""
     if _is_distributed(value):
         from tieredckpt.tree import torch_shards
 
         return torch_shards.pieces(key, value, _template)
-    return _template(key, value)
+    return None if _is_wrapper(value) else _template(key, value)
 
 
 def _array_leaf(key: str, value: object) -> ArrayLeaf:
@@ -157,6 +157,14 @@ def _is_distributed(value: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     cls = getattr(module, "DTensor", None)
     return cls is not None and isinstance(value, cls)
+
+
+def _is_wrapper(value: object) -> bool:
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        return False
+    from tieredckpt.tree import torch_wrappers
+
+    return torch_wrappers.is_wrapper(value)
 
 
 def _tensor(leaf: ArrayLeaf) -> torch.Tensor:

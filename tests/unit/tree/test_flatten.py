@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import types
 from collections import OrderedDict, UserDict, defaultdict, deque
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,10 +36,6 @@ class Point(NamedTuple):
 class State:
     params: Any
     step: Any = 0
-
-
-class Colour(IntEnum):
-    RED = 1
 
 
 class Box:
@@ -139,7 +133,7 @@ def test_every_container_becomes_plain_and_keeps_its_order() -> None:
         "p": {"x": a, "y": 2.0},
         "s": {"params": {"w": a}, "step": 7},
         "box": {"content": [a, None]},
-        "q": {0: 1, 1: 2},
+        "q": deque([1, 2], maxlen=5),
     }
     assert fingerprint(stored(tree)) == fingerprint(expected)
     assert [leaf.key for leaf in flatten(tree).arrays] == ["p/x", "s/params/w", "box/content/0"]
@@ -165,10 +159,7 @@ def test_the_payload_and_sign_of_a_nan_come_back() -> None:
     ("value", "type_name"),
     [
         (object(), "object"),
-        ({1, 2}, "set"),
         (len, "builtin_function_or_method"),
-        (Colour.RED, "Colour"),
-        (types.SimpleNamespace(), "SimpleNamespace"),
         (UserDict(), "UserDict"),
         (State, "type"),
         (bytearray(b"x"), "bytearray"),
@@ -200,15 +191,23 @@ def test_a_leaf_that_cannot_be_stored_is_refused_by_key(value: object, word: str
     assert word in str(error.value)
 
 
-@pytest.mark.parametrize("key", [None, 1.5, True, (1, 2), 2**53 + 1, "\ud800", np.int64(3)])
+@pytest.mark.parametrize("key", ["\ud800", np.int64(3), (1, np.int64(3)), (1, "\ud800"), len])
 def test_a_dict_key_that_cannot_be_stored_is_refused(key: object) -> None:
     with pytest.raises(Invalid, match=r"'a'.*dict key"):
         flatten({"a": {key: 1}})
 
 
 def test_two_children_of_one_key_are_refused_by_name() -> None:
-    with pytest.raises(Invalid, match=r"'a'.*1 and '1'.*'a/1'"):
-        flatten({"a": {1: np.zeros(1), "1": {"below": np.zeros(1)}}})
+    class Twice:
+        pass
+
+    register = optree.register_pytree_node
+    register(Twice, lambda _: ((1, 2), None, (1, "1")), lambda _, parts: Twice(), namespace=NAMESPACE)
+    try:
+        with pytest.raises(Invalid, match=r"'a'.*1 and '1'.*'a/1'"):
+            flatten({"a": Twice()})
+    finally:
+        optree.unregister_pytree_node(Twice, namespace=NAMESPACE)
 
 
 def test_a_key_beyond_the_limit_is_refused() -> None:

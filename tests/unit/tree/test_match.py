@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,10 @@ import pytest
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.tree import flatten, host_view, match, unflatten
 from tieredckpt.tree.containers import NAMESPACE
+
+
+class Color(Enum):
+    RED = "red"
 
 
 class Moments(NamedTuple):
@@ -206,11 +211,17 @@ def test_the_leaves_of_a_match_are_those_of_like() -> None:
 
 
 def test_what_a_restore_without_like_gives_is_a_like_itself() -> None:
-    saved = {"moments": Moments(np.arange(3), 2), "counter": Counter(np.ones(2)), "module": Module(np.zeros(4), "m")}
+    saved = {
+        "color": Color.RED,
+        "moments": Moments(np.arange(3), 2),
+        "counter": Counter(np.ones(2)),
+        "module": Module(np.zeros(4), "m"),
+    }
     flat = flatten(saved)
     plain = unflatten(flat.structure, {leaf.key: host_view(leaf) for leaf in flat.arrays})
     again = restore(saved, plain)
-    assert {name: type(part) for name, part in again.items()} == {"moments": dict, "counter": dict, "module": dict}
+    kinds = {"color": str, "moments": dict, "counter": dict, "module": dict}
+    assert {name: type(part) for name, part in again.items()} == kinds
     np.testing.assert_array_equal(again["module"]["weight"], np.zeros(4))
     with pytest.raises(Invalid, match="different"):
         restore(plain, saved)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,13 @@ NONE = {"type": "none"}
 
 def read(value: object) -> None:
     decode_structure(json.dumps(value).encode())
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for i in range(depth):
+        value = {"value": value} if i % 2 else [value]
+    return value
 
 
 def in_dict(array: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +67,8 @@ def test_the_json_of_a_tree_is_fixed() -> None:
 def test_a_valid_structure_is_read() -> None:
     read(in_dict(ARRAY))
     read(ARRAY | {"key": "leaf"})
+    read({"type": "object", "of": "some-thing", "value": nested(32)})
+    read({"type": "typed", "of": "map", "keys": ["=1"], "children": [NONE], "about": nested(32)})
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,17 @@ def test_a_valid_structure_is_read() -> None:
         in_dict(ARRAY | {"kind": "numpy-scalar"}),
         in_dict(ARRAY | {"kind": "jax-key"}),
         in_dict(ARRAY | {"prng": "threefry2x32"}),
+        {"type": "object", "of": "path"},
+        {"type": "object", "of": "os.system", "value": "rm"},
+        {"type": "object", "of": "a" * 33, "value": 1},
+        {"type": "object", "of": "path", "value": 1, "class": "os.system"},
+        {"type": "object", "of": "path", "value": nested(33)},
+        {"type": "object", "of": "range", "value": [2**53 + 1]},
+        {"type": "typed", "of": "deque", "keys": [0], "children": []},
+        {"type": "typed", "of": "map", "keys": ["=1", "=1"], "children": [NONE, NONE]},
+        {"type": "typed", "of": "map", "keys": [1.5], "children": [NONE]},
+        {"type": "typed", "of": "deque", "keys": [], "children": [], "about": nested(33)},
+        {"type": "typed", "of": "deque", "keys": [], "children": [], "about": 2**53 + 1},
         {"type": "dict", "keys": ["ü" * 4096], "children": [ARRAY | {"key": "ü" * 4096}]},
     ],
 )
@@ -124,7 +146,14 @@ def test_a_structure_that_names_bytes_that_are_no_text_is_corrupt() -> None:
 
 
 VALID = encode_structure(
-    flatten({"a": np.zeros((2, 3)), "b": [1, "x", 2.0, b"y", None, {"c": 2**80, "d": 1j}], 5: (True,)}).structure
+    flatten(
+        {
+            "a": np.zeros((2, 3)),
+            "b": [1, "x", 2.0, b"y", None, {"c": 2**80, "d": 1j}],
+            5: (True,),
+            "e": {1: Path("/a"), "1": {2.5, (1, b"z")}, None: deque([1], 2)},
+        }
+    ).structure
 )
 
 
@@ -147,13 +176,13 @@ def test_damaged_json_is_corrupt_or_keeps_the_rules(data: st.DataObject) -> None
 FIELDS = ("keys", "children", "key", "dtype", "shape", "kind", "prng", "value")
 JSON = st.recursive(
     st.sampled_from(
-        [None, "", "a", 0, 1, -1, 2**70, 1.5, True, "dict", "list", "array", "float32", "numpy", NONE, ARRAY]
+        [None, "", "a", 0, 1, -1, 2**70, 1.5, True, "dict", "list", "array", "float32", "set", "map", NONE, ARRAY]
     ),
     lambda children: (
         st.lists(children, max_size=3)
         | st.fixed_dictionaries(
-            {"type": st.sampled_from(["dict", "list", "tuple", "custom", "array", "int", "none"])},
-            optional=dict.fromkeys(("keys", "children", "key", "dtype", "shape", "kind", "prng", "value"), children),
+            {"type": st.sampled_from(["dict", "list", "tuple", "custom", "array", "int", "none", "object", "typed"])},
+            optional=dict.fromkeys((*FIELDS, "of", "about"), children),
         )
     ),
     max_leaves=15,
