@@ -55,7 +55,7 @@ class Mode(Enum):
     SLOW = 2
 
 
-def state(value: float) -> dict[str, Any]:
+def state(value: float, mode: object = 2) -> dict[str, Any]:
     """Nested as trainers nest it: lists with and without tensors, a tuple, what is empty, and what is no tensor."""
     return {
         "model": {"layers": [torch.full((4, 6), value), torch.full((3,), value, dtype=torch.bfloat16)]},
@@ -64,7 +64,7 @@ def state(value: float) -> dict[str, Any]:
         "groups": [{"lr": value, "betas": (0.9, 0.99), "params": [0, 1]}],
         "array": np.full(5, value),
         "nothing": [],
-        "small": [{"mode": Mode.SLOW, "dtype": torch.bfloat16, "path": Path("/data"), "seen": {1, 2}}],
+        "small": [{"mode": mode, "dtype": torch.bfloat16, "path": Path("/data"), "seen": {1, 2}}],
         "by": {("a", 1): torch.full((2,), value)},  # DCP itself has text for keys, and of objects alone no other
         "step": int(value),
     }
@@ -81,7 +81,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def test_what_is_loaded_is_what_was_saved_when_the_call_returned(store: SyncStore) -> None:
-    changing = state(1.0)
+    changing = state(1.0, Mode.SLOW)  # of which a step has the value
     first = async_save(store, 1, changing)
     changing["model"]["layers"][0].fill_(-1.0)
     first.result()

@@ -17,7 +17,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any, NoReturn
 
 import numpy as np
@@ -162,7 +161,8 @@ class TieredReader(StorageReader):
     """Loads one step, for `dcp.load`; a call of all ranks of the store, whatever number of them saved the step.
 
     Tensors are read where they are wanted, by each rank its own parts; each chunk is verified. Tensors of the CPU that
-    are contiguous, and of the dtype that was saved, are filled in place.
+    are contiguous, and of the dtype that was saved, are filled in place. What is no tensor comes as from
+    `SyncStore.restore` without ``like``: the member of an enum as its value.
 
     Args:
         store: open; the ranks of the process group are its ranks.
@@ -250,9 +250,6 @@ class TieredReader(StorageReader):
         for item in objects:
             value = _at(into, self._paths[item.storage_index.fqn])
             value = _mapped(value, lambda leaf: leaf[()] if id(leaf) in scalars else leaf, np.ndarray)
-            current = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
-            if isinstance(current, Enum) and not isinstance(value, Enum):  # of which a step has no class
-                value = type(current)(value)
             # The planner unpickles what is pickled here, of values that were read without a pickle.
             data = io.BytesIO()
             torch.save(value, data)
