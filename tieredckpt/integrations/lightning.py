@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +37,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tieredckpt import (
     CheckpointStore,
-    Conflict,
     Invalid,
     NoSpace,
     NotFound,
@@ -53,8 +53,12 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
 """What `CheckpointStore.open` takes, or a store that is open."""
 
 _log = logging.getLogger("tieredckpt")
-_OURS = "tieredckpt"
-"""The key, in the tree of a step and in the files, of what is not Lightning's."""
+_STEP = "tieredckpt"
+"""What the files begin with that name a step."""
+_INTEGERS = {"python": 1, "numpy": 1}
+"""Where, in the random states of Lightning, sequences of integers are."""
+_PATHS = "named_at"
+"""The key in the tree of a step that is not Lightning's: the paths at which it is named."""
 
 
 class TieredCheckpointIO(CheckpointIO):
@@ -98,7 +102,7 @@ class TieredCheckpointIO(CheckpointIO):
         steps.look_up(path, *meant)
         restored = steps.store.restore(meant[0], as_="saved")
         assert restored is not None
-        restored.tree.pop(_OURS)
+        restored.tree.pop(_PATHS)
         return _placed(restored.tree, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +171,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         self.model.load_state_dict(state["state_dict"], strict=strict)
         for optimizer, loaded in zip(self.optimizers, state.get("optimizer_states", ()), strict=True):
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded)
-        rest = [name for name in names if name not in ("state_dict", "optimizer_states", _OURS)]
+        rest = [name for name in names if name not in ("state_dict", "optimizer_states", _PATHS)]
         restored = steps.store.restore(step, keys=rest, as_="saved", resume=False)
         assert restored is not None
         tree: dict[str, Any] = restored.tree
@@ -178,8 +182,12 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             self._opened().remove(filepath)
 
     def teardown(self) -> None:
-        if self._steps is not None:
-            self._steps.flush()
+        """At the end of each fit, while the ranks can speak to each other; what was opened here is closed."""
+        steps, self._steps = self._steps, None
+        if steps is not None and isinstance(self._source, SyncStore):
+            steps.flush()
+        elif steps is not None:
+            steps.store.__exit__(*sys.exc_info())
         super().teardown()
 
 
@@ -194,6 +202,12 @@ class RandomState(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         mine = _collect_rng_states()
+        # Of hundreds of integers each: as tensors they are one leaf, and what torch.load reads as weights only.
+        for name, at in _INTEGERS.items():
+            if name in mine:
+                state = list(mine[name])
+                state[at] = torch.tensor(list(map(int, state[at])))
+                mine[name] = state
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return {"0": mine}
         all_of_them: list[Any] = [None] * torch.distributed.get_world_size()
@@ -208,13 +222,19 @@ class RandomState(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Set them for an epoch that begins: next its loader is asked for an iterator, which draws."""
         if self._loaded is not None:
-            _set_rng_states(self._loaded)
+            self._set(self._loaded)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """In the middle of an epoch there was an iterator already; next the first batch is fetched."""
         if self._loaded is not None and trainer.fit_loop.restarted_mid_epoch:
-            _set_rng_states(self._loaded)
+            self._set(self._loaded)
         self._loaded = None
+
+    def _set(self, states: Mapping[str, Any]) -> None:
+        integers = {name: [*states[name]] for name in _INTEGERS if name in states}
+        for name, state in integers.items():
+            state[_INTEGERS[name]] = state[_INTEGERS[name]].tolist()
+        _set_rng_states({**states, **{name: tuple(state) for name, state in integers.items()}})
 
 
 class _StepsByPath:
@@ -224,6 +244,8 @@ class _StepsByPath:
         self.store = store
         self._paths: dict[int, list[str]] = {}
         """Where the steps are named that this training saved or loaded."""
+        self._removed: set[tuple[int, int]] = set()
+        """Steps, with their serials, of which a name was removed, and that the store has not deleted yet."""
 
     def save(self, step: int, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], rank: int = 0) -> None:
         """Save a step and name it at ``path``. Lightning saves one step under several paths: then the last save counts
@@ -231,7 +253,7 @@ class _StepsByPath:
         """
         paths = [each for each in self._paths.get(step, ()) if _meant(each) and each != str(path)]
         paths.append(str(path))
-        tree = {**checkpoint, _OURS: {"paths": paths}} if rank == 0 else dict(checkpoint)
+        tree = {**checkpoint, _PATHS: paths} if rank == 0 else dict(checkpoint)
         try:
             saved = self.store.save(step, tree, overwrite=True).saved
         except (NoSpace, TierUnavailable) as error:
@@ -243,8 +265,12 @@ class _StepsByPath:
             return
         self._paths[step] = paths
         if rank == 0:
+            before = _meant(path)
             for each in paths:
                 _name(each, step, saved.step.serial)
+            if before is not None and before[0] != step:  # as when Lightning writes over a file
+                self._removed.add(before)
+            self._delete()
 
     def look_up(self, path: str | os.PathLike[str], step: int, serial: int) -> list[str]:
         """What the step has, by name, that ``path`` names and the training goes on from; a call of all ranks.
@@ -261,30 +287,39 @@ class _StepsByPath:
                 f'took it (set retain = "all"; Lightning removes what it does not need), or a later training saved '
                 f"the step again"
             )
-        self._paths[step] = list(found.tree[_OURS]["paths"])
+        self._paths[step] = list(found.tree[_PATHS])
         return list(found.tree)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Forget ``path``, and delete its step unless another path names it or it is the newest."""
+        """Forget ``path``, and delete its step, unless another path names it, as soon as the store permits it."""
         meant = _meant(path)
         if meant is None:
             TorchCheckpointIO().remove_checkpoint(path)
             return
         Path(path).unlink()
-        try:
-            recorded = self.store.describe(meant[0], serial=meant[1], keys=[_OURS]).scalars.values()
-            if not any(_meant(str(each)) == meant for each in recorded):
-                self.store.delete(meant[0])
-        except (Conflict, NotFound):
-            pass  # it is the newest step, somebody reads it, or it is gone
-        except TieredCkptError as error:
-            _log.warning("step %d stays in the store: %s", meant[0], error)
+        self._removed.add(meant)
+        self._delete()
 
     def flush(self) -> None:
         try:
             self.store.flush()
         except TieredCkptError as error:
             _log.warning("the store does not have everything where it should be: %s", error)
+        self._delete()
+
+    def _delete(self) -> None:
+        """Delete the removed steps that the store can do without by now: those that are followed by one as safe."""
+        for step, serial in sorted(self._removed):
+            try:
+                recorded = self.store.describe(step, serial=serial, keys=[_PATHS]).scalars.values()
+                if not any(_meant(str(each)) == (step, serial) for each in recorded):
+                    self.store.delete(step)
+            except NotFound:
+                pass
+            except TieredCkptError as error:
+                _log.debug("step %d stays in the store for now: %s", step, error)
+                continue
+            self._removed.discard((step, serial))
 
 
 def _open(source: Source, **options: Any) -> SyncStore:
@@ -310,7 +345,7 @@ def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int
 def _name(path: str, step: int, serial: int) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(f"{path}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps({_OURS: {"step": step, "serial": serial}}) + "\n")
+    unfinished.write_text(json.dumps({_STEP: {"step": step, "serial": serial}}) + "\n")
     unfinished.replace(path)
 
 
@@ -318,7 +353,7 @@ def _meant(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Step and serial that the file at ``path`` names; None for one that is not ours, or not there."""
     try:
         with open(path, "rb") as file:
-            ours = json.loads(file.read(4096))[_OURS]
+            ours = json.loads(file.read(4096))[_STEP]
         return int(ours["step"]), int(ours["serial"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
