@@ -64,11 +64,13 @@ if TYPE_CHECKING:
     from tieredckpt.store import CheckpointStore
     from tieredckpt.sync import SyncStore
     from tieredckpt.tree.leaf import ArraySpec
+    from tieredckpt.tree.match import AS_SAVED
     from tieredckpt.tree.shards import Shard, Sharded
 
     __version__: str
 
 __all__ = [
+    "AS_SAVED",
     "ArrayInfo",
     "ArraySpec",
     "Checkpoint",
@@ -189,6 +191,7 @@ _HOMES = {
     "tieredckpt.store": ("CheckpointStore",),
     "tieredckpt.sync": ("SyncStore",),
     "tieredckpt.tree.leaf": ("ArraySpec",),
+    "tieredckpt.tree.match": ("AS_SAVED",),
     "tieredckpt.tree.shards": (
         "Shard",
         "Sharded",

@@ -214,7 +214,8 @@ class CheckpointStore:
                 is trained.
             keys: only the leaves under these keys or glob patterns (``params/**``).
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
-                dicts, lists and tuples, and arrays as ``as_`` says.
+                dicts, lists and tuples, and arrays as ``as_`` says. A leaf `tieredckpt.AS_SAVED` of it or of ``into``
+                stands for whatever the step has there.
             into: a tree of writable arrays that are filled in place, which saves the page faults of new ones. Leaves
                 may be one memory where the step has the same bytes for them.
             as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -217,9 +217,9 @@ def names_of(node: ContainerNode) -> Sequence[str | int]:
     return range(len(node.children)) if isinstance(node, _Sequence) else node.keys
 
 
-def walk(structure: Node) -> Iterator[tuple[str, Node]]:
-    """Path and node of everything in ``structure``, parents first; a bare leaf comes with `LEAF_KEY`."""
-    stack = [(ROOT if isinstance(structure, CONTAINERS) else LEAF_KEY, structure)]
+def walk(structure: Node, path: str = ROOT) -> Iterator[tuple[str, Node]]:
+    """Path and node of everything in ``structure``, at ``path``, parents first; a bare leaf comes with `LEAF_KEY`."""
+    stack = [(path if path or isinstance(structure, CONTAINERS) else LEAF_KEY, structure)]
     while stack:
         path, node = stack.pop()
         yield path, node
@@ -311,20 +311,14 @@ def check_structure(structure: Node) -> None:
 
 
 def _check_plain(path: str, value: object) -> None:
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(MAX_PLAIN_DEPTH + 1):
         if any(isinstance(item, int) and abs(item) > MAX_JSON_INT for item in level):
             raise Corrupt(f"the object {show_key(path)} has an integer beyond 2**53 that is no text")
-        level = [child for item in level for child in _items(item)]
-        if not level:
+        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not (level := [child for children in nested for child in children]):
             return
     raise Corrupt(f"the object {show_key(path)} nests deeper than the limit of {MAX_PLAIN_DEPTH}")
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _check_array(path: str, node: ArrayNode) -> None:

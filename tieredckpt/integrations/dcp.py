@@ -42,11 +42,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tieredckpt import ArraySpec, Invalid, NotFound, Shard, Sharded, SyncCheckpoint, SyncStore, TieredCkptError
-from tieredckpt.format.zarr import dtype_from_name
-from tieredckpt.tree.torch_wrappers import is_wrapper
 
 __all__ = ["TieredReader", "TieredWriter"]
 
@@ -147,7 +146,7 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
     def _save(self, flat: dict[str, Any], paths: dict[str, Any]) -> None:
         try:
             for name, value in flat.items():
-                if isinstance(value, torch.Tensor) and is_wrapper(value):
+                if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):
                     raise Invalid(
                         f"{name}: DCP cannot load a {type(value).__name__}, a tensor around others, out of a store; "
                         f"save the state dict with store.save and restore it with `like`"
@@ -286,14 +285,14 @@ def _durable_tier(store: SyncStore) -> str:
 
 def _torch_dtype(spec: ArraySpec) -> torch.dtype | None:
     """Of what was a tensor; None for other arrays, which DCP takes for objects."""
-    dtype = getattr(torch, spec.dtype, None) if spec.kind == "torch" else None
+    dtype = getattr(torch, spec.dtype.name, None) if spec.kind == "torch" else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _empty(spec: ArraySpec, shape: Sequence[int]) -> Any:
     """An array to be filled, of the kind that was saved."""
     dtype = _torch_dtype(spec)
-    return np.empty(shape, dtype_from_name(spec.dtype)) if dtype is None else torch.empty(tuple(shape), dtype=dtype)
+    return np.empty(shape, spec.dtype) if dtype is None else torch.empty(tuple(shape), dtype=dtype)
 
 
 def _buffer(spec: ArraySpec, item: ReadItem, target: torch.Tensor) -> torch.Tensor:

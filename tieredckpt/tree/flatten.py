@@ -89,8 +89,12 @@ def flatten(tree: object) -> Flat:
     return Flat(found.structure, found.leaves, in_pieces=in_pieces)
 
 
-def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces | None]) -> Skeleton:
-    """As `flatten`, with ``as_array`` to tell what an array is."""
+def skeleton(
+    tree: object,
+    as_array: Callable[[str, object], ArrayLeaf | Pieces | None],
+    as_object: Callable[[str, object], Node | None] = object_node,
+) -> Skeleton:
+    """As `flatten`, with ``as_array`` to tell what an array is, and ``as_object`` what a small object."""
     arrays: list[ArrayLeaf | Pieces] = []
     containers: list[Opened] = []
     objects: dict[str, object] = {}
@@ -99,7 +103,7 @@ def skeleton(tree: object, as_array: Callable[[str, object], ArrayLeaf | Pieces 
     def enter(path: str, value: object) -> Node:
         opened = open_container(path, value)
         if opened is None:
-            node = object_node(path or LEAF_KEY, value)
+            node = as_object(path or LEAF_KEY, value)
             if node is not None:
                 objects[path or LEAF_KEY] = value
                 return node

@@ -13,7 +13,7 @@ from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import MAX_RANK, ArrayNode, Kind
-from tieredckpt.format.zarr import dtype_name
+from tieredckpt.format.zarr import dtype_from_name, dtype_name
 
 __all__ = [
     "ArrayLeaf",
@@ -85,7 +85,7 @@ class ArraySpec:
     """An array of a step without its values: what ``restore(as_="specs")`` has for it."""
 
     key: str
-    dtype: str
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     kind: Kind
     """What it was in the tree that was saved."""
@@ -127,7 +127,7 @@ def array_node(leaf: ArrayLeaf) -> ArrayNode:
 
 def array_spec(node: ArrayNode) -> ArraySpec:
     """What a step has for ``node``, for people and programs."""
-    return ArraySpec(node.key, node.dtype, node.shape, node.kind)
+    return ArraySpec(node.key, dtype_from_name(node.dtype), node.shape, node.kind)
 
 
 def nothing(node: ArrayNode, dtype: np.dtype[Any]) -> ArrayLeaf:

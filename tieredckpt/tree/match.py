@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from tieredckpt.format.structure import (
     DictNode,
     NamedTupleNode,
     Node,
+    NoneNode,
     ObjectNode,
     TypedNode,
     scalar_value,
@@ -26,14 +27,24 @@ from tieredckpt.format.structure import (
 )
 from tieredckpt.tree.arrays import as_template, restored, restored_pieces
 from tieredckpt.tree.containers import Opened
-from tieredckpt.tree.flatten import skeleton, stored_array
+from tieredckpt.tree.flatten import skeleton, stored_array, unflatten
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces
-from tieredckpt.tree.objects import ENUM, restored_object
+from tieredckpt.tree.objects import ENUM, object_node, restored_object
 from tieredckpt.tree.typed import DEQUE, TENSOR
 
-__all__ = ["Match", "match"]
+__all__ = ["AS_SAVED", "Match", "match"]
 
 _SHOWN = 20
+
+
+class _AsSaved:
+    def __repr__(self) -> str:
+        return "AS_SAVED"
+
+
+AS_SAVED: Final = _AsSaved()
+"""A leaf of ``like`` or ``into`` for whatever the step has there, a leaf or a whole tree: it comes back as without
+``like``, with arrays as ``as_="saved"`` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,8 @@ class Match:
     """Of ``like``, in its own order."""
     leaves: tuple[ArrayLeaf, ...]
     """The arrays of ``like``, in its own order, or the pieces of them that it asks for."""
+    as_saved: tuple[ArrayNode, ...]
+    """The arrays of the step where ``like`` has `AS_SAVED`."""
     _arrays: tuple[ArrayLeaf | Pieces, ...]
     _containers: tuple[Opened, ...]
     _stored: Mapping[str, Node]
@@ -77,6 +90,8 @@ class _Build:
     def next(self) -> object:
         path, node = next(self.nodes)
         stored = self.stored[path]
+        if self.objects.get(path) is AS_SAVED:
+            return unflatten(stored, self.arrays, "saved", path)
         if isinstance(stored, ArrayNode):
             leaf = next(self.leaves)
             if isinstance(leaf, ArrayLeaf):
@@ -112,24 +127,27 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
             one of its type, whatever the value, but the member of an enum only one whose name and value its class
             has; a wrapper tensor one of the same description. Containers match those of their kind (dict, list,
             tuple, namedtuple, dataclass, custom, and those that are stored with their type) with the same keys, in
-            any order; a dict key ``1`` matches ``"1"``.
+            any order; a dict key ``1`` matches ``"1"``. `AS_SAVED` matches whatever is there.
         structure: as stored.
         part: ``like`` may leave out what the step has.
     """
-    wanted = skeleton(like, as_template)
+    wanted = skeleton(like, as_template, _as_object)
     wanted_structure = wanted.structure
     likes = dict(walk(wanted_structure))
     stored = dict(walk(structure))
+    unseen = [path for path, value in wanted.objects.items() if value is AS_SAVED and path in stored]
+    as_saved = {path: node for top in unseen for path, node in walk(stored[top], top)}
     if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
         raise Invalid(
             f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, the step one {_show(structure)}"
         )
     missing = [path for path, node in likes.items() if path not in stored and _is_end(node)]
-    extra = [] if part else [path for path, node in stored.items() if path not in likes and _is_end(node)]
+    known = likes.keys() | as_saved
+    extra = [] if part else [path for path, node in stored.items() if path not in known and _is_end(node)]
     mismatched = [
         f"{show_key(path)} ({why})"
         for path, node in likes.items()
-        if path in stored and (why := _difference(path, node, stored[path], wanted.objects))
+        if path in stored and path not in as_saved and (why := _difference(path, node, stored[path], wanted.objects))
     ]
     if missing or extra or mismatched:
         parts = [
@@ -141,7 +159,12 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
             f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
             f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
         )
-    return Match(wanted_structure, wanted.leaves, wanted.arrays, wanted.containers, stored, wanted.objects)
+    arrays = tuple(node for node in as_saved.values() if isinstance(node, ArrayNode))
+    return Match(wanted_structure, wanted.leaves, arrays, wanted.arrays, wanted.containers, stored, wanted.objects)
+
+
+def _as_object(key: str, value: object) -> Node | None:
+    return NoneNode() if value is AS_SAVED else object_node(key, value)
 
 
 def _is_end(node: Node) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from support.objects import TREES, TREES_OF_CLASSES, Colour, bits_of
 from support.scenes import config, crash, folder, ram
 
-from tieredckpt import CheckpointStore
+from tieredckpt import AS_SAVED, CheckpointStore
 from tieredckpt.config import StoreConfig
 
 
@@ -59,3 +59,19 @@ def test_objects_come_back_in_another_process_and_are_described(two_tiers: Store
         details = store.describe(1)
         assert dict(details.scalars) == {"colour": 'enum(["RED",1])', "seen": 'set(["a",[1,null]])', "n/=null": 2}
         assert [array.key for array in details.arrays] == ["last/0"]
+
+
+@pytest.mark.parametrize("how", ["like", "into"])
+def test_a_part_that_is_left_open_comes_back_as_it_was_saved(two_tiers: StoreConfig, how: str) -> None:
+    weights = np.arange(5000.0)
+    rest = {"seen": deque([np.arange(9000), np.float32(1)]), "rng": {1: b"x", "1": None}, "colour": Colour.RED}
+    with CheckpointStore.open(two_tiers).sync() as store:
+        store.save(1, {"weights": weights, "rest": rest})
+        empty = np.zeros(5000)
+        found = store.restore(**{how: {"weights": empty, "rest": AS_SAVED}})
+        assert found is not None
+        assert bits_of(found.tree) == bits_of({"weights": weights, "rest": rest | {"colour": 1}})
+        assert (found.tree["weights"] is empty or np.shares_memory(found.tree["weights"], empty)) == (how == "into")
+        views = store.restore(like={"weights": empty, "rest": AS_SAVED}, copy=False)
+        assert views is not None
+        assert bits_of(views.tree) == bits_of(found.tree)

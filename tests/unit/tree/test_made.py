@@ -133,7 +133,7 @@ async def test_a_step_is_told_without_its_arrays(settings: StoreConfig) -> None:
         found = await store.restore(as_="specs", resume=False)
         assert found is not None
         assert found.tree == {
-            "w": ArraySpec("w", "float32", (2, 3), "numpy"),
-            "rest": [ArraySpec("rest/0", "float32", (3,), "numpy"), (1.5, None)],
+            "w": ArraySpec("w", VALUES.dtype, (2, 3), "numpy"),
+            "rest": [ArraySpec("rest/0", VALUES.dtype, (3,), "numpy"), (1.5, None)],
         }
         assert found.sources == {}

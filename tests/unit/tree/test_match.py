@@ -14,6 +14,7 @@ import pytest
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.tree import flatten, host_view, match, unflatten
 from tieredckpt.tree.containers import NAMESPACE
+from tieredckpt.tree.match import AS_SAVED
 
 
 class Color(Enum):
@@ -225,3 +226,24 @@ def test_what_a_restore_without_like_gives_is_a_like_itself() -> None:
     np.testing.assert_array_equal(again["module"]["weight"], np.zeros(4))
     with pytest.raises(Invalid, match="different"):
         restore(plain, saved)
+
+
+def test_what_like_leaves_open_comes_back_as_it_was_saved() -> None:
+    saved = {"known": Moments(np.ones(2), 1), "open": [np.arange(3), {"x": (np.float32(2), None)}], "number": 5}
+    got = restore(saved, {"known": Moments(np.zeros(2), 0), "open": AS_SAVED, "number": AS_SAVED})
+    assert type(got["known"]) is Moments
+    assert got["known"].mu.tolist() == [1, 1]
+    assert got["open"][0].tolist() == [0, 1, 2]
+    assert got["open"][1] == {"x": (2.0, None)}
+    assert got["number"] == 5
+    found = match({"known": AS_SAVED, "open": AS_SAVED, "number": 0}, flatten(saved).structure)
+    assert [node.key for node in found.as_saved] == ["known/mu", "open/0", "open/1/x/0"]
+    assert found.leaves == ()
+
+
+def test_what_is_left_open_must_be_there_and_nothing_else_may_be() -> None:
+    structure = flatten({"a": {"b": 1}, "c": 2}).structure
+    with pytest.raises(Invalid, match="1 missing from the step: 'd'; 1 only in the step: 'c'"):
+        match({"a": AS_SAVED, "d": AS_SAVED}, structure)
+    with pytest.raises(Invalid, match="_AsSaved cannot be stored"):
+        flatten({"a": AS_SAVED})

@@ -207,19 +207,20 @@ def _fit(
             load_kinds(nodes, shape.as_)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
     fitted = match(template, wanted, part=part)
+    load_kinds(fitted.as_saved, "saved")
+    forms = {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in fitted.as_saved}
     if shape.into is None:
-        return wanted, fitted, {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}, None
-    return wanted, fitted, {}, {leaf.key: writable_part(leaf) for leaf in fitted.leaves}
+        return wanted, fitted, forms | {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}, None
+    return wanted, fitted, forms, {leaf.key: writable_part(leaf) for leaf in fitted.leaves}
 
 
 def _targets(
     step: StepId, forms: Mapping[str, Form], given: dict[str, npt.NDArray[Any]] | None, index: StepIndex
 ) -> dict[str, npt.NDArray[Any]]:
-    """The arrays to fill from a step of that index: those that were given, or new ones."""
-    if given is None:
-        return empty_targets(step, forms)
-    check_memory(index, given)
-    return given
+    """The arrays to fill from a step of that index: those that were given, and new ones."""
+    if given is not None:
+        check_memory(index, given)
+    return empty_targets(step, forms) | (given or {})
 
 
 async def _check_views(loop: EngineLoop, check: Callable[[], Coroutine[Any, Any, None]]) -> None:

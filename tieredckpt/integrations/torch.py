@@ -1,0 +1,304 @@
+"""`TrainingState`: all that a PyTorch training must save to go on bit for bit, saved and restored in the right order.
+
+::
+
+    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader)
+    first = (state.restore(store) or 0) + 1
+    for step in range(first, last):
+        ...
+        if store.due(step):
+            state.save(store, step)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, overload
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import DataLoader
+
+from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, SyncCheckpoint, SyncStore, TieredCkptError
+
+__all__ = ["TrainingState"]
+
+_ABOUT, _RANKS, _RNG = "about", "ranks", "rng"
+
+
+class TrainingState:
+    """The parts of a training, by the names under which a step has them.
+
+    Parts are modules, optimizers, what has ``state_dict`` and ``load_state_dict`` (schedulers, scalers, torchdata's
+    ``StatefulDataLoader``), and plain values, which ``state["name"]`` reads and sets. Names of parameters are those of
+    the model itself, without the wrapping of ``torch.compile`` and of DistributedDataParallel; FSDP2, tensor parallel
+    and DDP are saved and restored by all ranks, on any number of them.
+
+    Args:
+        rng: save the states of the random number generators of Python, NumPy, torch and this process's CUDA device.
+        per_rank: names of further parts that every rank has of its own. Data loaders and generators always are; they
+            are restored only on as many ranks as saved them.
+        parts: by name, such as ``model=`` and ``optimizer=``.
+
+    Raises:
+        Invalid: a ``DataLoader`` that has no state, or a name that is taken; it is named.
+    """
+
+    def __init__(self, *, rng: bool = True, per_rank: Sequence[str] = (), **parts: Any) -> None:
+        for name, part in parts.items():
+            if name in (_ABOUT, _RANKS, _RNG):
+                raise Invalid(f"a part cannot be called {name!r}: a step has something else under it; rename it")
+            if isinstance(part, DataLoader) and not _has_state(part):
+                raise Invalid(
+                    f"part {name!r}: a DataLoader does not tell where it is; use torchdata's StatefulDataLoader, or "
+                    f"leave it out and save between epochs"
+                )
+        self._rng = rng
+        self._parts = parts
+        self._of_rank = [name for name, part in parts.items() if isinstance(part, DataLoader) or name in per_rank]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._parts[name] = value
+
+    def tree(self) -> dict[str, Any]:
+        """What a save stores: the tensors themselves, not copies, by the names of the parts."""
+        optimizers = {name: self._stored(name) for name in self._names(torch.optim.Optimizer)}
+        rest = [name for name in self._parts if name not in optimizers and name not in self._of_rank]
+        mine = {name: self._stored(name) for name in self._of_rank}
+        if self._rng:  # last: asking a data loader for its state may draw from them
+            mine[_RNG] = _rng_state()
+        rank, ranks = _rank()
+        state_of = {name: dict.fromkeys(part["state"]) for name, part in optimizers.items()}
+        about = {"ranks": ranks, "state_of": state_of}
+        return {**{name: self._stored(name) for name in rest}, **optimizers, _RANKS: {rank: mine}, _ABOUT: about}
+
+    @overload
+    def save(
+        self,
+        store: SyncStore,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        replicated: Sequence[str] = (),
+    ) -> SyncCheckpoint: ...
+    @overload
+    def save(
+        self,
+        store: CheckpointStore,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        replicated: Sequence[str] = (),
+    ) -> Coroutine[Any, Any, Checkpoint]: ...
+    def save(self, store: SyncStore | CheckpointStore, step: int, **options: Any) -> Any:
+        """Save a step; of a `CheckpointStore`, await it. Arguments and errors are those of `CheckpointStore.save`.
+
+        Raises `Invalid`, naming the part, for one whose state cannot be had.
+        """
+        return store.save(step, self.tree(), **options)
+
+    @overload
+    def restore(self, store: SyncStore, step: int | None = None, *, resume: bool | None = None) -> int | None: ...
+    @overload
+    def restore(
+        self, store: CheckpointStore, step: int | None = None, *, resume: bool | None = None
+    ) -> Coroutine[Any, Any, int | None]: ...
+    def restore(
+        self, store: SyncStore | CheckpointStore, step: int | None = None, *, resume: bool | None = None
+    ) -> Any:
+        """Restore a step, the newest without one, into the parts; of a `CheckpointStore`, await it.
+
+        Tensors in the memory of the CPU are filled where they are. The iterator of a data loader is made before the
+        random number generators are set, and is the one that the next ``for`` over the loader takes.
+
+        Returns:
+            The number of the step, or None when the store is empty and nothing was changed.
+
+        Raises:
+            Invalid: the parts do not fit the step, or a part refuses its state; keys and part are named.
+            NotFound: there is no such step, or it was saved by something else than a `TrainingState`.
+        """
+        work = self._restoring(step, resume)
+        if isinstance(store, CheckpointStore):
+            return _restored(store, work)
+        found = None
+        try:
+            while True:
+                found = store.restore(**work.send(found))
+        except StopIteration as done:
+            return done.value
+
+    def _restoring(self, step: int | None, resume: bool | None) -> Generator[dict[str, Any], Any, int | None]:
+        """The arguments of two restores; is sent what each restored, and returns the number of the step."""
+        head = yield {"step": step, "keys": [_ABOUT], "as_": "saved", "resume": False}
+        if head is None:
+            return None
+        about = head.tree[_ABOUT]
+        live = self._live(about["state_of"])
+        others = [name for name in self._parts if name not in live and name not in self._of_rank]
+        like = {**live, **dict.fromkeys([*others, _RANKS, _ABOUT], AS_SAVED)}
+        how = "into" if all(map(_can_be_filled, _tensors(live))) else "like"
+        found = yield {"step": head.step, how: like, "resume": resume}
+        rank, ranks = _rank()
+        mine = found.tree[_RANKS].get(rank, {}) if ranks == about["ranks"] else {}
+        for name in (*self._names(torch.nn.Module), *self._names(torch.optim.Optimizer)):
+            self._load(name, found.tree[name])
+        for name in others:
+            self._load(name, found.tree[name])
+        for name in self._of_rank:
+            if name in mine:
+                self._load(name, mine[name])
+                if _has_state(self._parts[name]):
+                    self._stored(name)  # a StatefulDataLoader makes its iterator now, and not after the generators
+        if self._rng and _RNG in mine:
+            _set_rng_state(mine[_RNG])
+        return int(found.step)
+
+    def _live(self, state_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """What modules and optimizers have, to be filled; of optimizers what the step has of them."""
+        live = {name: self._stored(name) for name in self._names(torch.nn.Module)}
+        for name in self._names(torch.optim.Optimizer):
+            self._parts[name].zero_grad(set_to_none=True)
+            with _naming(name, "be given its state"):
+                live[name] = get_optimizer_state_dict(self._owner(name), self._parts[name])
+            stored = state_of.get(name, {})
+            live[name]["state"] = {key: value for key, value in live[name]["state"].items() if key in stored}
+        return live
+
+    def _names(self, kind: type) -> list[str]:
+        return [name for name, part in self._parts.items() if isinstance(part, kind)]
+
+    def _owner(self, name: str) -> torch.nn.Module:
+        """The module whose parameters an optimizer has."""
+        held = {param for group in self._parts[name].param_groups for param in group["params"]}
+        for module in self._names(torch.nn.Module):
+            if held <= set(self._parts[module].parameters()):
+                found: torch.nn.Module = self._parts[module]
+                return found
+        raise Invalid(f"part {name!r}: no module of this state has all of its parameters; give the module too")
+
+    def _stored(self, name: str) -> Any:
+        part = self._parts[name]
+        with _naming(name, "tell its state"):
+            if isinstance(part, torch.nn.Module):
+                return get_model_state_dict(part) if _has_tensors(part) else {}
+            if isinstance(part, torch.optim.Optimizer):
+                with _without_steps(part):
+                    return get_optimizer_state_dict(self._owner(name), part)
+            return part.state_dict() if _has_state(part) else part
+
+    def _load(self, name: str, stored: Any) -> None:
+        part = self._parts[name]
+        with _naming(name, "load its state"):
+            if isinstance(part, torch.nn.Module):
+                if _has_tensors(part):
+                    set_model_state_dict(part, stored)
+            elif isinstance(part, torch.optim.Optimizer):
+                # Which parameters have a state is what the step says, and was matched when it was restored.
+                options = StateDictOptions(strict=False)
+                set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
+            elif _has_state(part):
+                part.load_state_dict(stored)
+            else:
+                self._parts[name] = stored
+
+
+async def _restored(store: CheckpointStore, work: Generator[dict[str, Any], Any, int | None]) -> int | None:
+    found = None
+    try:
+        while True:
+            found = await store.restore(**work.send(found))
+    except StopIteration as done:
+        number: int | None = done.value
+        return number
+
+
+def _rank() -> tuple[int, int]:
+    """This process among those that train, and how many these are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _has_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
+@contextmanager
+def _naming(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except TieredCkptError:
+        raise
+    except Exception as error:
+        raise Invalid(f"part {name!r} could not {what}: {error}") from error
+
+
+@contextmanager
+def _without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from giving an optimizer that has no state yet one, by a step that the training did not make."""
+    own = vars(optimizer).get("step")
+    optimizer.step = lambda closure=None: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:  # a scheduler's
+            optimizer.step = own
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for child in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(child)
+
+
+def _can_be_filled(tensor: Any) -> bool:
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.detach().to_local()
+    elif hasattr(tensor, "__tensor_flatten__"):
+        return all(_can_be_filled(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+
+
+def _rng_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    state = {
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # it is what programs use
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
