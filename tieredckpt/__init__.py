@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tieredckpt.preempt import Preemption, preemption
     from tieredckpt.store import CheckpointStore
     from tieredckpt.sync import SyncStore
+    from tieredckpt.tree.leaf import ArraySpec
     from tieredckpt.tree.match import AS_SAVED
     from tieredckpt.tree.shards import Shard, Sharded
 
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AS_SAVED",
     "ArrayInfo",
+    "ArraySpec",
     "Checkpoint",
     "CheckpointStore",
     "ChfsTier",
@@ -187,6 +189,7 @@ _HOMES = {
     ),
     "tieredckpt.store": ("CheckpointStore",),
     "tieredckpt.sync": ("SyncStore",),
+    "tieredckpt.tree.leaf": ("ArraySpec",),
     "tieredckpt.tree.match": ("AS_SAVED",),
     "tieredckpt.tree.shards": (
         "Shard",

@@ -215,7 +215,7 @@ class CheckpointStore:
         keys: Sequence[str] | None = None,
         like: Any = None,
         into: Any = None,
-        as_: Literal["saved", "numpy", "torch", "jax"] | None = None,
+        as_: Literal["saved", "numpy", "torch", "jax", "specs"] | None = None,
         copy: bool = True,
         resume: bool | None = None,
     ) -> Restored | None:
@@ -235,6 +235,7 @@ class CheckpointStore:
                 may be one memory where the step has the same bytes for them.
             as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and
                 PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
+                ``"specs"`` reads no array: each is an `ArraySpec`, and the rest of the tree is as it was saved.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
                 from where it would have. By default it forks if its number is not above that of the newest step, and
@@ -259,8 +260,8 @@ class CheckpointStore:
             raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
         if as_ is not None and (like is not None or into is not None):
             raise Invalid("`as_` says what arrays are made without `like` and `into`, which say so themselves")
-        if as_ not in (None, "saved", "numpy", "torch", "jax"):
-            raise Invalid(f"as_ is 'saved', 'numpy', 'torch' or 'jax', not {as_!r}")
+        if as_ not in (None, "saved", "numpy", "torch", "jax", "specs"):
+            raise Invalid(f"as_ is 'saved', 'numpy', 'torch', 'jax' or 'specs', not {as_!r}")
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop = self._life.loop

@@ -164,7 +164,7 @@ class SyncStore:
         keys: Sequence[str] | None = None,
         like: Any = None,
         into: Any = None,
-        as_: Literal["saved", "numpy", "torch", "jax"] | None = None,
+        as_: Literal["saved", "numpy", "torch", "jax", "specs"] | None = None,
         copy: bool = True,
         resume: bool | None = None,
     ) -> SyncRestored | None:
@@ -184,6 +184,7 @@ class SyncStore:
                 may be one memory where the step has the same bytes for them.
             as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and
                 PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
+                ``"specs"`` reads no array: each is an `ArraySpec`, and the rest of the tree is as it was saved.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
                 from where it would have. By default it forks if its number is not above that of the newest step, and

@@ -136,8 +136,10 @@ class Job:
     def _until(self, done: Any, what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not done():
-            if time.monotonic() >= deadline:
-                pytest.fail(f"{what} within {timeout:.0f} s; the output was:\n{self.output}")
+            ended = all(process.poll() is not None for process in self._processes)
+            if (ended and not done()) or time.monotonic() >= deadline:
+                when = "and everything has ended" if ended else f"within {timeout:.0f} s"
+                pytest.fail(f"{what} {when}; the output was:\n{self.output}")
             time.sleep(0.02)
 
     def end(self) -> None:

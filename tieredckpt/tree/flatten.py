@@ -33,7 +33,7 @@ from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 from tieredckpt.tree.objects import object_node, restored_object
 from tieredckpt.tree.typed import made_typed
 
-__all__ = ["Flat", "Skeleton", "flatten", "skeleton", "stored_array", "unflatten"]
+__all__ = ["Flat", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,13 @@ def unflatten(
     Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array, `Corrupt` for one of another
     dtype or shape and for what is malformed, and `Invalid` for what cannot be made so.
     """
+    return plain_tree(structure, lambda node: made(node, stored_array(node, arrays), kind), path)
+
+
+def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object], path: str = ROOT) -> object:
+    """The tree of ``structure`` as of `unflatten`, with what ``leaf`` makes of each array."""
     if isinstance(structure, ArrayNode):
-        return made(structure, stored_array(structure, arrays), kind)
+        return leaf(structure)
     if isinstance(structure, ObjectNode):
         return restored_object(path or LEAF_KEY, structure)
     if not isinstance(structure, CONTAINERS):
@@ -171,7 +176,7 @@ def unflatten(
     names = names_of(structure)
     children = []
     for name, child in zip(names, structure.children, strict=True):  # a comprehension costs a frame per level
-        children.append(unflatten(child, arrays, kind, child_key(path, name)))
+        children.append(plain_tree(child, leaf, child_key(path, name)))
     if isinstance(structure, ListNode):
         return children
     if isinstance(structure, TupleNode):

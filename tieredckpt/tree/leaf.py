@@ -14,9 +14,19 @@ from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import MAX_RANK, ArrayNode, Kind
-from tieredckpt.format.zarr import dtype_name
+from tieredckpt.format.zarr import dtype_from_name, dtype_name
 
-__all__ = ["ArrayLeaf", "Pieces", "Place", "array_node", "checked_dtype", "nothing", "storage_key"]
+__all__ = [
+    "ArrayLeaf",
+    "ArraySpec",
+    "Pieces",
+    "Place",
+    "array_node",
+    "array_spec",
+    "checked_dtype",
+    "nothing",
+    "storage_key",
+]
 
 _name_of = lru_cache(maxsize=256)(dtype_name)
 
@@ -71,6 +81,17 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """An array of a step without its values: what ``restore(as_="specs")`` has for it."""
+
+    key: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    kind: Kind
+    """What it was in the tree that was saved."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces:
     """A leaf of a tree that is some boxes of a larger array."""
 
@@ -102,6 +123,11 @@ def array_node(leaf: ArrayLeaf) -> ArrayNode:
     """The array of ``leaf`` as the structure of a tree names it."""
     shape = leaf.shape if leaf.place is None else leaf.place.shape
     return ArrayNode(leaf.array, _name_of(leaf.dtype), shape, leaf.kind, leaf.prng)
+
+
+def array_spec(node: ArrayNode) -> ArraySpec:
+    """What a step has for ``node``, for people and programs."""
+    return ArraySpec(node.key, dtype_from_name(node.dtype), node.shape, node.kind)
 
 
 def nothing(node: ArrayNode, dtype: np.dtype[Any]) -> ArrayLeaf:

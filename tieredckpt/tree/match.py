@@ -15,6 +15,9 @@ from tieredckpt.format.structure import (
     CONTAINERS,
     ArrayNode,
     CustomNode,
+    DataclassNode,
+    DictNode,
+    NamedTupleNode,
     Node,
     NoneNode,
     ObjectNode,
@@ -26,7 +29,7 @@ from tieredckpt.tree.arrays import as_template, restored, restored_pieces
 from tieredckpt.tree.containers import Opened
 from tieredckpt.tree.flatten import skeleton, stored_array, unflatten
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces
-from tieredckpt.tree.objects import object_node, restored_object
+from tieredckpt.tree.objects import ENUM, object_node, restored_object
 from tieredckpt.tree.typed import DEQUE, TENSOR
 
 __all__ = ["AS_SAVED", "Match", "match"]
@@ -96,7 +99,7 @@ class _Build:
             nodes = [msgspec.structs.replace(stored, key=piece.key, shape=piece.shape) for piece in leaf.leaves]
             return restored_pieces(leaf, {node.key: stored_array(node, self.arrays) for node in nodes})
         if isinstance(stored, ObjectNode):
-            return restored_object(path, stored, self.objects[path])
+            return restored_object(path, stored, self.objects.get(path))
         if not isinstance(node, CONTAINERS):
             assert not isinstance(stored, CONTAINERS)
             return scalar_value(stored)
@@ -174,7 +177,7 @@ def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, objec
         return f"like: {_show(like)}, step: {_show(stored)}"
     if isinstance(stored, ObjectNode):
         try:
-            restored_object(path, stored, objects[path])
+            restored_object(path, stored, objects.get(path))
         except Invalid as error:
             return str(error)
     return ""
@@ -183,6 +186,8 @@ def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, objec
 def _fits(like: Node, stored: Node) -> bool:
     if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
         return (like.dtype, like.shape, like.prng) == (stored.dtype, stored.shape, stored.prng)
+    if _is_plain_form(like, stored):
+        return True
     if isinstance(like, ObjectNode) and isinstance(stored, ObjectNode):
         return like.of == stored.of
     if isinstance(like, TypedNode) and isinstance(stored, TypedNode):
@@ -190,6 +195,13 @@ def _fits(like: Node, stored: Node) -> bool:
     if isinstance(like, TypedNode) and like.of == DEQUE:
         return isinstance(stored, CustomNode)  # as deques were stored before they had a kind of their own
     return type(like) is type(stored)
+
+
+def _is_plain_form(like: Node, stored: Node) -> bool:
+    """Whether ``like`` is what a restore without one gives for ``stored``, which has no class."""
+    if isinstance(stored, ObjectNode):
+        return stored.of == ENUM and not isinstance(like, (ArrayNode, ObjectNode, *CONTAINERS))
+    return isinstance(like, DictNode) and isinstance(stored, NamedTupleNode | DataclassNode | CustomNode)
 
 
 def _show(node: Node) -> str:

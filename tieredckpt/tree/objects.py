@@ -33,10 +33,13 @@ from tieredckpt.format.structure import (
     scalar_value,
 )
 
-__all__ = ["Codec", "Plain", "enums_in", "from_plain", "json_of", "object_node", "restored_object", "to_plain"]
+__all__ = ["ENUM", "Codec", "Plain", "enums_in", "from_plain", "json_of", "object_node", "restored_object", "to_plain"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """What JSON has a form of its own for."""
+
+ENUM: Final = "enum"
+"""The name of the members of all enums."""
 
 _DEPTH: Final = MAX_PLAIN_DEPTH - 2
 """Of tuples and objects inside one another: a scalar at the bottom may be an object of JSON."""
@@ -234,7 +237,7 @@ _ML_NAMES = frozenset(
 _ML_DTYPES = frozenset(getattr(ml_dtypes, name) for name in _ML_NAMES)
 
 _UNORDERED = ("set", "frozenset")
-_ENUM = Codec("enum", lambda member: (member.name, member.value), lambda parts: parts)
+_ENUM = Codec(ENUM, lambda member: (member.name, member.value), lambda parts: parts)
 _DTYPE = Codec("numpy-dtype", _dtype_parts, _dtype)
 _PATH = Codec("path", str, Path)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from support.scenes import config, folder, ram
 from support.trees import arrays as any_array
 
-from tieredckpt import CheckpointStore, Invalid
+from tieredckpt import ArraySpec, CheckpointStore, Invalid
 from tieredckpt.config import StoreConfig
 from tieredckpt.tree.arrays import host_view
 from tieredckpt.tree.flatten import flatten, unflatten
@@ -94,10 +94,10 @@ async def test_what_cannot_be_made_is_named(settings: StoreConfig, monkeypatch: 
             await store.restore(as_="torch")
 
 
-async def test_the_kind_is_one_of_four_and_stands_without_an_example(settings: StoreConfig) -> None:
+async def test_the_kind_is_a_known_one_and_stands_without_an_example(settings: StoreConfig) -> None:
     async with CheckpointStore.open(settings) as store:
         await store.save(1, {"w": VALUES})
-        with pytest.raises(Invalid, match="'saved', 'numpy', 'torch' or 'jax', not 'tensorflow'"):
+        with pytest.raises(Invalid, match="'saved', 'numpy', 'torch', 'jax' or 'specs', not 'tensorflow'"):
             await store.restore(as_="tensorflow")  # type: ignore[arg-type]
         for example in ({"like": {"w": VALUES}}, {"into": {"w": VALUES.copy()}}):
             with pytest.raises(Invalid, match="without `like` and `into`"):
@@ -125,3 +125,15 @@ def test_small_floats_are_known_to_torch() -> None:
     made = unflatten(flat.structure, {"w": array}, "torch")
     assert isinstance(made, dict)
     assert made["w"].dtype == torch.float8_e4m3fn
+
+
+async def test_a_step_is_told_without_its_arrays(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, {"w": VALUES, "rest": [VALUES[0], (1.5, None)]})
+        found = await store.restore(as_="specs", resume=False)
+        assert found is not None
+        assert found.tree == {
+            "w": ArraySpec("w", VALUES.dtype, (2, 3), "numpy"),
+            "rest": [ArraySpec("rest/0", VALUES.dtype, (3,), "numpy"), (1.5, None)],
+        }
+        assert found.sources == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,13 @@ import optree
 import pytest
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound
-from tieredckpt.tree import flatten, host_view, match
+from tieredckpt.tree import flatten, host_view, match, unflatten
 from tieredckpt.tree.containers import NAMESPACE
 from tieredckpt.tree.match import AS_SAVED
+
+
+class Color(Enum):
+    RED = "red"
 
 
 class Moments(NamedTuple):
@@ -163,7 +168,7 @@ def test_a_long_list_of_differences_is_cut_and_counted() -> None:
         ("x", b"x"),
         ([], ()),
         ({}, []),
-        (Moments(1, 2), {"mu": 1, "nu": 2}),
+        ({"mu": 1, "nu": 2}, Moments(1, 2)),
         (np.zeros(1, ">f4"), np.zeros(1, "<f4")),
         ([1, 2], [1]),
         ([1], [1, 2]),
@@ -204,6 +209,23 @@ def test_the_leaves_of_a_match_are_those_of_like() -> None:
     found = match(like, flatten({"a": [np.float32(1), 3], "b": np.ones(2)}).structure)
     assert [leaf.key for leaf in found.leaves] == ["b", "a/0"]
     assert found.leaves[0].source is like["b"]
+
+
+def test_what_a_restore_without_like_gives_is_a_like_itself() -> None:
+    saved = {
+        "color": Color.RED,
+        "moments": Moments(np.arange(3), 2),
+        "counter": Counter(np.ones(2)),
+        "module": Module(np.zeros(4), "m"),
+    }
+    flat = flatten(saved)
+    plain = unflatten(flat.structure, {leaf.key: host_view(leaf) for leaf in flat.arrays})
+    again = restore(saved, plain)
+    kinds = {"color": str, "moments": dict, "counter": dict, "module": dict}
+    assert {name: type(part) for name, part in again.items()} == kinds
+    np.testing.assert_array_equal(again["module"]["weight"], np.zeros(4))
+    with pytest.raises(Invalid, match="different"):
+        restore(plain, saved)
 
 
 def test_what_like_leaves_open_comes_back_as_it_was_saved() -> None:

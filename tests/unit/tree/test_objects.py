@@ -122,7 +122,7 @@ def test_no_class_of_the_program_is_written_and_a_plain_value_stands_in_for_it()
         (Colour.RED, Level.LOW, "Level of `like` has no member 'RED' of the value 1"),
         (Level.HIGH, Colour.RED, "Colour of `like` has no member 'HIGH'"),
         ({Level.HIGH}, {Word.YES}, "Word of `like` has no member 'HIGH'"),
-        (Colour.RED, 1, "like: int, step: enum"),
+        (Colour.RED, [1], "like: list of 1, step: enum"),
         ({1}, frozenset({1}), "like: frozenset, step: set"),
         (Path("a"), "a", "like: str, step: path"),
         (deque([1]), [1], "like: list of 1, step: deque of 1"),

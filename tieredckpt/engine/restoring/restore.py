@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy.typing as npt
 
@@ -29,7 +29,8 @@ from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import MadeAs, load_kinds, writable_part
-from tieredckpt.tree.flatten import unflatten
+from tieredckpt.tree.flatten import plain_tree, unflatten
+from tieredckpt.tree.leaf import array_spec
 from tieredckpt.tree.match import Match, match
 from tieredckpt.tree.select import select
 
@@ -51,7 +52,7 @@ class _Shape:
     keys: Sequence[str] | None
     like: Any
     into: Any
-    as_: MadeAs
+    as_: MadeAs | Literal["specs"]
 
 
 class Together(Protocol):
@@ -107,7 +108,7 @@ class Restorer:
         keys: Sequence[str] | None,
         like: Any,
         into: Any,
-        as_: MadeAs | None,
+        as_: MadeAs | Literal["specs"] | None,
         *,
         copy: bool,
         resume: bool | None,
@@ -138,6 +139,10 @@ class Restorer:
         # Of what several ranks save or restore, each may want its own part only.
         part = record.ranks > 1 or self._state.membership.size > 1
         structure, fitted, forms, targets = await in_thread(_fit, record.structure, shape, part)
+        if shape.as_ == "specs":
+            await self._together.begin_reading()  # as the ranks that read
+            tree = plain_tree(structure, array_spec)
+            return Restored(step.step, step.serial, tree, numbers(record.metrics), {}), step, record
         viewed = None if copy else await self._view(step, forms)
         if viewed is not None:
             read, check = viewed[0], partial(_check_views, loop, viewed[1])
@@ -211,7 +216,8 @@ def _fit(
     template = shape.like if shape.into is None else shape.into
     if template is None:
         nodes = tuple(array_nodes(wanted))
-        load_kinds(nodes, shape.as_)
+        if shape.as_ != "specs":
+            load_kinds(nodes, shape.as_)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
     fitted = match(template, wanted, part=part)
     load_kinds(fitted.as_saved, "saved")
