@@ -191,14 +191,9 @@ class CheckpointStore:
     async def prepare(self, tree: Any) -> None:
         """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
 
-        Call it as soon as shapes are known, in a training that does not begin with a restore: after one, the store
-        knows them by itself.
-
-        Args:
-            tree: as for `save` or the ``like`` of `restore`; nothing of it is read or kept.
-
-        Raises:
-            Invalid: a leaf cannot be stored (named).
+        For a training that does not begin with a restore, after which the store knows by itself. The tree is as for
+        `save` or the ``like`` of `restore`; nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot
+        be stored.
         """
         await self._life.call(lambda engine: engine.prepare(tree))
 
