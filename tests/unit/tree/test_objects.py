@@ -158,12 +158,13 @@ def test_members_that_would_be_equal_without_their_class_are_lost_by_nobody(clas
         ({object()}, "object"),
         (np.dtype([("a", "f4")]), "without fields"),
         (np.dtype(("f4", (2,))), "without fields"),
+        (np.dtypes.StringDType(na_object=None), "cannot be stored"),
         ({np.int64(1)}, "int64"),
         (Path("\udcff"), "surrogate"),
         (frozenset(range(MAX_INLINE_BYTES)), "inline"),
         (range(1 << (8 * MAX_INLINE_BYTES)), "np.frombuffer"),
     ],
-    ids=["zone", "set", "fields", "shape", "scalar", "surrogate", "large set", "large range"],
+    ids=["zone", "set", "fields", "shape", "strings", "scalar", "surrogate", "large set", "large range"],
 )
 def test_an_object_that_cannot_be_stored_is_refused_by_key(value: object, why: str) -> None:
     with pytest.raises(Invalid, match="'a/0'") as refused:
