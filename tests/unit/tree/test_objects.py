@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import types
 from collections import Counter, deque
 from datetime import datetime
@@ -99,6 +100,11 @@ def test_what_could_be_stored_before_is_stored_as_before() -> None:
     tree = {1: {Level.LOW: 1, Integer(5): 2}, "a": {Word.YES: 1, "b": Point(1, 2)}}
     nodes = [node for _, node in walk(flatten(tree).structure)]
     assert not any(isinstance(node, TypedNode | ObjectNode) for node in nodes)
+
+
+@pytest.mark.parametrize("limit", [None, 2, 2**53 + 1, sys.maxsize])
+def test_a_deque_of_any_length_comes_back(limit: int | None) -> None:
+    assert bits_of(again([deque([1, 2], limit)])) == bits_of([deque([1, 2], limit)])
 
 
 def test_a_deque_of_a_step_of_before_fits_a_deque() -> None:
@@ -221,6 +227,7 @@ def _storable(tree: object) -> bool:
         TypedNode([0], [IntNode(1)], "deque", 0),
         TypedNode([0], [IntNode(1)], "deque", "4"),
         TypedNode([0], [IntNode(1)], "deque", True),
+        TypedNode([0], [IntNode(1)], "deque", {"type": "int", "value": "0x8000000000000000"}),
         TypedNode([1], [IntNode(1)], "deque"),
         TypedNode(["=["], [IntNode(1)], "map"),
         TypedNode(["=" + "[" * 2000 + "]" * 2000], [IntNode(1)], "map"),
