@@ -159,7 +159,9 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
             optimizer.step()
             step += 1
             state["epoch"] = step // BATCHES
-            checkpoint = state.save(store, step, replicated=["model", "optimizer"] if kind == "ddp" else ())
+            # Replicas are compared in the first half, and shared out in the second.
+            replicated = ["model", "optimizer"] if kind == "ddp" and step > KILLED_AT else ()
+            checkpoint = state.save(store, step, replicated=replicated)
             if step == kill_at:
                 checkpoint.reached("disk")
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -26,6 +26,7 @@ from tieredckpt.format.structure import (
     TupleNode,
     TypedNode,
 )
+from tieredckpt.tree.objects import to_plain
 from tieredckpt.tree.typed import COUNTER, DEQUE, NAMESPACES, TENSOR, key_name
 
 __all__ = ["NAMESPACE", "Opened", "open_container"]
@@ -67,7 +68,7 @@ def open_container(path: str, value: object) -> Opened | None:
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
         return _open_sequence(value, NamedTupleNode, cls._make, cls._fields)  # type: ignore[attr-defined]
     if cls is deque:
-        return _open_deque(value)
+        return _open_deque(path, value)
     try:
         return _open_registered(path, value) or _open_typed(path, value)
     except TieredCkptError:
@@ -119,10 +120,11 @@ def _open_sequence(
     return Opened(kind, range(len(value)) if fields is None else fields, tuple(value), make)
 
 
-def _open_deque(value: Any) -> Opened:
+def _open_deque(path: str, value: Any) -> Opened:
     limit = value.maxlen
     names = range(len(value))
-    return Opened(TypedNode, names, tuple(value), lambda children: deque(children, limit), DEQUE, limit)
+    about = to_plain(path, limit)
+    return Opened(TypedNode, names, tuple(value), lambda children: deque(children, limit), DEQUE, about)
 
 
 def _open_registered(path: str, value: Any) -> Opened | None:

@@ -35,6 +35,8 @@ from tieredckpt.tree.typed import made_typed
 
 __all__ = ["Flat", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
 
+_NAMED_IN_ERRORS = (*CONTAINERS, ObjectNode)
+
 
 @dataclass(frozen=True, slots=True)
 class Flat:
@@ -175,8 +177,9 @@ def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object], path: str =
         return scalar_value(structure)
     names = names_of(structure)
     children = []
-    for name, child in zip(names, structure.children, strict=True):  # a comprehension costs a frame per level
-        children.append(plain_tree(child, leaf, child_key(path, name)))
+    for name, child in zip(names, structure.children, strict=True):
+        below = child_key(path, name) if isinstance(child, _NAMED_IN_ERRORS) else ""
+        children.append(plain_tree(child, leaf, below))  # a comprehension costs a frame per level
     if isinstance(structure, ListNode):
         return children
     if isinstance(structure, TupleNode):

@@ -41,6 +41,9 @@ class _AsSaved:
     def __repr__(self) -> str:
         return "AS_SAVED"
 
+    def __reduce__(self) -> str:
+        return "AS_SAVED"  # a copy of it is itself
+
 
 AS_SAVED: Final = _AsSaved()
 """A leaf of ``like`` or ``into`` for whatever the step has there, a leaf or a whole tree: it comes back as without

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from functools import lru_cache
@@ -131,7 +131,7 @@ def _parts(key: str, codec: Codec, value: object, depth: int) -> Plain:
         parts = codec.parts(value)
     except Invalid:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise Invalid(f"leaf {key!r}: a {type(value).__name__} cannot be stored: {error}") from error
     plain = to_plain(key, parts, depth)
     if isinstance(plain, list) and codec.of in _UNORDERED:
@@ -143,29 +143,29 @@ def _made(
     key: str, node: ObjectNode, classes: Sequence[type[Enum]], like: object = None, depth: int = MAX_PLAIN_DEPTH
 ) -> Any:
     parts = from_plain(key, node.value, classes, depth)
-    try:
-        if node.of == _ENUM.of:
-            return _member(key, parts, classes)
-        codec = _codec_named(node.of)
-        if codec is None:
-            return parts
-        if node.of == "torch-generator" and like is not None:
-            parts = (str(like.device), parts[1])  # type: ignore[attr-defined]
-        made = codec.make(parts)
-        if node.of in _UNORDERED and len(made) != len(parts):
-            raise Invalid(
-                f"leaf {key!r}: items of a set are equal without the classes of their enums; restore it with `like`"
-            )
-        return made
-    except (Corrupt, Invalid):
-        raise
-    except LookupError as error:
+    codecs = _codecs(node.of)
+    if codecs is None:
+        return parts
+    if node.of not in codecs:
         raise Invalid(
             f"leaf {key!r} is a {node.of!r}, which this version of tieredckpt does not know; use a later one, or "
             f"restore the rest with keys="
-        ) from error
-    except (ValueError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
+        )
+    try:
+        if node.of == _ENUM.of:
+            return _member(key, parts, classes)
+        if node.of == "torch-generator" and like is not None:
+            parts = (str(like.device), parts[1])  # type: ignore[attr-defined]
+        made = codecs[node.of].make(parts)
+    except Invalid:
+        raise
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         raise Corrupt(f"leaf {key!r} is a malformed {node.of}: {error}") from error
+    if node.of in _UNORDERED and len(made) != len(parts):
+        raise Invalid(
+            f"leaf {key!r}: items of a set are equal without the classes of their enums; restore it with `like`"
+        )
+    return made
 
 
 def _member(key: str, parts: Any, classes: Sequence[type[Enum]]) -> object:
@@ -173,7 +173,7 @@ def _member(key: str, parts: Any, classes: Sequence[type[Enum]]) -> object:
     for cls in classes:
         try:
             member = cls(value)
-        except (ValueError, TypeError):
+        except Exception:  # noqa: S112  # of the program, which may look its members up in any way
             continue
         if member.name == name:
             return member
@@ -257,19 +257,19 @@ def _codec_of_class(cls: type) -> Codec | None:
         return _ENUM
     if issubclass(cls, np.dtype):
         return _DTYPE
-    if "torch" in sys.modules and cls.__module__.partition(".")[0] == "torch":
+    if "torch" in sys.modules and str(cls.__module__).partition(".")[0] == "torch":
         from tieredckpt.tree import torch_objects
 
         return torch_objects.CODECS.get(cls)
     return _CODECS.get(cls)
 
 
-def _codec_named(of: str) -> Codec | None:
-    """None for an object of torch where that cannot be imported. Raises `LookupError` for a name that is unknown."""
-    if of.startswith("torch-"):
-        try:
-            from tieredckpt.tree import torch_objects
-        except ImportError:
-            return None
-        return {codec.of: codec for codec in torch_objects.CODECS.values()}[of]
-    return _BY_NAME[of]
+def _codecs(of: str) -> Mapping[str, Codec] | None:
+    """The codecs among which one of this name would be; None for those of torch where that cannot be imported."""
+    if not of.startswith("torch-"):
+        return _BY_NAME
+    try:
+        from tieredckpt.tree import torch_objects
+    except ImportError:
+        return None
+    return {codec.of: codec for codec in torch_objects.CODECS.values()}

@@ -7,6 +7,7 @@ the tensors that it consists of.
 from __future__ import annotations
 
 import argparse
+import sys
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -87,14 +88,11 @@ def _key(path: str, name: str | int) -> object:
 
 
 def _made_deque(path: str, node: TypedNode, children: Sequence[Any]) -> deque[Any]:
-    limit = node.about
-    if node.keys != list(range(len(children))) or not (limit is None or _is_length(limit, len(children))):
+    limit = from_plain(path, node.about)
+    known = limit is None or (type(limit) is int and len(children) <= limit <= sys.maxsize)
+    if node.keys != list(range(len(children))) or not known:
         raise Corrupt(f"{show_key(path)} is a malformed deque of {len(children)}")
     return deque(children, limit)
-
-
-def _is_length(limit: object, least: int) -> bool:
-    return type(limit) is int and least <= limit <= 1 << 53
 
 
 def _made_namespace(cls: Callable[[], Any]) -> Callable[[str, TypedNode, Sequence[Any]], object]:

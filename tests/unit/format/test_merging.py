@@ -30,7 +30,9 @@ from tieredckpt.format.structure import (
     NamedTupleNode,
     Node,
     NoneNode,
+    ObjectNode,
     TupleNode,
+    TypedNode,
 )
 
 STORE = str(uuid.UUID(int=1))
@@ -222,10 +224,21 @@ def test_dicts_of_ranks_have_the_names_of_all_in_the_order_of_the_lowest() -> No
     assert merged == DictNode(["b", "layers", "a", "c"], [node("b"), layers, node("a"), node("c")])
 
 
+def test_dicts_of_any_keys_are_merged_as_dicts_are() -> None:
+    zero, one = ObjectNode("set", [0]), ObjectNode("set", [1])
+    merged = merge_structures({1: TypedNode(["=1", "b"], [one, zero], "map"), 0: TypedNode(["b"], [zero], "map")})
+    assert merged == TypedNode(["b", "=1"], [zero, one], "map")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "path"),
     [
         (IntNode(1), IntNode(2), "'leaf': 1 and 2;"),
+        (DictNode(["x"], [ObjectNode("set", [1])]), DictNode(["x"], [ObjectNode("set", [2])]), "'x': a set [1] and a"),
+        (TypedNode([0], [NoneNode()], "deque", 3), TypedNode([0], [NoneNode()], "deque", 4), "root"),
+        (TypedNode(["a"], [NoneNode()], "map"), TypedNode(["a"], [NoneNode()], "counter"), "root"),
+        (TypedNode(["a"], [NoneNode()], "namespace"), TypedNode(["b"], [NoneNode()], "namespace"), "root"),
+        (TypedNode(["a"], [NoneNode()], "map"), DictNode(["a"], [NoneNode()]), "root"),
         (DictNode(["x"], [IntNode(1)]), DictNode(["x"], [IntNode(2)]), "'x': 1 and 2;"),
         (DictNode(["x"], [node("x")]), DictNode(["x"], [node("x", (9, 4))]), "'x'"),
         (DictNode(["x"], [node("x")]), DictNode(["x"], [NoneNode()]), "'x'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
@@ -239,6 +240,11 @@ def test_what_like_leaves_open_comes_back_as_it_was_saved() -> None:
     found = match({"known": AS_SAVED, "open": AS_SAVED, "number": 0}, flatten(saved).structure)
     assert [node.key for node in found.as_saved] == ["known/mu", "open/0", "open/1/x/0"]
     assert found.leaves == ()
+
+
+def test_a_copy_of_a_pattern_leaves_the_same_open() -> None:
+    saved = {"a": [1, np.ones(2)], "b": 2}
+    assert restore(saved, copy.deepcopy({"a": AS_SAVED, "b": 0}))["a"][0] == 1
 
 
 def test_what_is_left_open_must_be_there_and_nothing_else_may_be() -> None:

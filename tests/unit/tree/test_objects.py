@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import types
 from collections import Counter, deque
 from datetime import datetime
@@ -101,6 +102,11 @@ def test_what_could_be_stored_before_is_stored_as_before() -> None:
     assert not any(isinstance(node, TypedNode | ObjectNode) for node in nodes)
 
 
+@pytest.mark.parametrize("limit", [None, 2, 2**53 + 1, sys.maxsize])
+def test_a_deque_of_any_length_comes_back(limit: int | None) -> None:
+    assert bits_of(again([deque([1, 2], limit)])) == bits_of([deque([1, 2], limit)])
+
+
 def test_a_deque_of_a_step_of_before_fits_a_deque() -> None:
     before = DictNode(["q"], [CustomNode([0, 1], [IntNode(1), IntNode(2)])])
     assert match({"q": deque([0, 0], maxlen=3)}, before).build({}) == {"q": deque([1, 2], maxlen=3)}
@@ -158,12 +164,13 @@ def test_members_that_would_be_equal_without_their_class_are_lost_by_nobody(clas
         ({object()}, "object"),
         (np.dtype([("a", "f4")]), "without fields"),
         (np.dtype(("f4", (2,))), "without fields"),
+        (np.dtypes.StringDType(na_object=None), "cannot be stored"),
         ({np.int64(1)}, "int64"),
         (Path("\udcff"), "surrogate"),
         (frozenset(range(MAX_INLINE_BYTES)), "inline"),
         (range(1 << (8 * MAX_INLINE_BYTES)), "np.frombuffer"),
     ],
-    ids=["zone", "set", "fields", "shape", "scalar", "surrogate", "large set", "large range"],
+    ids=["zone", "set", "fields", "shape", "strings", "scalar", "surrogate", "large set", "large range"],
 )
 def test_an_object_that_cannot_be_stored_is_refused_by_key(value: object, why: str) -> None:
     with pytest.raises(Invalid, match="'a/0'") as refused:
@@ -220,6 +227,7 @@ def _storable(tree: object) -> bool:
         TypedNode([0], [IntNode(1)], "deque", 0),
         TypedNode([0], [IntNode(1)], "deque", "4"),
         TypedNode([0], [IntNode(1)], "deque", True),
+        TypedNode([0], [IntNode(1)], "deque", {"type": "int", "value": "0x8000000000000000"}),
         TypedNode([1], [IntNode(1)], "deque"),
         TypedNode(["=["], [IntNode(1)], "map"),
         TypedNode(["=" + "[" * 2000 + "]" * 2000], [IntNode(1)], "map"),
