@@ -83,6 +83,7 @@ async def test_few_requests_are_made(settings: StoreConfig, between: Proxy) -> N
         assert await total(between, store) <= 3
         await store.collect()
         assert await total(between, store) <= 2
+    assert sum(between.count.values()) <= 3  # a listing, the catalog, the lease
     between.restart_count()
     async with CheckpointStore.open(settings) as store:
         # And the catalog, and the newest step.
