@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -77,6 +78,15 @@ def test_two_tiers_are_not_in_one_place_and_endpoints_are_places() -> None:
     with pytest.raises(Invalid, match="give each its own place"):
         load({"tiers": {"a": one, "b": one | {"url": "s3://bucket/run/"}}})
     load({"tiers": {"a": one, "b": one | {"endpoint": "http://127.0.0.1:9000"}}})
+
+
+async def test_without_obstore_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for module in ("client", "probe", "store"):
+        monkeypatch.delitem(sys.modules, f"tieredckpt.blobs.object.{module}", raising=False)
+    (tier,) = load(tiers()).tiers
+    with pytest.raises(Invalid, match=r"pip install 'tieredckpt\[s3\]'"):
+        await kind_of(tier).open(tier)
 
 
 def test_tensorstore_is_told_where_it_is() -> None:

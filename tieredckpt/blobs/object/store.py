@@ -38,7 +38,7 @@ _ENDS_BY_ITSELF = 1 << 20
 _ENDS_WITHIN = 2.0
 """Seconds that such a put is given to end by itself when it is cancelled."""
 
-_LET_GO = 0.005
+_LET_GO = 0.001
 """Seconds between looks at whether obstore has let go of memory."""
 
 

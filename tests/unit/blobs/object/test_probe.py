@@ -11,9 +11,10 @@ from support.proxy import Proxy, deny, ignore_conditions, ignore_ranges, interna
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.object.kind import S3
-from tieredckpt.blobs.object.probe import VERDICT
 from tieredckpt.config.object_tiers import S3Tier
 from tieredckpt.errors import Invalid, TierUnavailable
+
+VERDICT = "tieredckpt-endpoint.json"
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reliability.ranks import World
+from support.cohort import Cohort, assert_whole
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
 from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, lose_reply, proxy, slow_down
-from support.scenes import Heard, assert_same, config, crash, ram, tree
+from support.scenes import SOON, Heard, assert_same, config, crash, ram, tree
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
@@ -83,6 +85,7 @@ async def test_few_requests_are_made(settings: StoreConfig, between: Proxy) -> N
         assert await total(between, store) <= 3
         await store.collect()
         assert await total(between, store) <= 2
+    assert sum(between.count.values()) <= 3  # a listing, the catalog, the lease
     between.restart_count()
     async with CheckpointStore.open(settings) as store:
         # And the catalog, and the newest step.
@@ -180,6 +183,28 @@ async def test_whatever_fails_for_a_while_is_made_good(
 
 async def _is_promoted(store: CheckpointStore, step: int) -> bool:
     return any(info.step == step and "s3" in info.tiers for info in await store.steps())
+
+
+async def test_several_ranks_share_a_tier(shared_memory: Path, s3_place: Place, between: Proxy) -> None:
+    tiers = {"ram": ram(shared_memory / "a"), "s3": s3_place.tier(between.url)}
+    settings = config(tiers, rank_deadline=SOON)
+
+    async def opened() -> Cohort:
+        world = World(3, nodes=["a"] * 3)
+        stores = (CheckpointStore.open(settings, ranks=each) for each in world.communicators())
+        return Cohort(world, await asyncio.gather(*stores))
+
+    ranks = await opened()
+    await ranks.reached(await ranks.save(1), "s3")
+    assert len([path for verb, path in between.asked if path.endswith("manifest.ocdbt") and verb == "PUT"]) == 1
+    await ranks.all(lambda store, _: store.close())
+    shutil.rmtree(shared_memory / "a")
+    ranks = await opened()
+    for restored in await ranks.restored():
+        assert restored is not None
+        assert "ram" not in restored.sources
+        assert_whole(restored, 1)
+    await ranks.all(lambda store, _: store.close())
 
 
 async def test_training_goes_on_beside_a_server_that_hangs(settings: StoreConfig, between: Proxy) -> None:
