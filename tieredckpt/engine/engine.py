@@ -47,6 +47,8 @@ from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
 from tieredckpt.tree.arrays import as_template, load_frameworks
 from tieredckpt.tree.flatten import Flat, skeleton
+from tieredckpt.tree.leaf import ArrayLeaf
+from tieredckpt.tree.select import choose
 
 __all__ = ["Engine"]
 
@@ -78,6 +80,8 @@ class Engine:
         self._role = role or (Role.TRAINER if has_agent else Role.WHOLE)
         self._tasks: list[asyncio.Task[None]] = []
         self.promoters: dict[str, Promoter] = {}
+        self._snapshot = 0
+        """Bytes that a save is known to take."""
         self.prepared = False
         """Whether its parts are there; they are made when it starts."""
 
@@ -132,7 +136,7 @@ class Engine:
         connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
-        self.restorer = Restorer(self.state, self.mode, self.mending.behind, self.prepare)
+        self.restorer = Restorer(self.state, self.mode, self.mending.behind, self.prepare, self.expect_saves_of)
         self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
         self.inventory = Inventory(self.state)
@@ -160,7 +164,7 @@ class Engine:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
         if self._role is not Role.TRAINER:
             self._go_on(keep_tidy(self._config.grace, self.admin.collect), "collect")
-        self.prepare_memory(self._newest_size())
+        self.prepare_memory()
 
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=f"tieredckpt {name}"))
@@ -181,30 +185,37 @@ class Engine:
         await connect(self.state, tier)
         self.state.meet(tier)
         if tier.index == 0:
-            self.prepare_memory(self._newest_size())
+            self.prepare_memory(self._snapshot)
             await self.mode.reopened()
 
     async def prepare(self, tree: Any) -> None:
         """Take memory for saves of trees like ``tree``, behind everything else. Raises `Invalid` as flattening does."""
         self.state.check_writable("take memory")
         leaves = (await in_thread(skeleton, tree, as_template)).leaves
-        self.prepare_memory(await in_thread(slab_bytes, leaves, self._config.chunk_size))
+        whole = choose(self._config.replicated, [leaf.key for leaf in leaves if leaf.place is None])
+        alike = {key for _, keys in whole for key in keys}
+
+        def ranks_with(leaf: ArrayLeaf) -> int:
+            if leaf.place is not None:
+                return max(1, len(leaf.place.replicas))
+            return self.state.membership.size if leaf.key in alike else 1
+
+        self.prepare_memory(await in_thread(slab_bytes, leaves, self._config.chunk_size, ranks_with))
+
+    def expect_saves_of(self, nbytes: int) -> None:
+        """Take memory for saves of states of so many bytes, all ranks' together."""
+        self.prepare_memory(nbytes // self.state.membership.size)
 
     def prepare_memory(self, snapshot: int = 0) -> None:
         """Take RAM's memory that is expected and map it, behind everything else; for two snapshots of that many bytes.
 
         So a save finds room beside the one before, which may still be on its way to other tiers.
         """
+        self._snapshot = max(self._snapshot, snapshot)
         ram = self.state.tiers[0].ram
         if ram is not None and not self._read_only:
-            ram.slab.expect(2 * snapshot)
+            ram.slab.expect(2 * snapshot, at_least=snapshot)
             asyncio.get_running_loop().run_in_executor(None, ram.slab.prepare)
-
-    def _newest_size(self) -> int:
-        """About as many bytes as this rank's next snapshot takes, by the newest step; 0 where there is none."""
-        newest = self.state.branch.newest
-        record = self.state.records().get(newest) if newest is not None else None
-        return record.nbytes // record.ranks if record is not None and self._role is not Role.AGENT else 0
 
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
         """Copy a step to a tier before older ones that are on their way. Raises as `Admin.promote`."""
@@ -238,6 +249,8 @@ class Engine:
     async def _let_go(self, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         if end_calls is not None:
             await end_calls()
+        if (ram := self.state.tiers[0].ram) is not None:
+            ram.slab.expect_no_more()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, self.mending.stop(), return_exceptions=True)

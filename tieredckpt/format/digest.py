@@ -145,10 +145,12 @@ def digest(data: Bytes, padding: int = 0) -> bytes:
     if padding < 0:
         raise Invalid(f"cannot digest {padding} bytes of padding: it must not be negative")
     if not padding:
-        if _native_digest is not None and memoryview(data).nbytes >= _SHORTEST:
+        nbytes = memoryview(data).nbytes
+        if _native_digest is not None and nbytes >= _SHORTEST:
             return _native_digest(data)
-        whole: Any = data  # numpy's stubs know the buffer protocol only from Python 3.12 on
-        return xxhash.xxh3_128_digest(whole)
+        if nbytes <= BLOCK:
+            whole: Any = data  # numpy's stubs know the buffer protocol only from Python 3.12 on
+            return xxhash.xxh3_128_digest(whole)
     digester = Digester()
     digester.update(data)
     for _ in range(padding // BLOCK):

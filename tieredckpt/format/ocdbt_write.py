@@ -98,12 +98,15 @@ class Keys:
         _check_keys(keys)
         self.all = keys
         self.lengths = np.fromiter(map(len, keys), np.int64, len(keys))
-        self._columns: dict[tuple[int, int], bytes] = {}
+        self._last: dict[tuple[int, int], bytes] = {}
+        self._before: dict[tuple[int, int], bytes] = {}
+        """Of the division before the last: RAM and a slower tier divide in turns, for checksums take room."""
 
     def columns(self, nodes: Sequence[tuple[int, int]]) -> list[bytes]:
         """Of every leaf node, given as a range of keys: its key columns."""
-        before = self._columns
-        found = self._columns = {node: before.get(node) or self._encoded(node, len(nodes)) for node in nodes}
+        last, before = self._last, self._before
+        found = {node: last.get(node) or before.get(node) or self._encoded(node, len(nodes)) for node in nodes}
+        self._last, self._before = found, last
         return [found[node] for node in nodes]
 
     def _encoded(self, node: tuple[int, int], nodes: int) -> bytes:

@@ -17,11 +17,25 @@ __all__ = ["entry_keys", "in_parts", "join_parts"]
 _INLINE_VALUE_MAX = 1 << 20
 
 
-@lru_cache(maxsize=2)  # of the trees that are saved now; RAM and slower tiers have the same keys
+_KEPT_AT_MOST = 100_000
+"""Arrays of a tree whose keys are kept for the next save: 25 MB."""
+
+
 def entry_keys(
     names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int, digest_parts: int
 ) -> tuple[ocdbt.Keys, Callable[[list[bytes | Extent]], Sequence[bytes | Extent]]]:
-    """The keys of a step's index, and what puts the values of its arrays, record and digests in their order."""
+    """The keys of a step's index, and what puts the values of its arrays, record and digests in their order.
+
+    They are kept for the next save of such a tree.
+    """
+    find = _entry_keys if len(names) <= _KEPT_AT_MOST else _entry_keys.__wrapped__
+    return find(names, grids, record_parts, digest_parts)
+
+
+@lru_cache(maxsize=2)  # of the trees that are saved now; RAM and slower tiers have the same keys
+def _entry_keys(
+    names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int, digest_parts: int
+) -> tuple[ocdbt.Keys, Callable[[list[bytes | Extent]], Sequence[bytes | Extent]]]:
     keys: list[bytes] = []
     for name, grid in zip(names, grids, strict=True):
         prefix = name.encode() + b"/"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from tieredckpt.blobs.ram.folder import RANK_FOLDER, shared_memory_root
 from tieredckpt.blobs.ram.slab_meta import expected_bytes, slab_bytes
 from tieredckpt.units import format_size
 
-__all__ = ["Quota", "expected_elsewhere"]
+__all__ = ["Quota", "counted", "expected_elsewhere"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -28,12 +31,12 @@ class Quota:
         self._total = total
         self._told = False
 
-    def __call__(self, nbytes: int) -> bool:
-        """Whether the slab may have so many bytes. That it may not is said once, with what takes the memory."""
+    def __call__(self, nbytes: int, *, tell: bool = True) -> bool:
+        """Whether the slab may have so many bytes. That it may not is said once by ``tell``, with what takes them."""
         others = self._others()
         if nbytes + sum(others.values()) <= self._total:
             return True
-        if others and not self._told:
+        if others and tell and not self._told:
             self._told = True
             found = ", ".join(f"{folder} ({format_size(size)})" for folder, size in sorted(others.items()))
             _log.warning(
@@ -45,16 +48,29 @@ class Quota:
         return False
 
     def _others(self) -> dict[Path, int]:
-        """Bytes of the slabs of this user's other stores, by folder."""
+        """Bytes of the slabs of this user's other stores, those that they are still to take included, by folder."""
         stores = (folder for folder in _folders(self._top) if self._top not in (folder, folder.parent))
-        found = {folder: slab_bytes(folder) for folder in stores}
+        found = {folder: slab_bytes(folder) + expected_bytes(folder) for folder in stores}
         return {folder: size for folder, size in found.items() if size}
 
 
 def expected_elsewhere(folder: Path) -> int:
     """Bytes of shared memory that this user's slabs in other folders are still to take. Blocking."""
-    top = _top(folder)
-    return sum(expected_bytes(other) for other in _folders(top) if other != folder)
+    return sum(expected_bytes(other, in_folder=True) for other in _folders(_top(folder)) if other != folder)
+
+
+@contextlib.contextmanager
+def counted(folder: Path) -> Iterator[None]:
+    """One rank of a store at a time finds out whether there is room, and notes what its slab expects. Blocking.
+
+    They open at the same moment, and each would count on the same room.
+    """
+    fd = os.open(_top(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _top(folder: Path) -> Path:

@@ -52,7 +52,8 @@ class Slab:
         reserved: how much of it has its memory already, from the start.
         writable: False for a slab that another process writes; nothing is handed out from it then.
         growing: entered, with how much of it has its memory, while more is asked for; it may raise `OSError`.
-        quota: asked before it grows, with the size that it would have then; None where the capacity alone counts.
+        quota: asked before it grows, with the size that it would have then; None where the capacity alone counts. Told
+            by ``tell`` whether to say what takes the memory.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Slab:
         *,
         writable: bool = True,
         growing: Callable[[int], AbstractContextManager[None]] | None = None,
-        quota: Callable[[int], bool] | None = None,
+        quota: Callable[..., bool] | None = None,
     ) -> None:
         self.capacity = capacity
         """Bytes; lowered to what there is when the system has no more memory to give."""
@@ -82,7 +83,7 @@ class Slab:
         self._grows = False
         """One thread asks for memory, without the lock."""
         self._reserved = reserved
-        self._expected = 0
+        self._expected = self._at_least = 0
         self._free: list[tuple[int, int]] = [(0, reserved)] if reserved else []  # (offset, length), by offset
         self._used = 0
         self._guards_preparing = threading.Lock()
@@ -147,30 +148,35 @@ class Slab:
         self.capacity = self._reserved
         return False
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, while_: Callable[[], bool] = lambda: True) -> None:
         """Take memory until the slab has ``nbytes`` in all, or as much as the capacity allows. Blocking.
 
-        Extents are handed out meanwhile.
+        Extents are handed out meanwhile. It ends early once ``while_`` says so, asked before each stride.
 
         Raises:
-            NoSpace: shared memory has less left; what the slab has already stays usable.
+            NoSpace: shared memory, or the quota, has less left; what the slab has already stays usable.
         """
         self.check_room(nbytes)
         with self._guards_extents:
-            while (lacking := min(self.capacity, aligned(nbytes)) - self._reserved) > 0:
+            while (lacking := min(self.capacity, aligned(nbytes)) - self._reserved) > 0 and while_():
                 if self._grows:
                     self._guards_extents.wait()
                 elif not self._grow(min(lacking, _RESERVED_AT_ONCE)):
                     raise self._no_space(nbytes)
 
-    def check_room(self, nbytes: int) -> None:
-        """Raise `NoSpace` where shared memory has no room for a slab of ``nbytes`` now; takes nothing."""
-        lacking = min(self.capacity, aligned(nbytes)) - self._reserved
-        if lacking > 0 and self._fd is not None:
+    def check_room(self, nbytes: int, *, besides: int = 0, tell: bool = True) -> None:
+        """Raise `NoSpace` where shared memory, or the quota, has no room for a slab of ``nbytes`` now; takes nothing.
+
+        ``besides`` are bytes that others are still to take.
+        """
+        target = min(self.capacity, aligned(nbytes))
+        if target > self._reserved and self._fd is not None:
             try:
-                check_room(self._fd, lacking)
+                check_room(self._fd, target - self._reserved + besides)
             except OSError as error:
                 raise self._no_space(nbytes) from error
+            if not self._may_have(target, tell=tell):
+                raise self._no_space(nbytes)
 
     def _no_space(self, nbytes: int) -> NoSpace:
         return NoSpace(
@@ -184,8 +190,8 @@ class Slab:
         whole = min(-(-end // HUGE_PAGE) * HUGE_PAGE, self.capacity) if end >= HUGE_PAGE else end
         return self._grow_to(whole) or (whole > end and self._grow_to(end))
 
-    def _may_have(self, nbytes: int) -> bool:
-        return self._quota is None or self._quota(nbytes)
+    def _may_have(self, nbytes: int, *, tell: bool = True) -> bool:
+        return self._quota is None or self._quota(nbytes, tell=tell)
 
     def _grow_to(self, end: int) -> bool:
         if self._closed or not self._may_have(end):
@@ -255,9 +261,20 @@ class Slab:
             del self._free[i]
         self._free.insert(i, (start, end - start))
 
-    def expect(self, nbytes: int) -> None:
-        """Let `prepare` take memory until the slab has ``nbytes`` in all."""
-        self._expected = max(self._expected, min(aligned(nbytes), self.capacity))
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether `prepare` is still to take some."""
+        return self._reserved < min(self._expected, self.capacity)
+
+    def expect(self, nbytes: int, at_least: int = 0) -> None:
+        """Let `prepare` take memory until the slab has ``nbytes`` in all, or where there is less, ``at_least``."""
+        with self._guards_extents:
+            self._expected = max(self._expected, aligned(nbytes))
+            self._at_least = max(self._at_least, aligned(at_least))
+
+    def expect_no_more(self) -> None:
+        """Let `prepare` end: the slab is about to be closed."""
+        self._ending.set()
 
     def prepare(self, *, share: float = _SHARE) -> None:
         """Take the memory that is expected, and map what there is, so that later copies wait for neither.
@@ -267,7 +284,7 @@ class Slab:
         """
         while self._unprepared() and self._guards_preparing.acquire(blocking=False):
             try:
-                while self._unprepared():
+                while self._unprepared():  # and once more outside: somebody may expect more while this lets go
                     begin = time.monotonic()
                     self._prepare_some()
                     self._ending.wait((time.monotonic() - begin) * (1 / share - 1))
@@ -275,7 +292,7 @@ class Slab:
                 self._guards_preparing.release()
 
     def _unprepared(self) -> bool:
-        return not self._closed and (self._mapped < self._there() or self._reserved < self._expected)
+        return not self._ending.is_set() and (self._mapped < self._there() or self.awaits_memory)
 
     def _prepare_some(self) -> None:
         if self._mapped < (there := self._there()):
@@ -283,23 +300,34 @@ class Slab:
             # An old kernel cannot: the first copies fault their pages in themselves.
             self._mapped = end if mapping.populate(self.array[self._mapped : end]) else self.capacity
             return
+        expected = self._expected
         try:
-            self.check_room(self._expected)
+            self.check_room(expected, tell=False)
         except NoSpace:
-            self._expected = 0  # nothing is taken of what does not suffice; a save that needs it says so
+            self._expect_less(expected)  # nothing is taken of what does not suffice
         with self._guards_extents:
             if self._grows:
                 self._guards_extents.wait()
                 return
             lacking = min(self._expected, self.capacity) - self._reserved
-            if lacking > 0 and not (self._may_have(self._expected) and self._grow(min(lacking, _PREPARED_AT_ONCE))):
-                self._expected = 0
+            had = lacking <= 0 or self._grow(min(lacking, _PREPARED_AT_ONCE))
+        if not had:
+            self._expect_less(self._expected)
+
+    def _expect_less(self, than: int) -> None:
+        """Settle for what is needed at least, or for nothing; a save that needs more says what takes the memory."""
+        with self._guards_extents:
+            if self._expected == than:
+                self._expected, self._at_least = (self._at_least if self._at_least < than else 0), 0
 
     def _there(self) -> int:
         """Bytes that have their memory; of a slab that another process writes, about as many, for it may grow."""
         if self.writable or self._fd is None:
             return self._reserved
-        return min(self.capacity, os.fstat(self._fd).st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+        try:
+            return min(self.capacity, os.fstat(self._fd).st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+        except OSError:  # it has just been closed
+            return 0
 
     def close(self) -> None:
         """Unmap; views that are still alive keep the memory until they go. Blocking, idempotent."""

@@ -75,10 +75,12 @@ def slab_bytes(folder: Path) -> int:
     return 0
 
 
-def expected_bytes(folder: Path) -> int:
-    """Memory that the slab of a folder is still to take, in bytes. Blocking."""
+def expected_bytes(folder: Path, *, in_folder: bool = False) -> int:
+    """Memory that the slab of a folder is still to take, in bytes; ``in_folder``: where the folder is."""
     note = read_note(folder)
-    return max(0, note.expected - slab_bytes(folder)) if note is not None and note.memfd is None else 0
+    if note is None or (in_folder and note.memfd is not None):
+        return 0
+    return max(0, note.expected - slab_bytes(folder))
 
 
 def has_slab(folder: Path) -> bool:

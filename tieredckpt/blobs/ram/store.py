@@ -29,7 +29,7 @@ from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.folder import LOCK, check_owner, take
 from tieredckpt.blobs.ram.folder import remove as remove_folder
 from tieredckpt.blobs.ram.owner import OWNER_FILES
-from tieredckpt.blobs.ram.quota import Quota, expected_elsewhere
+from tieredckpt.blobs.ram.quota import Quota, counted, expected_elsewhere
 from tieredckpt.blobs.ram.reader_locks import RETIRED, Retired, StillRead
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.blobs.ram.slab_meta import (
@@ -97,7 +97,8 @@ class RamStore:
                 lock = take(folder)
                 undo.callback(let_go, lock)
                 Folders(folder, 0o700, follow_symlinks=True, fsync=False).sweep(0)  # no writer but us is left
-                slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
+                with counted(folder):
+                    slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
                 undo.callback(slab.close)
                 store = cls(folder, _files(folder), slab, key, lock, notice)
                 undo.pop_all()
@@ -260,7 +261,7 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
         slab, note = _new_slab(folder, capacity, quota)
     try:
         if reserve:
-            slab.check_room(capacity)
+            slab.check_room(capacity, besides=expected_elsewhere(folder) if note.memfd is None else 0)
             slab.expect(capacity)
         write_note(folder, replace(note, expected=capacity if reserve else 0))
         notice = _notice(folder, note)

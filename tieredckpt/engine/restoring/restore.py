@@ -96,10 +96,16 @@ class Restorer:
     """Restores steps of one store. Lives on the engine's loop."""
 
     def __init__(
-        self, state: State, together: Together, repair: Repair, prepare: Callable[[Any], Awaitable[None]]
+        self,
+        state: State,
+        together: Together,
+        repair: Repair,
+        prepare: Callable[[Any], Awaitable[None]],
+        expect: Callable[[int], None],
     ) -> None:
-        """``prepare`` takes memory for saves of trees like one."""
+        """``prepare`` takes memory for saves of trees like one, ``expect`` for saves of so many bytes."""
         self._state, self._together, self._repair, self._prepare = state, together, repair, prepare
+        self._expect = expect
 
     async def restore(
         self,
@@ -126,6 +132,7 @@ class Restorer:
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it
             self._state.branch.note(chosen, record, named=step is not None, resume=resume is True)
             self._together.restored()
+            self._expect(record.nbytes)
         return restored
 
     async def _restore(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -74,16 +75,17 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     need = sum(slab_size(cell.nbytes) for cell in new)
     if need > slab.capacity:
         return False
+    ended = threading.Event()
     try:
-        slab.expect(2 * need)  # for two snapshots, so that later saves wait for no memory
         if not slab.used:
             slab.check_room(need)
         elif not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
-        elif slab.spare < need:
+        elif slab.spare < need and not slab.awaits_memory:
             await _evict_and_not_grow(collector, tier)
+        slab.expect(2 * need, at_least=need)  # for two snapshots, so that later saves wait for no memory
         if slab.spare < need:  # what is there is filled meanwhile
-            state.pool.submit(_grow, slab, slab.used + need)
+            state.pool.submit(_grow, slab, slab.used + need, lambda: not ended.is_set())
         while snapshot.pending:
             await copy_cells(state, snapshot, index)
             if snapshot.full:
@@ -99,14 +101,16 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     except BaseException:
         _put_back(snapshot, index)
         raise
+    finally:
+        ended.set()
     uses = Counter(done.digest for done in snapshot.copied)
     index.drop((uses - Counter(set(uses))).elements())  # a step uses each of its chunks once
     return True
 
 
-def _grow(slab: Slab, nbytes: int) -> None:
+def _grow(slab: Slab, nbytes: int, while_: Callable[[], bool]) -> None:
     with suppress(NoSpace):  # then it is the next cell that is refused
-        slab.reserve(nbytes)
+        slab.reserve(nbytes, while_)
 
 
 async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:

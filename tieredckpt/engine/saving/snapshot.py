@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -186,11 +186,17 @@ class Snapshot:
         }
 
 
-def slab_bytes(leaves: Iterable[ArrayLeaf], chunk_size: int) -> int:
-    """Bytes of a slab that a snapshot of these leaves takes, whose data may be absent."""
-    grids = (_grid(leaf, chunk_size) for leaf in leaves)
-    stored = (grid for grid in grids if grid.size * grid.cell_nbytes > INLINE_MAX)
-    return sum(grid.size * slab_size(grid.cell_nbytes) for grid in stored)
+def slab_bytes(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Callable[[ArrayLeaf], int]) -> int:
+    """Bytes of a slab that a snapshot of these leaves takes, whose data may be absent.
+
+    Of a leaf that several ranks have, as ``ranks_with`` tells, it is this rank's share.
+    """
+    total = 0
+    for leaf in leaves:
+        grid = _grid(leaf, chunk_size)
+        if grid.size * grid.cell_nbytes > INLINE_MAX:
+            total += grid.size * slab_size(grid.cell_nbytes) // ranks_with(leaf)
+    return total
 
 
 def _in_0_and_1(view: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -347,6 +347,41 @@ def test_what_is_expected_while_memory_is_taken_is_taken_with_it(monkeypatch: py
         assert slab.reserved == slab.capacity == 8 * MIB
 
 
+def test_where_there_is_less_as_much_is_taken_behind_as_is_needed_at_least() -> None:
+    quota: list[bool] = []
+
+    def may_have(nbytes: int, *, tell: bool) -> bool:
+        quota.append(tell)
+        return nbytes <= 6 * MIB
+
+    slab = Slab(memfd(16 * MIB), 16 * MIB, quota=may_have)
+    slab.expect(8 * MIB, at_least=4 * MIB)
+    slab.prepare(share=1)
+    assert slab.reserved == 4 * MIB
+    assert not quota[0], "nobody waits, so nothing is said"
+    with pytest.raises(NoSpace):
+        slab.check_room(8 * MIB)
+    slab.close()
+
+
+def test_preparing_ends_where_the_system_gave_less_than_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = mapping.reserve
+
+    def refuse(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
+        if offset >= 4 * MIB:
+            raise OSError(28, "No space left on device")
+        reserve(fd, mapped, offset, nbytes)
+
+    monkeypatch.setattr(mapping, "reserve", refuse)
+    with slab_of(16 * MIB) as slab:
+        slab.expect(16 * MIB)
+        slab.reserve(4 * MIB)
+        assert slab.allocate(8 * MIB) is None
+        assert slab.capacity == 4 * MIB
+        slab.prepare(share=1)
+        assert slab.reserved == 4 * MIB
+
+
 def test_nothing_is_taken_behind_of_what_would_not_suffice(small_tmpfs: Path) -> None:
     with (small_tmpfs / "slab").open("w+b") as file:
         os.ftruncate(file.fileno(), 100 * MIB)

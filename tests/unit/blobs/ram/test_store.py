@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -498,6 +499,36 @@ async def test_what_other_slabs_are_still_to_take_is_not_there(small_tmpfs: Path
             assert not third.notice
             third.slab.prepare(share=1)
             assert (first.slab.reserved, third.slab.reserved) == (40 * MIB, 16 * MIB)
+
+
+async def test_ranks_that_open_at_once_do_not_count_on_the_same_room(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has asked how much there is, and has noted nothing yet."""
+    looked, asked = os.statvfs, threading.Semaphore(0)
+
+    def look(path: Path) -> os.statvfs_result:
+        found = looked(path)
+        asked.release()
+        time.sleep(0.05)  # long enough for the other to look as well, if it may
+        return found
+
+    monkeypatch.setattr(ram_store.os, "statvfs", look)
+    ranks = [small_tmpfs / "store" / f"rank-{rank}" for rank in range(2)]
+    stores = await asyncio.gather(*(asyncio.to_thread(RamStore.open, folder, 40 * MIB) for folder in ranks))
+    assert sorted(bool(store.notice) for store in stores) == [False, True]
+    for store in stores:
+        await store.close()
+
+
+async def test_an_automatic_slab_counts_what_others_are_still_to_take(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ram_store, "memory_limit", lambda: (32 * MIB, "the test"))
+    async with opened(folder.with_name("other"), 6 * MIB) as other, opened(folder, None) as store:
+        assert other.slab.reserved == 0
+        assert store.slab.allocate(4 * MIB) is None
+        assert store.slab.allocate(2 * MIB) == 0
 
 
 async def test_a_capacity_for_which_there_is_no_room_is_refused_when_it_is_opened(small_tmpfs: Path) -> None:

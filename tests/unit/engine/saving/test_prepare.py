@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.cohort import cohort
 from support.insight import slab_of
 from support.scenes import SOON, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import slab as slabs
+from tieredckpt.blobs.ram import store as ram_store
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import Invalid
@@ -81,10 +83,10 @@ async def test_a_save_copies_while_its_memory_comes(
 
     memory = Memory(monkeypatch, before)
     async with CheckpointStore.open(store_in(tmp_path, shared_memory, capacity="auto")) as store:
-        slab, release = slab_of(store), slab_of(store).allocate
+        slab, real = slab_of(store), slab_of(store).allocate
 
         def allocate(nbytes: int) -> int | None:
-            offset = release(nbytes)
+            offset = real(nbytes)
             copied.append(nbytes)
             copying.set()
             return offset
@@ -137,6 +139,9 @@ async def test_after_a_restart_the_first_save_finds_memory_by_the_newest_step(
         await store.save(1, state())
     async with CheckpointStore.open(store_in(tmp_path, shared_memory, capacity="auto")) as store:
         assert slab_of(store).used == 0, "its RAM was given back when all was on the disk"
+        assert await store.restore(resume=False) is not None
+        assert slab_of(store).reserved == 0, "who only looks needs none"
+        assert await store.restore() is not None
         await reserved(store, 2 * CHUNKS * MIB // 2)
 
 
@@ -147,6 +152,35 @@ async def test_a_tree_that_cannot_be_stored_is_refused_when_memory_is_asked_for(
         with pytest.raises(Invalid, match="'what'"):
             await store.prepare({"what": object()})
         assert await store.restore(like={"what": object()}) is None
+
+
+async def test_of_what_ranks_have_alike_each_takes_memory_for_its_share(tmp_path: Path, shared_memory: Path) -> None:
+    automatic = {"capacity": "auto"}
+    async with cohort(
+        4, shared_memory, tmp_path, ram_settings=automatic, replicated=["x"], chunk_size="512 KiB"
+    ) as ranks:
+        await ranks.all(lambda store, _: store.prepare(state()))
+        for rank in range(ranks.size):
+            await reserved(ranks[rank], 2 * STATE // 4)
+            slab_of(ranks[rank]).prepare(share=1)
+            assert slab_of(ranks[rank]).reserved < STATE
+
+
+async def test_a_save_goes_past_ram_whose_quota_it_does_not_fit(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another store has taken half of what automatic slabs may have."""
+    monkeypatch.setattr(ram_store, "memory_limit", lambda: (6 * STATE, "the test"))
+    stores = []
+    for name in ("one", "two"):
+        tiers = {"ram": ram(shared_memory, capacity="auto"), "disk": folder(tmp_path / name)}
+        stores.append(await CheckpointStore.open(config(tiers, chunk_size="512 KiB")))
+        saved = await stores[-1].save(1, state())
+        assert not saved.skipped
+        assert "disk" in await stores[-1].where(1) or name == "one"
+    assert await stores[1].where(1) == ("disk",)
+    for store in stores:
+        await store.close()
 
 
 async def test_a_reader_takes_no_memory(tmp_path: Path, shared_memory: Path) -> None:
