@@ -19,7 +19,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.engine.saving import snapshot
-from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.steps import Steps
 
 CHUNK = 16 << 10
 
@@ -96,7 +96,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "before a pack": lambda: around_put(PosixStore, ".pack", after=False),
     "after a pack": lambda: around_put(PosixStore, ".pack", after=True),
     "an eviction": lambda: after_calls(RamStore, "retire", 1),
-    "an eviction of which nothing is left": lambda: after_calls(Tier, "drop", 1),
+    "an eviction of which nothing is left": lambda: after_calls(Steps, "drop", 1),
 }
 
 
