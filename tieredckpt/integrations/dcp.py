@@ -45,7 +45,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from tieredckpt import ArraySpec, Invalid, NotFound, Shard, Sharded, SyncCheckpoint, SyncStore, TieredCkptError
+from tieredckpt import (
+    ArraySpec,
+    Conflict,
+    Invalid,
+    NotFound,
+    Shard,
+    Sharded,
+    SyncCheckpoint,
+    SyncStore,
+    TieredCkptError,
+)
 
 __all__ = ["TieredReader", "TieredWriter"]
 
@@ -138,7 +148,7 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
             return
         try:
             self._saved.reached(self._store.tiers[0])
-        except Invalid:
+        except (Conflict, Invalid):  # what no tier is to blame for: the ranks contradict each other
             raise
         except TieredCkptError as error:
             _log.warning("step %d is not on %s, training goes on: %s", self._step, self._store.tiers[0], error)
