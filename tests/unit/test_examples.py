@@ -102,7 +102,7 @@ def test_an_integration_resumes(
 ) -> None:
     require(module)
     # Lightning looks for an MPI wherever mpi4py is, which finds that of its own environment alone.
-    library = Path(mpiexec() or "").resolve().parents[1] / "lib" / "libmpi.so"
+    library = Path(mpiexec() or "").resolve().parents[1] / "lib" / "libmpi.so.12"
     mpi = {"MPI4PY_LIBMPI": str(library)} if library.exists() else {}
     first, second = (run(name, tmp_path, *arguments, quiet=False, **mpi)[-1] for arguments in ((), again))
     assert first.endswith(told[0])
