@@ -98,7 +98,8 @@ def go_on(me: Rank, app: App, store: SyncStore) -> None:
     store.flush()
     refused = ""
     try:  # of DCP alone, one rank's would be kept
-        dcp.save({"mine": torch.tensor([me.rank])}, storage_writer=TieredWriter(store, step + 1))
+        writer = TieredWriter(store, step + 1, reached="disk")
+        dcp.save({"mine": torch.tensor([me.rank])}, storage_writer=writer)
     except dcp.api.CheckpointException as error:
         refused = str(error)
     me.tell({"loaded": loaded, "saved": app.digest(), "step": step, "refused": "'mine'" in refused})

@@ -47,7 +47,6 @@ from torch.futures import Future
 
 from tieredckpt import (
     ArraySpec,
-    Conflict,
     Invalid,
     NotFound,
     Shard,
@@ -66,7 +65,7 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
     """Saves one step, for `dcp.save` and `dcp.async_save`; a call of all ranks of the store.
 
     The state is copied once, into RAM: by `dcp.async_save` before it returns. `dcp.save` returns when the ranks have
-    their parts there; what keeps a tier from it is a warning and an event, and the training goes on. The future of
+    their parts there; what keeps the step from that is a warning and an event, and the training goes on. The future of
     `dcp.async_save` is done when the step is durable, or raises what keeps it from that.
 
     Args:
@@ -148,8 +147,6 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
             return
         try:
             self._saved.reached(self._store.tiers[0])
-        except (Conflict, Invalid):  # what no tier is to blame for: the ranks contradict each other
-            raise
         except TieredCkptError as error:
             _log.warning("step %d is not on %s, training goes on: %s", self._step, self._store.tiers[0], error)
 
