@@ -96,7 +96,13 @@ def go_on(me: Rank, app: App, store: SyncStore) -> None:
     app.train(step)
     dcp.save({"app": app, "step": step}, storage_writer=TieredWriter(store, step))
     store.flush()
-    me.tell({"loaded": loaded, "saved": app.digest(), "step": step})
+    refused = ""
+    try:  # of DCP alone, one rank's would be kept
+        writer = TieredWriter(store, step + 1, reached="disk")
+        dcp.save({"mine": torch.tensor([me.rank])}, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        refused = str(error)
+    me.tell({"loaded": loaded, "saved": app.digest(), "step": step, "refused": "'mine'" in refused})
 
 
 if __name__ == "__main__":

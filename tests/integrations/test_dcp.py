@@ -185,4 +185,5 @@ def test_ranks_that_were_killed_go_on_in_other_numbers(tmp_path: Path, shared_me
             job.succeed()
             for rank in range(ranks):
                 assert (job.told(rank)["loaded"], job.told(rank)["step"]) == (digest, step)
+                assert job.told(rank)["refused"]
             digest = job.told(0)["saved"]

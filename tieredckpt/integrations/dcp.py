@@ -45,7 +45,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from tieredckpt import ArraySpec, Invalid, NotFound, Shard, Sharded, SyncCheckpoint, SyncStore, TieredCkptError
+from tieredckpt import (
+    ArraySpec,
+    Invalid,
+    NotFound,
+    Shard,
+    Sharded,
+    SyncCheckpoint,
+    SyncStore,
+    TieredCkptError,
+)
 
 __all__ = ["TieredReader", "TieredWriter"]
 
@@ -56,7 +65,7 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
     """Saves one step, for `dcp.save` and `dcp.async_save`; a call of all ranks of the store.
 
     The state is copied once, into RAM: by `dcp.async_save` before it returns. `dcp.save` returns when the ranks have
-    their parts there; what keeps a tier from it is a warning and an event, and the training goes on. The future of
+    their parts there; what keeps the step from that is a warning and an event, and the training goes on. The future of
     `dcp.async_save` is done when the step is durable, or raises what keeps it from that.
 
     Args:
@@ -138,8 +147,6 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
             return
         try:
             self._saved.reached(self._store.tiers[0])
-        except Invalid:
-            raise
         except TieredCkptError as error:
             _log.warning("step %d is not on %s, training goes on: %s", self._step, self._store.tiers[0], error)
 

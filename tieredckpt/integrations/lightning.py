@@ -91,16 +91,19 @@ class TieredCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint at ``path``; one that Lightning wrote itself is read as `torch.load` reads weights only."""
+        """The checkpoint at ``path``; one that Lightning wrote itself is read as `torch.load` reads weights only,
+        whatever ``weights_only`` says.
+        """
+        return self._load(path, map_location, resume=None)
+
+    def _load(self, path: str | os.PathLike[str], map_location: Any, *, resume: bool | None) -> dict[str, Any]:
         meant = _meant(path)
         if meant is None:
-            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
-                path, map_location, True if weights_only is None else weights_only
-            )
+            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, True)
             return found
         steps = self._opened()
         steps.look_up(path, *meant)
-        restored = steps.store.restore(meant[0], as_="saved")
+        restored = steps.store.restore(meant[0], as_="saved", resume=resume)
         assert restored is not None
         restored.tree.pop(_PATHS)
         return _placed(restored.tree, map_location)
@@ -111,7 +114,7 @@ class TieredCheckpointIO(CheckpointIO):
     def as_file(self, path: str | os.PathLike[str]) -> io.BytesIO:
         """The checkpoint at ``path`` as a file in memory, for ``MyModule.load_from_checkpoint(io.as_file(path))``."""
         data = io.BytesIO()
-        torch.save(self.load_checkpoint(path), data)
+        torch.save(self._load(path, None, resume=False), data)
         data.seek(0)
         return data
 
@@ -157,7 +160,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
     ) -> dict[str, Any]:
         path, meant = self.broadcast((checkpoint_path, _meant(checkpoint_path)))
         if meant is None:
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only is not False)
+            found: dict[str, Any] = super().load_checkpoint(path, True)
             return found
         steps, step = self._opened(), meant[0]
         names = steps.look_up(path, *meant)
@@ -243,7 +246,7 @@ class _StepsByPath:
     def __init__(self, store: SyncStore) -> None:
         self.store = store
         self._paths: dict[int, list[str]] = {}
-        """Where the steps are named that this training saved or loaded."""
+        """Where the steps are named that this fit saved: another one may save other weights under the same number."""
         self._removed: set[tuple[int, int]] = set()
         """Steps, with their serials, of which a name was removed, and that the store has not deleted yet."""
 
@@ -273,7 +276,7 @@ class _StepsByPath:
             self._delete()
 
     def look_up(self, path: str | os.PathLike[str], step: int, serial: int) -> list[str]:
-        """What the step has, by name, that ``path`` names and the training goes on from; a call of all ranks.
+        """What the step has, by name, that ``path`` names; a call of all ranks.
 
         Raises `NotFound` where the store has another save of that number, or none.
         """
@@ -287,7 +290,6 @@ class _StepsByPath:
                 f'took it (set retain = "all"; Lightning removes what it does not need), or a later training saved '
                 f"the step again"
             )
-        self._paths[step] = list(found.tree[_PATHS])
         return list(found.tree)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
@@ -306,13 +308,15 @@ class _StepsByPath:
         except TieredCkptError as error:
             _log.warning("the store does not have everything where it should be: %s", error)
         self._delete()
+        self._paths.clear()
 
     def _delete(self) -> None:
         """Delete the removed steps that the store can do without by now: those that are followed by one as safe."""
         for step, serial in sorted(self._removed):
             try:
-                recorded = self.store.describe(step, serial=serial, keys=[_PATHS]).scalars.values()
-                if not any(_meant(str(each)) == (step, serial) for each in recorded):
+                found = self.store.describe(step, keys=[_PATHS])
+                named = any(_meant(str(each)) == (step, serial) for each in found.scalars.values())
+                if found.info.serial == serial and not named:
                     self.store.delete(step)
             except NotFound:
                 pass
