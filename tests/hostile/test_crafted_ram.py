@@ -61,7 +61,7 @@ FORGED: dict[str, tuple[Callable[[list[Extent]], list[Extent]], bool]] = {
     "two places for one chunk": (lambda old: old, True),
     "a place beyond the slab": (lambda old: [old[0], Extent(old[0].path, 1 << 40, old[0].length)], False),
     "a place at the slab's end": (lambda old: [old[0], Extent(old[0].path, 16 * MIB - 4096, old[0].length)], False),
-    "another pack": (lambda old: [old[0], Extent(layout.pack_key("ab" * 16), 0, old[0].length)], False),
+    "another pack": (lambda old: [old[0], Extent(layout.pack_key("ab" * 16), old[0].offset, old[0].length)], False),
 }
 
 
