@@ -18,13 +18,13 @@ from blockbuster import blockbuster as detector
 from reliability.tiers import FaultyTiers
 from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, checkpoint, store
+from tieredckpt import CheckpointStore, _life, checkpoint, store
 from tieredckpt.engine import loop
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.promoting import copy_step, pack_writer
 from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.saving import snapshot
-from tieredckpt.engine.tier import chunk_reader, commit_file, tier
+from tieredckpt.engine.tier import chunk_reader, commit_file, step_index
 from tieredckpt.events import StepPromoted, TierFailed
 
 SYSTEM_CALLS = (
@@ -47,13 +47,14 @@ HEAVY = (
     (reader, "deliver"),
     (snapshot, "copy_and_digest"),
     (chunk_reader, "digest_array"),
-    (tier, "decode_step"),
+    (step_index, "decode_step"),
 )
 """Work that grows with the tree."""
 
 
-OURS = (loop, store, checkpoint)
-"""One of them is on the stack of whatever the library does on a loop: the engine's own, and the public faces."""
+OURS = (loop, store, checkpoint, _life)
+"""One of them is on the stack of whatever the library does on a loop: the engine's own, and the public faces. Imported
+here, for the first opening of a process imports what a store needs."""
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
-from tieredckpt.engine.saving.save import Saved, Writer
+from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.saving.snapshot import slab_bytes
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
@@ -104,6 +104,7 @@ class Engine:
             if group is not None:
                 await group.open()
             await in_thread(load_frameworks)
+            await in_thread(versions)  # reads files, for which a save may have no descriptor
             self._prepare(group)
         except BaseException:
             if group is not None:

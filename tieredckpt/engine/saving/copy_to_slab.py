@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
@@ -78,7 +79,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     ended = threading.Event()
     try:
         if not slab.used:
-            slab.check_room(need)
+            await in_thread(slab.check_room, need, pool=state.pool)
         elif not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         elif slab.spare < need and not slab.awaits_memory:

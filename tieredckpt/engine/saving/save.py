@@ -41,7 +41,7 @@ from tieredckpt.format.joining import join
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
-__all__ = ["Saved", "Writer"]
+__all__ = ["Saved", "Writer", "versions"]
 
 T = TypeVar("T")
 
@@ -75,7 +75,6 @@ class Writer:
         """Of the last save, by key of the array."""
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
-        _versions()  # reads files, for which a save may have no descriptor
 
     async def save(
         self,
@@ -226,7 +225,7 @@ class Writer:
             nbytes=snapshot.nbytes,
             metrics={name: _storable(as_number(name, value)) for name, value in metrics.items()},
             provenance={
-                **_versions(),
+                **versions(),
                 "host": socket.gethostname(),
                 "process": str(os.getpid()),
                 **state.observation.history.provenance(
@@ -252,7 +251,7 @@ class Writer:
 
 
 @functools.cache
-def _versions() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
     """Versions of the software that saves; cached, since finding them parses the package's metadata."""
     return {"tieredckpt": version("tieredckpt"), "python": platform.python_version(), "numpy": np.__version__}
 
