@@ -97,7 +97,8 @@ class Collector:
         for step in going:
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
-            await self.collect(tier, orphans=False)
+            if tier.shared:
+                await self.collect(tier, orphans=False)
             if enough():
                 return True
         return False

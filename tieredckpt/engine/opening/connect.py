@@ -151,8 +151,11 @@ async def reopen(state: State, tier: Tier) -> bool:
     """Open a slower tier once more beside its store that fails, as after its file system was mounted anew.
 
     True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
-    place where a file system is to be mounted, and is left alone. Raises as opening does.
+    place where a file system is to be mounted, and is left alone; RAM, which nobody mounts, is made anew. Raises as
+    opening does.
     """
+    if kind_of(tier.config).in_memory:
+        return False
     if not await exists(tier.config):
         return False
     return await whole(_reopen(state, tier))
