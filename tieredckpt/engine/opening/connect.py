@@ -119,7 +119,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
             marker, damaged = known, True
         elif not tier.shared:
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
-        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if other.ram is None):
+        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if other.shared):
             await _adopt(state, marker)
         else:
             raise Conflict(
@@ -135,7 +135,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         await tier.lease.renew()
     if (marker is None or damaged) and state.identity.marker is not None and writes:
         await marker_file.write(tier.store, state.identity.marker)
-    async with tier.packs.guard:  # a collector that saw half of a survey would take the packs of the rest for dead
+    async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         known = marker or state.identity.marker
         await scan_tier(tier, marker.store if marker is not None else None)  # without a marker it has no catalogs
         if state.membership.size > 1 and not tier.shared:

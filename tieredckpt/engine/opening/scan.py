@@ -96,7 +96,7 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
     one that comes too late to be listed: it is taken again until nothing has changed.
 
     Args:
-        tier: surveyed before.
+        tier: scanned before.
         packs: learn which packs there are as well, though not what they hold.
         but: steps that stay out of sight.
 
