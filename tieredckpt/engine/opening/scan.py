@@ -113,7 +113,7 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
         foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
         if not new and before.keys() == tier.steps.held.keys():
             break
-    if packs and tier.shared:
+    if packs and not tier.in_memory:
         sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
         for key in tier.packs.sizes.keys() - sizes.keys():
             del tier.packs.sizes[key]

@@ -149,7 +149,7 @@ class Opening:
             adopt_catalog(tier, catalog, state.identity.marker)
             await self._see(tier)
         first = state.tiers[0]
-        if not first.shared:
+        if first.in_memory:
             try:
                 await connect(state, first)
             except (Conflict, Invalid):

@@ -154,10 +154,10 @@ class Writer:
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
-                    if tier.shared:
-                        await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
-                    else:
+                    if tier.in_memory:
                         await commit_file.commit(tier, record, stored)
+                    else:
+                        await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
                     if self._state.membership.size == 1:
                         self._state.branch.committed(record)  # before anything may leave for or against it
             except BaseException:

@@ -187,12 +187,12 @@ class State:
 
     def collects(self, tier: Tier) -> bool:
         """Whether this process may delete packs there now. RAM has none: its extents come back with each step."""
-        return tier.shared and tier.answers and self.manages(tier)
+        return not tier.in_memory and tier.answers and self.manages(tier)
 
     def is_unused(self, tier: Tier) -> bool:
         """Whether a tier is RAM of which one who only looks finds none: it was given back, or went with its machine."""
         gone = tier.blobs is None and isinstance(tier.health.error, NotFound)
-        return self.read_only and gone and not tier.shared
+        return self.read_only and gone and tier.in_memory
 
     def check_writable(self, what: str) -> None:
         """Raise `Invalid` in a store that is only looked at."""

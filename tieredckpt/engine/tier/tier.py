@@ -39,7 +39,9 @@ class Remote:
 class Tier:
     """One rung of the ladder. All methods run on the engine's loop.
 
-    ``connect`` makes the blob store; it may fail, and be called again.
+    ``connect`` makes the blob store; it may fail, and be called again. Three questions are not the same: whether the
+    tier is RAM (``in_memory``), whether that RAM is connected (``ram`` is not None), and whether all ranks see the tier
+    (``shared``).
     """
 
     name: str
@@ -57,6 +59,11 @@ class Tier:
     """Of RAM that is connected; of every other tier None."""
     lease: Lease | None = None
     remote: Remote = field(default_factory=Remote)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is RAM, connected or not."""
+        return kind_of(self.config).in_memory
 
     @property
     def shared(self) -> bool:
