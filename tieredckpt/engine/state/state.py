@@ -243,10 +243,16 @@ class State:
             survives=tier.survives.shown,
             capacity=tier.capacity,
             used=tier.used,
-            write_bandwidth=tier.remote.bandwidth or _write_bandwidth(tier),
+            write_bandwidth=self.write_bandwidth(tier),
             healthy=tier.healthy,
             promoting=tier.steps.promotions > 0 and not at_rest,
         )
+
+    def write_bandwidth(self, tier: Tier) -> float | None:
+        """Bytes a second seen lately by whoever writes to the tier; None before the first write, and for RAM."""
+        if tier.remote.bandwidth:
+            return tier.remote.bandwidth
+        return tier.blobs.usage().write_bandwidth if isinstance(tier.blobs, Metered) else None
 
     @contextmanager
     def promoting(self, tier: Tier) -> Iterator[None]:
@@ -277,11 +283,6 @@ class State:
         seconds = time.monotonic() - begin
         self.events.emit(StepPromoted(record.step, record.serial, tier.name, record.nbytes, written, seconds, lag))
         self.changed.notify()
-
-
-def _write_bandwidth(tier: Tier) -> float | None:
-    """Bytes a second seen here lately; None before the first write, and for RAM."""
-    return tier.blobs.usage().write_bandwidth if isinstance(tier.blobs, Metered) else None
 
 
 def _described(step: StepId, record: StepRecord, tiers: tuple[str, ...], on_line: bool) -> StepView:
