@@ -296,4 +296,4 @@ def _belongs(key: str, steps: Iterable[StepId]) -> bool:
 
 def _quarantine(tier: Tier, step: StepId, error: Corrupt) -> None:
     _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-    tier.steps.quarantine(step, error, tier.packs.sizes)
+    tier.quarantine(step, error)

@@ -244,7 +244,7 @@ async def _claim_extents(tier: Tier, ram: Ram) -> None:
             if not _adopt(ram, index):
                 raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
         except (Corrupt, NotFound) as error:
-            tier.steps.quarantine(step, error, tier.packs.sizes)
+            tier.quarantine(step, error)
     for step, problem in tuple(tier.steps.damaged.items()):
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
         await asyncio.to_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))

@@ -17,7 +17,7 @@ from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import Steps
-from tieredckpt.errors import NoSpace, TierUnavailable
+from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = ["Remote", "Tier"]
@@ -131,6 +131,10 @@ class Tier:
             await self.blobs.close()
         self.blobs = self.marker = self.ram = None
         self.clear()
+
+    def quarantine(self, step: StepId, error: TieredCkptError) -> None:
+        """Count a step as not held, for its commit turned out unreadable."""
+        self.steps.quarantine(step, error, self.packs.sizes)
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
