@@ -32,7 +32,7 @@ class Admin:
         """Copy a step to a tier now, whatever its policy says; the bytes written."""
         self._state.check_writable("promote")
         step, tier = self._state.find(number), self._state.tier(name)
-        if not tier.shared:
+        if tier.in_memory:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
         self._check_ours(f"promote to tier {name!r}", self._state.manages(tier))
         tier.steps.tombstones.discard(step)
@@ -86,7 +86,7 @@ class Admin:
         for tier in tiers:
             tier.steps.tombstones.update(steps)  # else a policy may bring back what has left only one tier so far
         try:
-            for tier in filter(lambda tier: tier.shared and tier.answers, tiers):
+            for tier in filter(lambda tier: not tier.in_memory and tier.answers, tiers):
                 async with tier.packs.guard:
                     pass  # a commit under way is seen below; one that comes later sees the tombstone
             for tier in tiers:

@@ -137,7 +137,7 @@ class Refresh:
         if tier.health.error is not None and time.monotonic() < tier.health.retry_at:
             return
         try:
-            foreign = await scan_tier_again(tier, packs=packs, but=() if tier.shared else self._left_behind)
+            foreign = await scan_tier_again(tier, packs=packs, but=self._left_behind if tier.in_memory else ())
         except TierUnavailable as error:
             await self._reopen(tier, error)
         else:
@@ -169,8 +169,8 @@ class Refresh:
             await connect(state, tier)
             tier.health.recover()
         except TieredCkptError as error:
-            known = any(other.marker is not None for other in state.tiers if other.shared and other is not tier)
-            if isinstance(error, Conflict) and tier.shared and not known:
+            known = any(other.marker is not None for other in state.tiers if not other.in_memory and other is not tier)
+            if isinstance(error, Conflict) and not tier.in_memory and not known:
                 await self._start_over()  # another store has taken the place of the one that was looked at
                 return
             tier.clear()
@@ -206,7 +206,7 @@ class Refresh:
             self._aside.append((tier.blobs, set(self._in_flight)))
         tier.blobs = None
         await tier.disconnect()
-        if not tier.shared:
+        if tier.in_memory:
             self._left_behind.clear()
 
 

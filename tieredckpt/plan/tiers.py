@@ -49,10 +49,6 @@ class WorldTier(Tier):
     def capacity(self) -> int | None:
         return self.rung.capacity
 
-    @property
-    def write_bandwidth(self) -> float | None:
-        return self.seen_bandwidth
-
 
 async def _never() -> BlobStore:
     raise TierUnavailable("a tier of a simulation has no blob store")

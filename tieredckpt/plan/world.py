@@ -133,7 +133,7 @@ class World(State):
             survives=tier.rung.survives_name,
             capacity=tier.capacity,
             used=tier.used,
-            write_bandwidth=tier.write_bandwidth,
+            write_bandwidth=tier.seen_bandwidth,
             healthy=tier.healthy,
             promoting=promoting,
         )

@@ -108,7 +108,7 @@ class TierNews:
             stuck=tuple((step, Failure.of(error)) for step, error in tier.steps.stuck.items()),
             tombstones=tuple(tier.steps.tombstones),
             used=tier.used,
-            bandwidth=self._state.tier_view(tier).write_bandwidth,
+            bandwidth=self._state.write_bandwidth(tier),
             promotions=tier.steps.promotions,
             note=tier.health.note,
             failure=None if tier.health.error is None else Failure.of(tier.health.error),

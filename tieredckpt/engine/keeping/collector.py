@@ -86,7 +86,7 @@ class Collector:
             if step not in self._state.membership.undecided:
                 await self.evictor.let_part_go(step, tier)
         going = leaving(self._state, tier)
-        if not tier.shared:
+        if tier.in_memory:
             going += [step for step in sorted(tier.steps.held) if step not in going and self._elsewhere(step, tier)]
         else:
             await self.collect(tier, orphans=False)
@@ -97,7 +97,8 @@ class Collector:
         for step in going:
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
-            await self.collect(tier, orphans=False)
+            if not tier.in_memory:
+                await self.collect(tier, orphans=False)
             if enough():
                 return True
         return False
@@ -295,4 +296,4 @@ def _belongs(key: str, steps: Iterable[StepId]) -> bool:
 
 def _quarantine(tier: Tier, step: StepId, error: Corrupt) -> None:
     _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-    tier.steps.quarantine(step, error, tier.packs.sizes)
+    tier.quarantine(step, error)

@@ -75,7 +75,7 @@ async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
 def believed(
     tier: Tier, catalogs: Iterable[tuple[str, Catalog]], folders: Mapping[StepId, Mapping[str, BlobInfo]]
 ) -> tuple[Footers, dict[StepId, tuple[StepRecord, str]]]:
-    """Where catalogs agree with ``tier.packs`` and the files of steps: footers; records and the keys of the nodes."""
+    """Where catalogs agree with ``tier.packs.sizes`` and the files of steps: footers; records and keys of the nodes."""
     footers = Footers()
     records: dict[StepId, tuple[StepRecord, str]] = {}
     known = tier.steps.catalogued

@@ -110,7 +110,7 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
     opened: list[tuple[Tier, StoreMarker | None]] = []
     async with AsyncExitStack() as until_done:
         for tier in make_tiers(config, read_only=False):
-            if not tier.shared:
+            if tier.in_memory:
                 continue
             until_done.push_async_callback(tier.disconnect)
             opened.append((tier, (await marker_of(tier))[0]))

@@ -117,9 +117,9 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         writes_ram = ram is not None and ram.slab.writable  # whose folder is called by this store's UUID
         if writes_ram or known.owns(await store_of_steps(tier)):
             marker, damaged = known, True
-        elif not tier.shared:
+        elif tier.in_memory:
             raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
-        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if other.ram is None):
+        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if not other.in_memory):
             await _adopt(state, marker)
         else:
             raise Conflict(
@@ -127,7 +127,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
                 f"{known.store}); point the tier to a folder of its own"
             )
     writes = not state.read_only and state.manages(tier)
-    if writes and tier.shared and tier.lease is None:
+    if writes and not tier.in_memory and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
         await lease.acquire()
         tier.lease = lease
@@ -135,7 +135,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         await tier.lease.renew()
     if (marker is None or damaged) and state.identity.marker is not None and writes:
         await marker_file.write(tier.store, state.identity.marker)
-    async with tier.packs.guard:  # a collector that saw half of a survey would take the packs of the rest for dead
+    async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         known = marker or state.identity.marker
         await scan_tier(tier, marker.store if marker is not None else None)  # without a marker it has no catalogs
         if state.membership.size > 1 and not tier.shared:
@@ -151,8 +151,11 @@ async def reopen(state: State, tier: Tier) -> bool:
     """Open a slower tier once more beside its store that fails, as after its file system was mounted anew.
 
     True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
-    place where a file system is to be mounted, and is left alone. Raises as opening does.
+    place where a file system is to be mounted, and is left alone; RAM, which nobody mounts, is made anew. Raises as
+    opening does.
     """
+    if tier.in_memory:
+        return False
     if not await exists(tier.config):
         return False
     return await whole(_reopen(state, tier))
@@ -219,7 +222,7 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.identity.marker, state.identity.made_up = marker, False
     for tier in state.tiers:
-        if tier.shared and tier.marker is not None and tier.marker != marker:
+        if not tier.in_memory and tier.marker is not None and tier.marker != marker:
             tier.marker = marker
             if state.manages(tier):
                 await marker_file.write(tier.store, marker)
@@ -246,7 +249,7 @@ async def identify(
         found = await find(state.config, places.values())
     if folder is not None:
         found = [each for each in found if each.folder == str(folder)]
-    slower = [tier for tier in state.tiers if tier.shared]
+    slower = [tier for tier in state.tiers if not tier.in_memory]
     state.identity.noted = _noted_elsewhere(found)
     seen: dict[str, _Seen] = {}
 
@@ -366,7 +369,7 @@ def _common_place(state: State, group: Sequence[FoundRam]) -> str:
 def _refuse_what_cannot_fit(state: State) -> None:
     """Raise `Invalid` if no slower tier can hold a step as large as the newest; tell of single ones that cannot."""
     newest = next(reversed(state.records().items()), None)
-    slower = [tier for tier in state.tiers if tier.shared]
+    slower = [tier for tier in state.tiers if not tier.in_memory]
     if newest is None or not slower:
         return
     step, record = newest

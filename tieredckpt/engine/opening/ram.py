@@ -259,7 +259,7 @@ async def refuse_other_file_system(state: State, tier: Tier) -> None:
 
     It is to be mounted, or was replaced; what is written there meanwhile would fill the disk below, and be hidden.
     """
-    if not state.identity.noted or not tier.shared:
+    if not state.identity.noted or tier.in_memory:
         return
     now = await place_of(tier.config)
     if now is None or not now.location.startswith("/"):

@@ -96,7 +96,7 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
     one that comes too late to be listed: it is taken again until nothing has changed.
 
     Args:
-        tier: surveyed before.
+        tier: scanned before.
         packs: learn which packs there are as well, though not what they hold.
         but: steps that stay out of sight.
 
@@ -113,7 +113,7 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
         foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
         if not new and before.keys() == tier.steps.held.keys():
             break
-    if packs and tier.shared:
+    if packs and not tier.in_memory:
         sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
         for key in tier.packs.sizes.keys() - sizes.keys():
             del tier.packs.sizes[key]
@@ -244,7 +244,7 @@ async def _claim_extents(tier: Tier, ram: Ram) -> None:
             if not _adopt(ram, index):
                 raise Corrupt(f"tier {tier.name!r}: the extents of {step} do not fit the slab")
         except (Corrupt, NotFound) as error:
-            tier.steps.quarantine(step, error, tier.packs.sizes)
+            tier.quarantine(step, error)
     for step, problem in tuple(tier.steps.damaged.items()):
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
         await asyncio.to_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))

@@ -54,7 +54,7 @@ async def keep_catalogued(tier: Tier) -> None:
 
 async def catalogue(tier: Tier) -> None:
     """Write down what came to a tier if that is enough; it costs the next opening time if that fails, and no more."""
-    if not tier.shared or tier.marker is None or not tier.healthy:
+    if tier.in_memory or tier.marker is None or not tier.healthy:
         return
     try:
         await write_catalog(tier, tier.marker.store)

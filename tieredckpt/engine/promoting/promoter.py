@@ -162,7 +162,7 @@ class Promoter:
                 await tier.lease.renew()  # which shows besides that it can be written to
         except TierUnavailable:
             # Nobody mounts shared memory again: where that went away it is made anew.
-            if tier.shared and not await reopen(self._state, tier):
+            if not tier.in_memory and not await reopen(self._state, tier):
                 raise
             return False
         return True

@@ -41,7 +41,7 @@ async def reached(
             raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
         if tier.health.error is not None:
             raise _again(tier.health.error, f"{step} is not on tier {name!r}: ")
-        if not tier.shared:
+        if tier.in_memory:
             raise NotFound(
                 f"{step} is not in tier {name!r}: it was too large for the slab and went past it, or has left it "
                 f"since; {' and '.join(repr(other.name) for other in state.holders(step))} has it"

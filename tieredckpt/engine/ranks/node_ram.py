@@ -63,7 +63,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
 @asynccontextmanager
 async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[list[Tier]]:
     """All RAM on this machine that has something of a step, kept from reuse meanwhile: first what is ``known``."""
-    found = [tier for tier in known if not tier.shared and tier.steps.has_own(step)]
+    found = [tier for tier in known if tier.in_memory and tier.steps.has_own(step)]
     async with AsyncExitStack() as until_read:
         for folder in await in_thread(folders_of_ranks, state):
             if any(tier.ram is not None and tier.store.location == str(folder) for tier in known):

@@ -1,6 +1,6 @@
 """Opens a store of several ranks: rank 0 looks at the shared tiers, every rank at its own RAM.
 
-rank 0 opens all tiers as a store of one rank does, with its lease and its survey. What it finds it tells the
+rank 0 opens all tiers as a store of one rank does, with its lease and its scan. What it finds it tells the
 others, which open the shared tiers without either. Every rank then tells what parts of steps are in the RAM that
 it answers for: its own, and folders of former ranks on its machine. Steps whose parts are all there count as held
 by RAM; parts that can never become whole are let go.
@@ -149,7 +149,7 @@ class Opening:
             adopt_catalog(tier, catalog, state.identity.marker)
             await self._see(tier)
         first = state.tiers[0]
-        if not first.shared:
+        if first.in_memory:
             try:
                 await connect(state, first)
             except (Conflict, Invalid):
@@ -178,7 +178,7 @@ class Opening:
         """The parts in the RAM that this rank answers for: its own, and for its machine that of former ranks."""
         state, group = self._state, self._group
         await self._collect_parts(state.tiers[0], tuple(state.tiers[0].steps.parts))
-        if group.local_ranks[0] == group.rank:
+        if state.membership.is_first_of_node:
             for folder in await in_thread(partial(folders_of_ranks, state, but=group.local_ranks)):
                 if (tier := await look_into(state, folder)) is not None:
                     self.leftovers.append(tier)

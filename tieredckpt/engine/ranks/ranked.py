@@ -252,7 +252,7 @@ class Ranked:
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
-            if not first.shared and found in first.steps.held:
+            if first.in_memory and found in first.steps.held:
                 await self._collector.evictor.let_part_go(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))
 
@@ -275,7 +275,7 @@ class Ranked:
                 self.group.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
-            if not state.tier(event.tier).shared:
+            if state.tier(event.tier).in_memory:
                 self.votes.parts.pop(step, None)
                 self.votes.merged_steps.forget(step)
                 self._give_back()
@@ -353,7 +353,7 @@ class Ranked:
 
     async def _evicted(self, evicted: Evicted) -> None:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
-        if not tier.shared:
+        if tier.in_memory:
             if step not in tier.steps.held:
                 self._state.adopt_if_gone(step)
                 return
@@ -364,7 +364,7 @@ class Ranked:
             tier.steps.tombstones.add(step)
         self._state.adopt_if_gone(step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-        if not tier.shared:
+        if tier.in_memory:
             self._gone.remove((step.serial, step.step))  # rank 0 knows
 
     def _tier_news(self, news: TierNews) -> None:

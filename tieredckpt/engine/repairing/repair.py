@@ -200,7 +200,7 @@ async def repair_index(
         return
     if not tier.steps.keeps(step):
         return  # it was evicted since it could not be read
-    tier.steps.quarantine(step, error, tier.packs.sizes)
+    tier.quarantine(step, error)
     if state.holders(step):
         await copy_step(state, collector, step, tier)
 

@@ -59,7 +59,7 @@ async def scrub(
                     found.append(
                         await verify_on(state, collector, step, tier, repair=mend, progress=progress, scan=scan)
                     )
-        if tier.shared and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
+        if not tier.in_memory and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 

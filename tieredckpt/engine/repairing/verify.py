@@ -107,7 +107,7 @@ async def _verify_on(
     nbytes = record.nbytes if record is not None else 0
     with tier.steps.indexes.rereading(step) as remembered:
         try:
-            if step in tier.steps.damaged and tier.shared and tier.blobs is not None:
+            if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
                 await collector.evictor.look_again(step, tier)
             if step in tier.steps.damaged:
                 raise tier.steps.damaged[step]

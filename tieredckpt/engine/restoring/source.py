@@ -323,7 +323,7 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
             if await has_moved(state, step, before):
                 raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-            tier.steps.quarantine(step, error, tier.packs.sizes)
+            tier.quarantine(step, error)
             state.changed.notify()  # its tier is to get it anew
         except TierUnavailable as error:
             _report_silent(state, tier, error)

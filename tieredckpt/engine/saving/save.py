@@ -33,6 +33,7 @@ from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream,
 from tieredckpt.engine.state.branch import Continued, Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
@@ -146,21 +147,21 @@ class Writer:
     ) -> tuple[Tier, StepRecord, dict[str, ArrayIndex]]:
         """Copy and commit to the nearest tier that has not refused; of a save that fails nothing stays behind."""
         async with AsyncExitStack() as until_committed:
-            tier, located, written = await self._place(snapshot, refusals, until_committed)
+            tier, ram, located, written = await self._place(snapshot, refusals, until_committed)
             try:
                 record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
-                    if tier.shared:
-                        await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
-                    else:
+                    if tier.in_memory:
                         await commit_file.commit(tier, record, stored)
+                    else:
+                        await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
                     if self._state.membership.size == 1:
                         self._state.branch.committed(record)  # before anything may leave for or against it
             except BaseException:
-                if tier.ram is not None:
-                    tier.ram.index.drop({done.digest for done in snapshot.copied})
+                if ram is not None:  # not that of now: it may have been made anew
+                    ram.index.drop({done.digest for done in snapshot.copied})
                 raise
         return tier, record, arrays
 
@@ -191,14 +192,17 @@ class Writer:
 
     async def _place(
         self, snapshot: Snapshot, refusals: Mapping[str, TieredCkptError], until_committed: AsyncExitStack
-    ) -> tuple[Tier, Located, WrittenPacks]:
+    ) -> tuple[Tier, Ram | None, Located, WrittenPacks]:
         """Copy every cell to where it will be committed: the slab, or if that is too small the next tier."""
         first = self._state.tiers[0]
         if (ram := usable_ram(first, refusals)) is not None:
             with attributed(first):
                 if await fill_slab(self._state, self._collector, snapshot, first, ram):
-                    return first, snapshot.in_slab(ram.store.slab_key), WrittenPacks()
-        return await stream(self._state, self._collector, self._slower, snapshot, refusals, until_committed)
+                    return first, ram, snapshot.in_slab(ram.store.slab_key), WrittenPacks()
+        tier, located, written = await stream(
+            self._state, self._collector, self._slower, snapshot, refusals, until_committed
+        )
+        return tier, None, located, written
 
     # -- what is remembered -------------------------------------------------------------------------------
 

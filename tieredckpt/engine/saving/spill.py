@@ -88,7 +88,7 @@ async def stream(
     """
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
     for tier in state.tiers:
-        if not tier.shared or tier.name in refusals:
+        if tier.in_memory or tier.name in refusals:
             continue
         if not tier.healthy:
             problems.append(f"tier {tier.name!r} is not available ({tier.health.error})")

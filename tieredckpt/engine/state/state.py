@@ -187,12 +187,12 @@ class State:
 
     def collects(self, tier: Tier) -> bool:
         """Whether this process may delete packs there now. RAM has none: its extents come back with each step."""
-        return tier.shared and tier.answers and self.manages(tier)
+        return not tier.in_memory and tier.answers and self.manages(tier)
 
     def is_unused(self, tier: Tier) -> bool:
         """Whether a tier is RAM of which one who only looks finds none: it was given back, or went with its machine."""
         gone = tier.blobs is None and isinstance(tier.health.error, NotFound)
-        return self.read_only and gone and not tier.shared
+        return self.read_only and gone and tier.in_memory
 
     def check_writable(self, what: str) -> None:
         """Raise `Invalid` in a store that is only looked at."""
@@ -243,10 +243,16 @@ class State:
             survives=tier.survives.shown,
             capacity=tier.capacity,
             used=tier.used,
-            write_bandwidth=tier.remote.bandwidth or _write_bandwidth(tier),
+            write_bandwidth=self.write_bandwidth(tier),
             healthy=tier.healthy,
             promoting=tier.steps.promotions > 0 and not at_rest,
         )
+
+    def write_bandwidth(self, tier: Tier) -> float | None:
+        """Bytes a second seen lately by whoever writes to the tier; None before the first write, and for RAM."""
+        if tier.remote.bandwidth:
+            return tier.remote.bandwidth
+        return tier.blobs.usage().write_bandwidth if isinstance(tier.blobs, Metered) else None
 
     @contextmanager
     def promoting(self, tier: Tier) -> Iterator[None]:
@@ -277,11 +283,6 @@ class State:
         seconds = time.monotonic() - begin
         self.events.emit(StepPromoted(record.step, record.serial, tier.name, record.nbytes, written, seconds, lag))
         self.changed.notify()
-
-
-def _write_bandwidth(tier: Tier) -> float | None:
-    """Bytes a second seen here lately; None before the first write, and for RAM."""
-    return tier.blobs.usage().write_bandwidth if isinstance(tier.blobs, Metered) else None
 
 
 def _described(step: StepId, record: StepRecord, tiers: tuple[str, ...], on_line: bool) -> StepView:

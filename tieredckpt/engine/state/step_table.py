@@ -75,10 +75,10 @@ class StepTable:
 
     def _anew(self, line: Line) -> Called:
         """The same, found out from the tiers alone, while another call is renewing what is known."""
-        roll = StepTable(self._tiers, self._describe)
-        roll._line = line
-        roll._renew(roll._all())
-        return roll._called
+        fresh = StepTable(self._tiers, self._describe)
+        fresh._line = line
+        fresh._renew(fresh._all())
+        return fresh._called
 
     def _moved(self, line: Line) -> set[StepId]:
         """The steps that came to the line or left it."""

@@ -112,7 +112,7 @@ async def retract(tier: Tier, step: StepId) -> None:
         except (TierUnavailable, asyncio.CancelledError):
             if (held := tier.steps.held.get(step)) is not None:
                 why = IndeterminateDelete(f"tier {tier.name!r}: {step} was being deleted when that failed", held)
-                tier.steps.quarantine(step, why, tier.packs.sizes)
+                tier.quarantine(step, why)
             raise
         btree_key = tier.steps.drop(step)
         if btree_key is not None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.engine.tier.sizes import Sizes
@@ -22,7 +21,7 @@ __all__ = ["Packs"]
 class Packs:
     """What is known of the packs of a durable tier."""
 
-    encoding: ClassVar[Encoding] = CRC32C
+    encoding: Encoding = CRC32C
     """How chunks are stored in them."""
     sizes: Sizes[str] = field(default_factory=Sizes)
     """Bytes of every pack, by key."""

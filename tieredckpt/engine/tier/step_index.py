@@ -40,7 +40,7 @@ async def load(tier: Tier, step: StepId) -> StepIndex:
                 raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {found.record.id}")
         except Corrupt as error:
             if step in steps.held and not steps.held[step].whole:
-                steps.quarantine(step, error, tier.packs.sizes)  # as if it had been read at opening
+                tier.quarantine(step, error)  # as if it had been read at opening
             raise
     steps.indexes.remember(step, found)
     return found

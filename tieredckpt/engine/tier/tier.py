@@ -17,7 +17,7 @@ from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import Steps
-from tieredckpt.errors import NoSpace, TierUnavailable
+from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = ["Remote", "Tier"]
@@ -39,7 +39,9 @@ class Remote:
 class Tier:
     """One rung of the ladder. All methods run on the engine's loop.
 
-    ``connect`` makes the blob store; it may fail, and be called again.
+    ``connect`` makes the blob store; it may fail, and be called again. Three questions are not the same: whether the
+    tier is RAM (``in_memory``), whether that RAM is connected (``ram`` is not None), and whether all ranks see the tier
+    (``shared``).
     """
 
     name: str
@@ -57,6 +59,11 @@ class Tier:
     """Of RAM that is connected; of every other tier None."""
     lease: Lease | None = None
     remote: Remote = field(default_factory=Remote)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is RAM, connected or not."""
+        return kind_of(self.config).in_memory
 
     @property
     def shared(self) -> bool:
@@ -124,6 +131,10 @@ class Tier:
             await self.blobs.close()
         self.blobs = self.marker = self.ram = None
         self.clear()
+
+    def quarantine(self, step: StepId, error: TieredCkptError) -> None:
+        """Count a step as not held, for its commit turned out unreadable."""
+        self.steps.quarantine(step, error, self.packs.sizes)
 
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""

@@ -22,7 +22,7 @@ async def test_every_rank_can_ask_for_a_promotion_that_rank_0_begins(shared_memo
         (step,) = life.engine.state.records()
         await life.loop.call(life.engine.promote_at_once(step, tier_of(ranks[1], "disk")))
         async with asyncio.timeout(SOON):
-            await life.loop.call(life.engine.state.changed.until(lambda: step in tier_of(ranks[1], "disk").held))
+            await life.loop.call(life.engine.state.changed.until(lambda: step in tier_of(ranks[1], "disk").steps.held))
         assert await ranks[0].where(1) == ("ram", "disk")
 
 
@@ -34,7 +34,10 @@ async def test_a_save_that_streams_waits_for_no_commit_of_another_step(shared_me
         async with asyncio.timeout(SOON):
             saved = await ranks.save(1)
         assert all(each.saved is not None and each.saved.tier == "disk" for each in saved)
-        assert [bool(tier_of(store, "disk").packs) for store in ranks.stores] == [True, False]  # rank 0 alone counts
+        assert [bool(tier_of(store, "disk").packs.sizes) for store in ranks.stores] == [
+            True,
+            False,
+        ]  # rank 0 alone counts
         for store in ranks.stores:
             store._life.loop.soon(tier_of(store, "disk").packs.guard.release)
         await ranks.reached(saved, "disk")

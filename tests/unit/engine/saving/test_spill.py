@@ -19,9 +19,12 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, pack
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
+from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.slab_index import slab_size
-from tieredckpt.errors import NoSpace, NotFound
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import SaveSkipped, StepPromoted, StepSaved, TierFailed
+from tieredckpt.format.manifest import ArrayIndex, StepRecord
 
 MIB = 1 << 20
 CHUNKS = 24
@@ -221,6 +224,26 @@ async def test_a_tier_that_fails_under_a_stream_leaves_it_to_the_next(
         assert slab_of(store).used == 0
         await assert_restores(store, {1: state(1)})
         faults["disk"].clear()
+
+
+async def test_ram_that_is_made_anew_before_the_commit_leaves_the_save_to_the_next_tier(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = commit_file.commit
+
+    async def fail_in_ram(tier: Tier, record: StepRecord, arrays: dict[str, ArrayIndex]) -> None:
+        if tier.ram is not None:
+            await store._life.engine._reconnect(tier)
+            raise TierUnavailable("the folder went away")
+        await commit(tier, record, arrays)
+
+    async with opened(capacity="16 MiB") as store:
+        heard = Heard(store)
+        monkeypatch.setattr(commit_file, "commit", fail_in_ram)
+        assert not (await store.save(1, state(1))).skipped
+        assert [event.tier for event in heard.of(StepSaved)] == ["disk"]
+        assert str((await heard.first(TierFailed)).error) == "the folder went away"
+        await assert_restores(store, {1: state(1)})
 
 
 async def test_where_nothing_slower_can_take_it_the_error_says_why(opened: Any, faults: FaultyTiers) -> None:

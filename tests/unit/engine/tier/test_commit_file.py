@@ -73,7 +73,7 @@ class Scene:
         """As if the commit had been misread just now."""
 
         async def misread() -> None:
-            self.tier.steps.quarantine(self.step, Corrupt("misread"), self.tier.packs.sizes)
+            self.tier.quarantine(self.step, Corrupt("misread"))
 
         await self.store._life.loop.call(misread())
 

@@ -6,6 +6,7 @@ The encoding of these tests is zarr's ``gzip``, which stock readers know, with `
 from __future__ import annotations
 
 import zlib
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ DEFLATED = Encoding(
 def deflated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tier below RAM stores chunks so."""
     monkeypatch.setitem(ENCODINGS, DEFLATED.name, DEFLATED)
-    monkeypatch.setattr(Packs, "encoding", DEFLATED)
+    monkeypatch.setattr(Packs, "__init__", partialmethod(Packs.__init__, encoding=DEFLATED))
 
 
 def soft(seed: int = 0) -> dict[str, Any]:

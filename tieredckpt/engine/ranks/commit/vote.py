@@ -31,11 +31,11 @@ from tieredckpt.events import CommitFailed, StepCommitted
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["Missed", "Steps", "Votes"]
+__all__ = ["Missed", "StepNumbers", "Votes"]
 
 _log = logging.getLogger("tieredckpt")
 
-Steps = tuple[tuple[int, int], ...]
+StepNumbers = tuple[tuple[int, int], ...]
 """Serials and step numbers."""
 
 
@@ -57,8 +57,8 @@ class Votes:
         evictor: Evictor,
         group: Group,
         commit_streamed: Callable[[StepId, str, Mapping[int, bytes]], Awaitable[None]],
-        gone: Callable[[], Steps],
-        forget: Callable[[Steps], Awaitable[None]],
+        gone: Callable[[], StepNumbers],
+        forget: Callable[[StepNumbers], Awaitable[None]],
     ) -> None:
         self._state = state
         self._evictor = evictor
@@ -109,7 +109,7 @@ class Votes:
         self._state.membership.undecided.add(step)
         origin = self._state.branch.continued_by(step).origin
         restored = 0 if origin is None else origin.step.serial
-        self._group.start(self._announce(attempt, step, index, tier, restored), f"agreement on {step}")
+        self._group.start(self._announce(attempt, step, index, tier, restored), f"vote on {step}")
 
     async def _announce(self, attempt: str, step: StepId, index: StepIndex, tier: str | None, restored: int) -> None:
         if (reason := self._missed.pop(attempt, None)) is not None:  # the others gave up while it was copied
@@ -124,7 +124,7 @@ class Votes:
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
         save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
-        self._group.start(self._say(attempt, StepId(0, step), save), f"agreement on step {step}")
+        self._group.start(self._say(attempt, StepId(0, step), save), f"vote on step {step}")
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
         if self._group.coordinates:

@@ -28,7 +28,7 @@ from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
-from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import SIZE, digest_array
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
@@ -93,13 +93,14 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
         Refused: the other rank says why it cannot keep it.
     """
     communicator = transfer.communicator
-    assert tier.ram is not None
     try:
         async with pinned(tier, step):
             index = await step_index.load(tier, step)
+            ram = tier.ram
+            assert ram is not None  # it has the step
             await communicator.send([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
             lacks = await _take_answer(transfer, "lacks", to)
-            sent = await _send(transfer, tier.ram, index, lacks, to, pace)
+            sent = await _send(transfer, ram, index, lacks, to, pace)
             await _take_answer(transfer, "kept", to)
             return sent
     except NotFound:
@@ -148,6 +149,7 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
     Raises:
         NotFound: the other rank has it no more.
         RanksUnavailable: the other rank does not answer.
+        TierUnavailable: the RAM is not there any more; the other rank is told.
         NoSpace: it does not fit, with the numbers; the other rank is told.
         Corrupt: what came is not what was saved; the other rank is told.
     """
@@ -156,8 +158,12 @@ async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_r
     if not offer:
         raise NotFound(f"rank {source} let the part go that it was to give")
     told = "lacks"
-    ram = tier.ram
-    assert ram is not None
+    if (ram := tier.ram) is None:
+        gone = TierUnavailable(
+            f"tier {tier.name!r} has no RAM to keep a part of rank {source} in; look for why it is gone"
+        )
+        await _tell(transfer, told, source, _Answer(failure=Failure.of(gone)))
+        raise gone
     taken = _Taken(tier, ram)
     try:
         part = await in_thread(decode_part, offer, f"the part offered by rank {source}", pool=state.pool)

@@ -1,9 +1,9 @@
 """The rendezvous of ranks before a restore: it begins once all ranks have called `restore`.
 
 A rank that calls `restore` tells rank 0, and waits; one that gives up says so. Rank 0, when it restores itself, waits
-until all have asked. Then it calls the roll, for some may have given up meanwhile. Once all are there it tells them
-the *epoch* of the restore, a number by which everything that belongs to it is named. So the next restore that all
-ranks call is the same for all, whatever became of earlier ones.
+until all have asked. Then it asks each whether it still waits, for some may have given up meanwhile. Once all are
+there it tells them the *epoch* of the restore, a number by which everything that belongs to it is named. So the next
+restore that all ranks call is the same for all, whatever became of earlier ones.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Rendezvous:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._group.deadline):
                 while len(self._here) < len(self._group.others):
-                    self._call_the_roll()
+                    self._ask_who_waits()
                     await self._came.wait()
         missing = tuple(rank for rank in self._group.others if rank not in self._here)
         if not missing:
@@ -82,8 +82,8 @@ class Rendezvous:
         self._group.tell(met)
         return met
 
-    def _call_the_roll(self) -> None:
-        """Once all have asked, call those that have asked anew since they were called."""
+    def _ask_who_waits(self) -> None:
+        """Once all have asked, ask those back whose ask is new whether they still wait."""
         if len(self._asking) == len(self._group.others):
             asks = {rank: ask for rank, ask in self._asking.items() if self._called.get(rank) != ask}
             if asks:

@@ -17,7 +17,7 @@ import msgspec
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.ranks.commit.parts import merge_parts
-from tieredckpt.engine.ranks.commit.vote import Steps, Votes
+from tieredckpt.engine.ranks.commit.vote import StepNumbers, Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group, bow_out, vote
 from tieredckpt.engine.ranks.messages import Chosen
@@ -52,7 +52,7 @@ class _Asked(msgspec.Struct, frozen=True):
     """The step that a rank wants to restore, and those that have left its RAM."""
 
     wanted: Wanted
-    gone: Steps
+    gone: StepNumbers
 
 
 class CollectiveRestores:
@@ -70,9 +70,9 @@ class CollectiveRestores:
         votes: Votes,
         opening: Opening,
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
-        gone: Callable[[], Steps],
-        still_gone: Callable[[Steps], None],
-        forget: Callable[[Steps], Awaitable[None]],
+        gone: Callable[[], StepNumbers],
+        still_gone: Callable[[StepNumbers], None],
+        forget: Callable[[StepNumbers], Awaitable[None]],
     ) -> None:
         self._state = state
         self._group = group

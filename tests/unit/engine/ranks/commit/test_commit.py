@@ -239,7 +239,7 @@ async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_
         held = ranks.faulty(0).hold("put", key="steps/*/parts/*")
 
         async def misread() -> None:
-            disk.steps.quarantine(state.find(1), Corrupt("misread"), disk.packs.sizes)
+            disk.quarantine(state.find(1), Corrupt("misread"))
             state.changed.notify()
 
         await ranks[0]._life.loop.call(misread())

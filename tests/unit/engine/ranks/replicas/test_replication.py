@@ -26,7 +26,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format import grid
 from tieredckpt.format.digest import digest
@@ -241,6 +241,26 @@ async def test_a_part_that_was_let_go_is_not_waited_for(shared_memory: Path) -> 
     async with nodes(shared_memory, World(2)) as (giver, keeper):
         for end in await copy(giver, keeper, StepId(7, 7), 1):
             assert isinstance(end, NotFound)
+
+
+async def test_a_giver_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2)) as (giver, keeper):
+        step = await giver.save(1, tree(1))
+        await giver.tier.disconnect()
+        for end in await copy(giver, keeper, step, 1):
+            assert isinstance(end, NotFound)
+
+
+async def test_a_keeper_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
+    async with nodes(shared_memory, World(2)) as (giver, keeper):
+        step = await giver.save(1, tree(1))
+        await keeper.tier.disconnect()
+        given, kept = await copy(giver, keeper, step, 1)
+        assert isinstance(given, Refused)
+        assert given.rank == 1
+        assert isinstance(kept, TierUnavailable)
+        assert "tier 'ram' has no RAM" in str(given)
+        assert not giver.tier.steps.pins
 
 
 async def test_copies_keep_to_their_rate() -> None:
