@@ -13,7 +13,7 @@ from tieredckpt.config.tiers import WITH_SECRETS, AbsolutePath, Capacity, Flag, 
 from tieredckpt.errors import Invalid
 from tieredckpt.units import Size
 
-__all__ = ["AzureTier", "GcsTier", "ObjectTier", "S3Tier"]
+__all__ = ["AzureTier", "GcsTier", "ObjectTier", "S3Tier", "check_endpoint"]
 
 _COMPONENT = re.compile(r"[A-Za-z0-9._=-]+")
 
@@ -25,7 +25,7 @@ def _secret(value: object) -> SecretStr:
         raise Invalid("should be the secret as text; leave it out to take it from the environment")
     if is_redacted(value):
         raise Invalid("has REDACTED in the place of a secret: put the secret there, or leave it out")
-    return SecretStr(value)
+    return SecretStr(value.strip())  # what a shell or a mounted file puts at its end
 
 
 def _shown(secret: SecretStr | None, info: SerializationInfo) -> str | None:
@@ -34,7 +34,8 @@ def _shown(secret: SecretStr | None, info: SerializationInfo) -> str | None:
     return secret.get_secret_value() if info.context is WITH_SECRETS else "REDACTED"
 
 
-def _endpoint(value: object) -> str:
+def check_endpoint(value: object) -> str:
+    """The URL of a service, without what else a URL may have. Raises `Invalid`."""
     parts = urlsplit(value) if isinstance(value, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise Invalid("should be a URL such as 'https://objects.example.org', without a bucket")
@@ -60,7 +61,7 @@ def _url_of(scheme: str) -> BeforeValidator:
 
 
 Secret = Annotated[SecretStr, BeforeValidator(_secret), PlainSerializer(_shown, when_used="json")]
-Endpoint = Annotated[str, BeforeValidator(_endpoint)]
+Endpoint = Annotated[str, BeforeValidator(check_endpoint)]
 
 
 class ObjectTier(TierConfig):

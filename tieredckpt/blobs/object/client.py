@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from tieredckpt._redact import redacted_text
 from tieredckpt.blobs.base import BlobInfo, Unanswered
 from tieredckpt.blobs.object.throttle import SlowDown
-from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
+from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier, check_endpoint
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["Client", "Denied", "NoRanges", "Range", "endpoint_of"]
@@ -26,9 +26,11 @@ _UNLIMITED = timedelta(days=365)
 
 _LISTED_AT_ONCE = 1000
 
-_XML = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*</Error>")
+_BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
+_SAID = re.compile(r"<(?:Code|Message)>(.*?)</")
 _STATUS = re.compile(r"status code: (\d{3})")
-_FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|EntityTooLarge|InsufficientCapacity\w*)<")
+_FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|InsufficientCapacity\w*)<")
+_TOO_LARGE = re.compile(r"<Code>(?:EntityTooLarge|RequestBodyTooLarge)<")
 _NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
 _SLOW = re.compile(r"<Code>(?:SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded)<")
 _NO_RANGES = "non-partial response"
@@ -73,7 +75,7 @@ class Client:
     async def put(self, key: str, views: Sequence[memoryview], *, create_only: bool = False) -> None:
         """One PUT, of memory that is not copied; it may be in use still for a moment when this ends."""
         mode = "create" if create_only else "overwrite"
-        with self._errors(key, "written"):
+        with self._errors(key, "written", exclusive=create_only):
             await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
 
     async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
@@ -92,7 +94,7 @@ class Client:
         with self._errors(key, "looked at"):
             return _info(await obstore.head_async(self._store, key))
 
-    async def list(self, prefix: str) -> AsyncIterator[list[BlobInfo]]:
+    async def list(self, prefix: str) -> AsyncGenerator[list[BlobInfo]]:
         """Everything below a folder, in the lists that the server sends."""
         with self._errors(prefix, "listed"):
             async for found in obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=_LISTED_AT_ONCE):
@@ -111,14 +113,14 @@ class Client:
                 yield piece
 
     @contextlib.contextmanager
-    def _errors(self, key: str, doing: str) -> Iterator[None]:
+    def _errors(self, key: str, doing: str, *, exclusive: bool = False) -> Iterator[None]:
         self._check_process()
         try:
             yield
         except TieredCkptError:
             raise
         except Exception as error:
-            raise self._foreign(error, key, doing) from None
+            raise self._foreign(error, key, doing, exclusive=exclusive) from None
 
     def _check_process(self) -> None:
         if Client._used_by is None:
@@ -129,7 +131,7 @@ class Client:
                 f"whose threads it does not have; start processes by 'spawn', or fork before a store is opened"
             )
 
-    def _foreign(self, error: Exception, key: str, doing: str) -> TieredCkptError:
+    def _foreign(self, error: Exception, key: str, doing: str, *, exclusive: bool = False) -> TieredCkptError:
         """The error of this library for one of obstore's, whose kinds and status are believed and whose words are not,
         but where nothing else tells."""
         full = str(error)
@@ -138,9 +140,12 @@ class Client:
         what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {text}"
         if _NO_BUCKET.search(full):
             return Unanswered(f"{what}; make the bucket, or correct the tier's `url`")
+        if _TOO_LARGE.search(full) or status == 413:
+            return Unanswered(f"{what}; lower the tier's `object_size`, or raise the server's limit")
         if _FULL.search(full) or status == 507:
             return NoSpace(f"{what}; evict steps, or raise the quota")
-        if status in (429, 503) or _SLOW.search(full):
+        # 503 alone may come from a proxy whose server is gone; but the answer to a HEAD has no code.
+        if status == 429 or _SLOW.search(full) or (status == 503 and doing == "looked at"):
             return SlowDown(what)
         if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (
             401,
@@ -151,7 +156,7 @@ class Client:
             return NotFound(what) if doing != "written" else TierUnavailable(what)
         if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
             # 409: another writer is at the same key now, and who wins is not known yet.
-            return TierUnavailable(what) if "ConditionalRequestConflict" in full else Conflict(what)
+            return Conflict(what) if exclusive and "ConditionalRequestConflict" not in full else TierUnavailable(what)
         if status == 416 or _BEYOND.search(full):
             return ShortRead(what)
         if _NO_RANGES in full:
@@ -159,14 +164,21 @@ class Client:
         return TierUnavailable(what)
 
     def _without_secrets(self, error: Exception) -> str:
-        text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
-        return redacted_text(_XML.sub(r"\1 \2", text), self._secrets)
+        text = redacted_text(str(error).partition("\n\nDebug source:")[0], self._secrets)
+        # Of a body its code and message: other elements may repeat what was sent.
+        return " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
 
 
 def endpoint_of(tier: ObjectTier) -> str:
-    """Where requests go, as far as settings and environment say; empty for the provider's own."""
+    """Where requests go, as far as settings and environment say; empty for the provider's own. Raises `Invalid`."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if isinstance(tier, S3Tier) else ()
-    return tier.endpoint or next((value for name in names if (value := os.environ.get(name))), "")
+    said = next((name for name in names if os.environ.get(name)), None)
+    if tier.endpoint or said is None:
+        return tier.endpoint or ""
+    try:
+        return check_endpoint(os.environ[said])
+    except Invalid as error:
+        raise Invalid(f"tier {tier.name!r}: the environment's {said} {error}") from None
 
 
 def _opened(tier: ObjectTier) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -135,14 +135,18 @@ class ObjectStore:
         self._check_open()
         check_prefix(prefix)
         with self._in_use():
-            found = await self._throttle(lambda: self._listed(prefix))
-        for info in found:
-            yield info
+            page, pages = await self._throttle(lambda: self._first_page(prefix))
+            async with contextlib.aclosing(pages):
+                while page is not None:
+                    for info in page:
+                        if is_key(info.key):
+                            yield info
+                    page = await anext(pages, None)  # a server that wants fewer requests ends the listing here
 
     async def delete(self, key: str) -> None:
         self._check(key)
         with self._in_use():
-            await self._throttle(lambda: self._client.delete(key))
+            await self._throttle(lambda: _ended(self._client.delete(key), True))
 
     async def close(self) -> None:
         """Refuse further verbs; those under way end as they would have."""
@@ -173,8 +177,9 @@ class ObjectStore:
         if self._closed and not self._active:
             self._copiers.shutdown(wait=False)
 
-    async def _listed(self, prefix: str) -> Sequence[BlobInfo]:
-        return [info async for page in self._client.list(prefix) for info in page if is_key(info.key)]
+    async def _first_page(self, prefix: str) -> tuple[Sequence[BlobInfo] | None, AsyncGenerator[Sequence[BlobInfo]]]:
+        pages = self._client.list(prefix)
+        return await anext(pages, None), pages
 
     async def _land_range(self, key: str, stretches: Sequence[Stretch], landing: Landing) -> None:
         start, end = stretches[0].offset, stretches[-1].offset + stretches[-1].nbytes
@@ -203,8 +208,8 @@ class ObjectStore:
 
 
 async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
-    """A put. A small one that is cancelled is given time to end: its bytes may all be with the server, which would
-    undo what comes next."""
+    """A put or a deletion. A small one that is cancelled is given time to end: all of it may be with the server, which
+    would undo what comes next."""
     if not small:
         await request
         return

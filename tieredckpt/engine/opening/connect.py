@@ -82,9 +82,13 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
 
 async def _connect(tier: TierConfig, *, read_only: bool) -> BlobStore:
     store = await kind_of(tier).open(tier, read_only=read_only)
-    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth)
+    puts, object_size = (store.traits.parallel_puts, store.traits.object_size) if store.traits.remote else (1, 0)
+    # Puts that are under way together share the link.
+    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth / puts)
     store = Retrying(store, attempts=tier.retries + 1)
-    store = Limited(store, operations=_OPERATIONS_IN_FLIGHT, nbytes=_BYTES_IN_FLIGHT)
+    # With room beside them, for leases that must not wait for packs.
+    operations, nbytes = max(_OPERATIONS_IN_FLIGHT, 2 * puts), max(_BYTES_IN_FLIGHT, 2 * puts * object_size)
+    store = Limited(store, operations=operations, nbytes=nbytes)
     if tier.rate_limit is not None:
         store = Paced(store, Pace(tier.rate_limit))
     return Metered(store)

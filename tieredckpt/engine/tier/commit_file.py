@@ -12,7 +12,7 @@ from functools import partial
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, encode_step
 
@@ -80,7 +80,7 @@ async def commit(
         await tier.store.put(btree_key, [index.btree])
         try:
             await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
-        except (TierUnavailable, asyncio.CancelledError):
+        except (TieredCkptError, asyncio.CancelledError):  # of a put that was repeated, the first may have happened
             await _doubt(tier, step)
             raise
         for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import pytest
 from support.object_stores import BUCKET, Place
 from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, proxy, slow_down
 
-from tieredckpt.blobs.base import BlobStore, Stretch
+from tieredckpt.blobs.base import BlobStore, Stretch, Unanswered
+from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config.object_tiers import S3Tier
@@ -220,6 +222,73 @@ async def test_a_small_put_that_is_cancelled_has_ended_for_the_server_too(
         await store.delete("steps/manifest")
         await asyncio.to_thread(between.settle)
         assert s3_place.bucket.read("steps/manifest") is None
+
+
+async def test_a_deletion_that_is_cancelled_has_ended_for_the_server_too(
+    store: BlobStore, between: Proxy, s3_place: Place
+) -> None:
+    """Else it would take away what is put next, as the manifest of a step that is promoted again."""
+    for seconds in (0.0, 0.01, 0.1):
+        await store.put("steps/manifest", [b"old"])
+        between.fail("DELETE", late)
+        deleting = asyncio.ensure_future(store.delete("steps/manifest"))
+        await asyncio.sleep(seconds)
+        deleting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await deleting
+        await store.put("steps/manifest", [b"new"])
+        await asyncio.to_thread(between.settle)
+        assert s3_place.bucket.read("steps/manifest") == b"new"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "says"),
+    [
+        (409, "OperationAborted", TierUnavailable, "OperationAborted"),
+        (412, "PreconditionFailed", TierUnavailable, "PreconditionFailed"),
+        (400, "EntityTooLarge", Unanswered, "lower the tier's `object_size`"),
+        (413, "", Unanswered, "lower the tier's `object_size`"),
+        (507, "", NoSpace, "raise the quota"),
+        (403, "QuotaExceeded", NoSpace, "raise the quota"),
+        (403, "AccessDenied", TierUnavailable, "the credentials do not allow it"),
+    ],
+)
+async def test_what_a_server_says_of_a_plain_put_is_told_apart(
+    store: BlobStore, between: Proxy, status: int, code: str, kind: type[Exception], says: str
+) -> None:
+    between.fail("PUT", lambda request: request.refuse(status, code))
+    with pytest.raises(kind, match=re.escape(says)) as raised:
+        await store.put("a", [b"x"])
+    assert not isinstance(raised.value, Conflict)
+    assert (kind is NoSpace) == isinstance(raised.value, NoSpace)
+
+
+async def test_a_proxy_whose_server_is_gone_is_not_asked_until_the_deadline(store: BlobStore, between: Proxy) -> None:
+    between.fail("PUT", lambda request: request.refuse(503, "no healthy upstream"), times=None)
+    with pytest.raises(TierUnavailable):
+        await asyncio.wait_for(store.put("a", [b"x"]), 20)
+
+
+def test_an_endpoint_of_the_environment_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://user:hunter2@objects.example.org")
+    with pytest.raises(Invalid, match="AWS_ENDPOINT_URL should have no user") as raised:
+        Client(S3Tier(name="s3", url="s3://bucket/run"))
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_secret_is_taken_without_the_end_of_its_line() -> None:
+    tier = S3Tier(name="s3", url="s3://bucket/run", access_key_id="an-id\n", secret_access_key="a key\n")  # noqa: S106
+    assert tier.access_key_id is not None
+    assert tier.access_key_id.get_secret_value() == "an-id"
+
+
+def test_what_a_server_repeats_of_a_request_is_not_shown() -> None:
+    client = Client(S3Tier(name="s3", url="s3://bucket/run", endpoint="http://127.0.0.1:1"))
+    body = "<Error><Code>ExpiredToken</Code><Message>it has expired</Message><Token-0>the-token</Token-0>"
+    for said in (body, f'<?xml version="1.0"?>{body}</Error>', "<html><body>the-token</body></html>"):
+        error = client._foreign(ValueError(f"Server returned error status code: 400: {said}"), "a", "read")
+        assert "the-token" not in str(error)
+        assert "status code: 400" in str(error)
 
 
 async def test_a_server_that_answers_ranges_with_the_whole_is_told_by_readers_too(

@@ -19,7 +19,7 @@ from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.errors import Corrupt, Invalid, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
@@ -250,6 +250,18 @@ async def test_a_commit_that_cannot_be_encoded_fails_its_promotion_and_no_other(
             await scene.store.promote(3, "disk")
     assert await scene.store.where(3) == ("ram",)
     assert scene.store._life.engine.state.scratch.slab.used == 0
+    await scene.store.promote(3, "disk")
+    assert all(found.intact for found in await scene.store.verify(3))
+
+
+async def test_a_commit_that_failed_after_it_had_happened_leaves_no_manifest(scene: Scene, faults: FaultyTiers) -> None:
+    """As of a put whose answer was lost, and that was refused when it was repeated."""
+    await scene.store.save(3, tree(3))
+    faults["disk"].fail("put", Conflict("another writes"), key="steps/*3-*/manifest.ocdbt", after=True)
+    with pytest.raises(Conflict):
+        await scene.store.promote(3, "disk")
+    assert not list(scene.disk.glob("steps/*3-*/manifest.ocdbt"))
+    assert await scene.store.where(3) == ("ram",)
     await scene.store.promote(3, "disk")
     assert all(found.intact for found in await scene.store.verify(3))
 
