@@ -123,6 +123,19 @@ def test_a_fresh_optimizer_takes_what_was_saved(store: SyncStore, kind: str) -> 
     assert bits(fresh, fresh_optimizer) == bits(model, optimizer)
 
 
+def test_settings_of_an_optimizer_may_be_others_than_the_saved_ones(store: SyncStore) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1)
+    train(model, optimizer)
+    del optimizer.param_groups[0]["maximize"]  # as of a version of torch that had no such setting
+    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    fresh = model_of(2)
+    fused = torch.optim.AdamW(fresh.parameters(), lr=0.5, foreach=True)
+    assert TrainingState(model=fresh, optimizer=fused).restore(store) == 1
+    assert bits(fresh, fused) == bits(model, optimizer)
+    assert fused.param_groups[0]["lr"] == 1
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_save_before_the_first_step_changes_nothing_and_restores_an_optimizer_without_state(
     store: SyncStore, kind: str

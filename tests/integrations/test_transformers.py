@@ -75,6 +75,17 @@ def test_what_the_stores_retention_took_is_not_resumed_from(tmp_path: Path, shar
             trainer._load_from_checkpoint(str(tmp_path / "run" / "checkpoint-99"))
 
 
+def test_where_the_store_has_no_step_of_the_folders_no_training_begins_anew(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        program.trainer_of(tmp_path, store, max_steps=6).train()
+    with program.store_of(tmp_path / "another", shared_memory / "another") as store:
+        with pytest.raises(NotFound, match="the store has none of their steps"):
+            program.trainer_of(tmp_path, store).train(resume_from_checkpoint=True)
+        assert program.trainer_of(tmp_path / "new", store)._newest_whole() is None
+
+
 def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, faults: FaultyTiers) -> None:
     class Pull(program.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

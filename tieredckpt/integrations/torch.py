@@ -192,6 +192,8 @@ class TrainingState:
             self._parts[name].zero_grad(set_to_none=True)
             with _naming(name, "be given its state"):
                 live[name] = get_optimizer_state_dict(self._owner(name), self._parts[name])
+            # What there is to be known of a group may change from one version, or one setting, to the next.
+            live[name]["param_groups"] = AS_SAVED
             stored = state_of.get(name, {})
             live[name]["state"] = {key: value for key, value in live[name]["state"].items() if key in stored}
         return live

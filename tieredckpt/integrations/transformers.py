@@ -154,12 +154,24 @@ class TieredTrainerMixin(_Base):
     # -- loading ------------------------------------------------------------------------------------------
 
     def _newest_whole(self: Any) -> str | None:
-        """The newest folder whose step the store has, and which was written to its end."""
+        """The folder of the newest save that the store has, and which was written to its end; None without any.
+
+        Raises `NotFound` where there are folders of steps and the store has none of them: to begin anew would be to
+        train on from nothing, and to delete what comes back later.
+        """
         held = {(info.step, info.serial) for info in self._store.steps()}
-        for _, folder in sorted(_steps(Path(self.args.output_dir)).items(), reverse=True):
-            meant = _meant(folder)
-            if (folder / "trainer_state.json").exists() and (meant is None or meant in held):
+        known = [(_meant(folder), step, folder) for step, folder in _steps(Path(self.args.output_dir)).items()]
+        whole = [each for each in known if (each[2] / "trainer_state.json").exists()]
+        for meant, _, folder in sorted(whole, key=lambda each: (each[0][1] if each[0] else 0, each[1]), reverse=True):
+            if meant is None or meant in held:
                 return str(folder)
+        if any(meant is not None for meant, _, _ in whole):
+            problems = [f"tier {tier.name!r}: {tier.error}" for tier in self._store.tier_infos() if not tier.healthy]
+            raise NotFound(
+                f"{self.args.output_dir} has checkpoints, and the store has none of their steps (it has "
+                f"{', '.join(str(step) for step, _ in sorted(held)) or 'none'}; "
+                f"{'; '.join(problems) or 'all tiers answer'}); move the folder away to begin anew"
+            )
         return None
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:

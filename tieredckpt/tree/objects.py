@@ -142,8 +142,11 @@ def _parts(key: str, codec: Codec, value: object, depth: int) -> Plain:
 def _made(
     key: str, node: ObjectNode, classes: Sequence[type[Enum]], like: object = None, depth: int = MAX_PLAIN_DEPTH
 ) -> Any:
-    parts = from_plain(key, node.value, classes, depth)
     codecs = _codecs(node.of)
+    # A range of a few bytes would be a set, or arguments, of any number of items.
+    if (codecs is None or node.of in codecs) and type(node.value) is not (str if node.of in _TEXTS else list):
+        raise Corrupt(f"leaf {key!r} is a malformed {node.of}: {type(node.value).__name__} is not what makes one")
+    parts = from_plain(key, node.value, classes, depth)
     if codecs is None:
         return parts
     if node.of not in codecs:
@@ -225,6 +228,10 @@ _ML_NAMES = frozenset(
 _ML_DTYPES = frozenset(getattr(ml_dtypes, name) for name in _ML_NAMES)
 
 _UNORDERED = ("set", "frozenset")
+_TEXTS = frozenset(
+    ("path", "pure-posix-path", "pure-windows-path", "date", "numpy-dtype", "torch-dtype", "torch-device")
+)
+"""The types that a text makes; all others are made of several parts."""
 _ENUM = Codec(ENUM, lambda member: (member.name, member.value), lambda parts: parts)
 _DTYPE = Codec("numpy-dtype", _dtype_parts, _dtype)
 _PATH = Codec("path", str, Path)

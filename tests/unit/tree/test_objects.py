@@ -204,6 +204,10 @@ def _storable(tree: object) -> bool:
     [
         ObjectNode("set", 1),
         ObjectNode("set", [[[]], {"type": "object", "of": "set", "value": []}]),
+        ObjectNode("set", {"type": "object", "of": "range", "value": [0, 1 << 53, 1]}),
+        ObjectNode("range", {"type": "object", "of": "range", "value": [0, 1 << 53, 1]}),
+        ObjectNode("timedelta", {"type": "object", "of": "range", "value": [0, 1 << 53, 1]}),
+        ObjectNode("set", "abc"),
         ObjectNode("enum", []),
         ObjectNode("enum", ["RED"]),
         ObjectNode("path", 3),
