@@ -16,7 +16,7 @@ from reliability.tiers import FaultyTiers
 from support.frameworks import require
 from support.scenes import config, folder, ram
 
-from tieredckpt import CheckpointStore, Invalid, SyncStore, TierRecovered, TierUnavailable
+from tieredckpt import CheckpointStore, Invalid, NoSpace, SyncStore, TierRecovered, TierUnavailable
 
 torch = require("torch")
 dcp = require("torch.distributed.checkpoint")
@@ -142,6 +142,22 @@ def test_a_failing_tier_ends_no_training_and_the_future_tells_of_it(store: SyncS
     assert recovered.wait(SOON)
     async_save(store, 4, state(4.0)).result()
     assert "disk" in store.where(3)
+
+
+def test_a_step_for_which_there_is_no_room_ends_no_training(
+    store: SyncStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise NoSpace("no tier can take it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "save", full)
+        save(store, 1, state(1.0))
+        assert "step 1 was not saved, training goes on" in caplog.text
+        with pytest.raises(dcp.api.CheckpointException, match="no tier can take it"):
+            save(store, 2, state(2.0), reached="disk")
+    save(store, 3, state(3.0))
+    assert store.all_steps() == (3,)
 
 
 def test_what_cannot_be_stored_is_refused_by_name_before_anything_is_saved(store: SyncStore) -> None:

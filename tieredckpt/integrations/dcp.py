@@ -48,12 +48,14 @@ from torch.futures import Future
 from tieredckpt import (
     ArraySpec,
     Invalid,
+    NoSpace,
     NotFound,
     Shard,
     Sharded,
     SyncCheckpoint,
     SyncStore,
     TieredCkptError,
+    TierUnavailable,
 )
 
 __all__ = ["TieredReader", "TieredWriter"]
@@ -135,13 +137,16 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
         found = _planned(planner)
         if not self._staged:
             self._save(*found)
-        if isinstance(self._saved, TieredCkptError):
+        if isinstance(self._saved, NoSpace | TierUnavailable) and not self._staged and self._reached is None:
+            _log.warning("step %d was not saved, training goes on: %s", self._step, self._saved)
+        elif isinstance(self._saved, TieredCkptError):
             raise self._saved
         return _done([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Wait until the step is where it should be; on rank 0, which tells the others."""
-        assert isinstance(self._saved, SyncCheckpoint)
+        if not isinstance(self._saved, SyncCheckpoint):  # which was told
+            return
         if self._staged or self._reached is not None:
             self._saved.reached(self._reached or _durable_tier(self._store))
             return
