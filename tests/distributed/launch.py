@@ -39,6 +39,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support import frameworks
 
 __all__ = ["ENGINES", "SOON", "Job", "Rank", "free_port", "launch", "mpiexec", "need", "rank_of_this_process"]
 
@@ -56,12 +57,7 @@ def need(engine: str) -> None:
     missing = [module for module in _NEEDS[engine] if importlib.util.find_spec(module) is None]
     if engine == "mpi" and mpiexec() is None:
         missing.append("mpiexec")
-    if not missing:
-        return
-    reason = f"needs {' and '.join(missing)}"
-    if os.environ.get("TIEREDCKPT_REQUIRE_ENGINES"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+    frameworks.need(missing)
 
 
 class Job:

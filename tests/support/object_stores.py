@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import http.client
 import importlib.util
-import os
 import re
 import secrets
 import shutil
@@ -24,6 +23,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+from support import frameworks
 
 __all__ = [
     "AZURITE",
@@ -53,12 +54,7 @@ _STARTS_WITHIN = 120.0
 def need_modules(*names: str) -> None:
     """Skip the test where one is not installed; fail it where ``TIEREDCKPT_REQUIRE_ENGINES`` is set."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if not missing:
-        return
-    reason = f"needs {' and '.join(missing)}"
-    if os.environ.get("TIEREDCKPT_REQUIRE_ENGINES"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+    frameworks.need(missing)
 
 
 @contextmanager

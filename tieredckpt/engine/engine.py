@@ -37,7 +37,7 @@ from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.save import Saved, Writer, versions
-from tieredckpt.engine.saving.snapshot import slab_bytes
+from tieredckpt.engine.saving.snapshot import snapshot_size
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import Role, State
@@ -201,7 +201,7 @@ class Engine:
                 return max(1, len(leaf.place.replicas))
             return self.state.membership.size if leaf.key in alike else 1
 
-        self.prepare_memory(await in_thread(slab_bytes, leaves, self._config.chunk_size, ranks_with))
+        self.prepare_memory(await in_thread(snapshot_size, leaves, self._config.chunk_size, ranks_with))
 
     def expect_saves_of(self, nbytes: int) -> None:
         """Take memory for saves of states of so many bytes, all ranks' together."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tieredckpt.blobs.ram.folder import RANK_FOLDER, shared_memory_root
-from tieredckpt.blobs.ram.slab_meta import expected_bytes, slab_bytes
+from tieredckpt.blobs.ram.slab_meta import lacking_bytes, slab_bytes
 from tieredckpt.units import format_size
 
 __all__ = ["Quota", "counted", "expected_elsewhere"]
@@ -50,13 +50,13 @@ class Quota:
     def _others(self) -> dict[Path, int]:
         """Bytes of the slabs of this user's other stores, those that they are still to take included, by folder."""
         stores = (folder for folder in _folders(self._top) if self._top not in (folder, folder.parent))
-        found = {folder: slab_bytes(folder) + expected_bytes(folder) for folder in stores}
+        found = {folder: slab_bytes(folder, expected=True) for folder in stores}
         return {folder: size for folder, size in found.items() if size}
 
 
 def expected_elsewhere(folder: Path) -> int:
     """Bytes of shared memory that this user's slabs in other folders are still to take. Blocking."""
-    return sum(expected_bytes(other, in_folder=True) for other in _folders(_top(folder)) if other != folder)
+    return sum(lacking_bytes(other) for other in _folders(_top(folder)) if other != folder)
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class Slab:
         )
 
     def _grow(self, nbytes: int) -> bool:
-        """Have memory for so many bytes more, or up to the end of a huge page. Lets go of the lock meanwhile."""
+        """Take so many bytes more, or up to the end of a huge page; the lock is released meanwhile."""
         end = self._reserved + nbytes
         whole = min(-(-end // HUGE_PAGE) * HUGE_PAGE, self.capacity) if end >= HUGE_PAGE else end
         return self._grow_to(whole) or (whole > end and self._grow_to(end))
@@ -267,13 +267,13 @@ class Slab:
         return self._reserved < min(self._expected, self.capacity)
 
     def expect(self, nbytes: int, at_least: int = 0) -> None:
-        """Let `prepare` take memory until the slab has ``nbytes`` in all, or where there is less, ``at_least``."""
+        """Say how much `prepare` takes: ``nbytes`` in all, or ``at_least`` where there is less."""
         with self._guards_extents:
             self._expected = max(self._expected, aligned(nbytes))
             self._at_least = max(self._at_least, aligned(at_least))
 
     def expect_no_more(self) -> None:
-        """Let `prepare` end: the slab is about to be closed."""
+        """End `prepare`, because the slab is about to be closed."""
         self._ending.set()
 
     def prepare(self, *, share: float = _SHARE) -> None:

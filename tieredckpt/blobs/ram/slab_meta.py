@@ -23,9 +23,9 @@ __all__ = [
     "GROWING",
     "NOTE_FILES",
     "Note",
-    "expected_bytes",
     "growing",
     "has_slab",
+    "lacking_bytes",
     "read_note",
     "slab_bytes",
     "undo_growth",
@@ -66,21 +66,24 @@ def read_note(folder: Path) -> Note | None:
     return note if usable else None
 
 
-def slab_bytes(folder: Path) -> int:
-    """Memory that the slab of a folder has, in bytes; 0 where there is none. Blocking."""
+def slab_bytes(folder: Path, *, expected: bool = False) -> int:
+    """Bytes of memory that the slab of a folder has, or with ``expected`` will have; 0 without a slab. Blocking."""
     note = read_note(folder)
-    if note is not None:
-        with contextlib.suppress(OSError):
-            return (folder / note.slab).stat().st_blocks * 512
-    return 0
+    return 0 if note is None else max(_bytes_there(folder, note), note.expected if expected else 0)
 
 
-def expected_bytes(folder: Path, *, in_folder: bool = False) -> int:
-    """Memory that the slab of a folder is still to take, in bytes; ``in_folder``: where the folder is."""
+def lacking_bytes(folder: Path) -> int:
+    """Memory that the slab of a folder is still to take from the folder's file system, in bytes. Blocking."""
     note = read_note(folder)
-    if note is None or (in_folder and note.memfd is not None):
+    if note is None or note.memfd is not None:
         return 0
-    return max(0, note.expected - slab_bytes(folder))
+    return max(0, note.expected - _bytes_there(folder, note))
+
+
+def _bytes_there(folder: Path, note: Note) -> int:
+    with contextlib.suppress(OSError):
+        return (folder / note.slab).stat().st_blocks * 512
+    return 0
 
 
 def has_slab(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes
 
-__all__ = ["Cell", "Copied", "Room", "Snapshot", "slab_bytes"]
+__all__ = ["Cell", "Copied", "Room", "Snapshot", "snapshot_size"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -186,7 +186,7 @@ class Snapshot:
         }
 
 
-def slab_bytes(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Callable[[ArrayLeaf], int]) -> int:
+def snapshot_size(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Callable[[ArrayLeaf], int]) -> int:
     """Bytes of a slab that a snapshot of these leaves takes, whose data may be absent.
 
     Of a leaf that several ranks have, as ``ranks_with`` tells, it is this rank's share.
