@@ -94,6 +94,8 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
         patch.setenv(SHARED_MEMORY_VARIABLE, str(memory / "user"))
+        # Hundreds of processes that tests start would compile the package anew.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield
         deadline = time.monotonic() + _GRACE
         while True:
