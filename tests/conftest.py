@@ -66,8 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     fast = tuple(here / place for place in _FAST)
     if missing := [str(place) for place in fast if not place.exists()]:
         raise pytest.UsageError(f"tests of the fast lane are not there: {', '.join(missing)}; name them anew in _FAST")
+    quick = {path for path in {item.path for item in items} if any(map(path.is_relative_to, fast))}
     for item in items:
-        if any(item.path.is_relative_to(place) for place in fast) and not _needs_more(item):
+        if item.path in quick and not _needs_more(item):
             item.add_marker(pytest.mark.fast)
 
 

@@ -41,8 +41,8 @@ _HUNG = 60.0
 _LONGEST = 0.15
 """Seconds of training after which one is killed at the latest."""
 _MOMENT = 0.01
-_NODES = 0.2
-"""Of the kills, the share that takes the memory too."""
+_NODES = 5
+"""Every so many trainers, the memory is lost too."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ def kill_trainers(
     with _trainers() as trainers, contextlib.ExitStack() as until_done:
         until_done.callback(_kill_agent, memory / "ram")
         while sum(found.kills.values()) < kills:
-            point = chance.choice(points)
+            point = points[found.restarts % len(points)]
             job = Job(config, point, chance.randrange(1 << 30), _STEPS)
             code, struck = _one(trainers, job, story, chance)
             found.restarts += 1
@@ -178,7 +178,7 @@ def kill_trainers(
             elif code:
                 found.lost.append(f"a trainer ended with {code}")
                 break
-            if chance.random() < _NODES:
+            if found.restarts % _NODES == 0:
                 _kill_agent(memory / "ram")
                 shutil.rmtree(memory / "ram", ignore_errors=True)
                 found.nodes += 1
