@@ -46,9 +46,7 @@ def assert_survived(found: Soaked) -> None:
 
 
 @pytest.mark.timeout(1800)
-async def test_half_a_minute_under_random_faults_loses_and_leaks_nothing(
-    shared_memory: Path, tmp_path: Path
-) -> None:
+async def test_half_a_minute_under_random_faults_loses_and_leaks_nothing(shared_memory: Path, tmp_path: Path) -> None:
     assert_survived(await soak(SECONDS, shared_memory, tmp_path, seed=1, every=EVERY, rounds=ROUNDS))
 
 

@@ -42,8 +42,8 @@ class Transfer:
         self.copied = 0
         """Bytes that went through the arena."""
 
-    async def read(self, link: Link, path: str, offset: int, into: memoryview, *, known: bool = False) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on, of what may be ``known`` to be an object."""
+    async def read(self, link: Link, path: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on, of what is known to be an object."""
 
         async def fill(file: int, pieces: Iterator[tuple[int, int]]) -> None:
             for start, stop in pieces:
@@ -51,7 +51,7 @@ class Transfer:
                     await self._fill(link, file, start, into[start - offset : stop - offset])
 
         if len(into):
-            async with self._files.opened(link, path, known=known) as file:
+            async with self._files.opened(link, path) as file:
                 pieces = ranges(offset, len(into), self._piece)
                 await together(fill(file, pieces) for _ in range(self._threads))
 
@@ -77,7 +77,7 @@ class Transfer:
 
     async def overwrite(self, link: Link, path: str, data: bytes) -> None:
         """Replace an object of one chunk by ``data``, which is no shorter, in one request."""
-        async with self._files.opened(link, path, known=True) as file, self._lent(link, len(data)) as (room, span):
+        async with self._files.opened(link, path) as file, self._lent(link, len(data)) as (room, span):
             room[:] = np.frombuffer(data, dtype=np.uint8)
             await link.ask(frames.Write(file, 0, [span]))
 
