@@ -17,8 +17,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
+from support.agents import end_agent
 from support.object_stores import Place, moto_server
-from support.scenes import new_shared_folder
+from support.scenes import new_shared_folder, ram
 
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 
@@ -122,6 +123,14 @@ def shared_memory() -> Iterator[Path]:
     folder = new_shared_folder()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ram_folder(shared_memory: Path) -> Iterator[Path]:
+    """Where `support.scenes.ram` has its tier; an agent that still has it at the end is killed."""
+    path = Path(ram(shared_memory)["path"])
+    yield path
+    end_agent(path)
 
 
 @pytest.fixture(scope="session")
