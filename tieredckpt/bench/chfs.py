@@ -106,7 +106,7 @@ async def measure_chfs(
         stack.enter_context(bare)
         contenders = ["bare", *stores]
         for turn in range(rounds + 1):
-            first = turn % len(contenders)  # whoever comes after another meets what that left behind
+            first = turn % len(contenders)  # each contender starts first in turn: it meets what the one before left
             for name in contenders[first:] + contenders[:first]:
                 if name == "bare":
                     await in_thread(_bare_round, bare, f"{tier.folder}/bare", objects.count, seconds)

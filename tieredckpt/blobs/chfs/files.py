@@ -50,7 +50,7 @@ class Files:
         self._slots = asyncio.Semaphore(_IN_USE)
         self._numbers = count(1)
         self._read: OrderedDict[str, _Open] = OrderedDict()
-        self._leaving: list[_Open] = []  # to be closed; nobody uses them
+        self._leaving: list[_Open] = []  # unused, to be closed
 
     @asynccontextmanager
     async def created(self, link: Link, path: str, chunk_size: int) -> AsyncIterator[int]:
@@ -136,7 +136,7 @@ class Files:
     async def _close(self) -> None:
         while self._leaving:
             entry = self._leaving.pop()
-            entry.opening.cancel()  # where it is still under way, nobody wants it any more, and it may hang
+            entry.opening.cancel()  # if it still runs, no caller waits for it, and it may hang
             await asyncio.wait([entry.opening])
             if not entry.opening.cancelled() and entry.opening.exception() is None:
                 await self.clean_up(entry.link, frames.Close(entry.opening.result()))

@@ -157,4 +157,4 @@ class _Worker:
             with self._guards_sending:
                 self._connection.send(data)
         except OSError:
-            os._exit(0)  # nobody listens any more
+            os._exit(0)  # the store has gone
