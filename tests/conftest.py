@@ -61,8 +61,13 @@ _FAST = (
 """Folders and files of the fast lane, ``pytest -m fast``: what starts no process and opens no store."""
 
 
+_LONG = ("test_examples.py", "test_example_packages.py")
+"""Files that take longer than those around them; they go first, so that no process is left with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the fast lane, but for those of its tests that are slow, need shared memory, a process or a store."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
     here = Path(__file__).parent
     fast = tuple(here / place for place in _FAST)
     if missing := [str(place) for place in fast if not place.exists()]:
