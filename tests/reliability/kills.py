@@ -58,7 +58,7 @@ class Killed:
     """Saves that returned."""
     promoted: int = 0
     unacknowledged: int = 0
-    """Saves that were under way at a kill and are gone: nobody was told that they were there."""
+    """Saves that were under way at a kill and are lost: they were never acknowledged."""
     lost: list[str] = field(default_factory=list)
     """What was acknowledged and did not come back."""
     seconds: float = 0.0
@@ -148,7 +148,7 @@ def kill_trainers(
     points: Sequence[Point] | None = None,
     by_agent: bool = False,
 ) -> Killed:
-    """Let so many trainers of one store die, or their agents.
+    """Kill so many trainers of one store, or their agents.
 
     Args:
         kills: how many.
@@ -202,7 +202,7 @@ def _config(memory: Path, disk: Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one(trainers: _Trainers, job: Job, story: Story, chance: random.Random) -> tuple[int, bool]:
-    """Let one trainer live and die: how it ended, and whether its agent was killed."""
+    """Run one trainer until it is killed: how it ended, and whether its agent was killed."""
     process = trainers.start(job)
     memory = Path(job.config["tiers"]["ram"]["path"])
     struck = threading.Event()

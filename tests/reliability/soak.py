@@ -86,7 +86,7 @@ class Soaked:
 async def soak(
     seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0, rounds: int = 4 * _ROUNDS
 ) -> Soaked:
-    """Let a store live for so long, or longer.
+    """Run a store under random faults for so long, or longer.
 
     Args:
         seconds: how long.
