@@ -3,7 +3,7 @@
 ``python -m reliability kills --kills 300`` does it at length and prints a summary.
 
 A trainer dies by SIGKILL at any time, around a write of the promoter, around a deletion of a collection, or while
-its disk is full. Now and then its memory is lost too, as with its node. The next one must restore, bit for bit,
+its disk is full. Every fifth trainer loses its memory too, as with its node. The next one must restore, bit for bit,
 the newest step that was acknowledged where it outlived that, or one newer still. With ``by_agent``, an agent promotes
 for the trainers, and is killed as well: alone, or with its trainer.
 """
