@@ -70,7 +70,7 @@ class Transfer:
                 pieces = cut(parts, self._piece)
                 await together(send(file, pieces) for _ in range(self._threads))
         except BaseException:
-            await whole(self.remove_rest(link, path))
+            await whole(self._files.clean_up(link, frames.Remove(path)))
             raise
         finally:
             self._files.forget(path)  # also what a reader has opened meanwhile: it may know the chunks of before
@@ -84,10 +84,6 @@ class Transfer:
     def forget(self, path: str) -> None:
         """Open the object at ``path`` anew when it is read next, since it was replaced or removed."""
         self._files.forget(path)
-
-    async def remove_rest(self, link: Link, path: str) -> None:
-        """Remove what a put that broke off has written, as far as its worker can still do so."""
-        await self._files.clean_up(link, frames.Remove(path))
 
     async def close(self) -> None:
         await in_thread(self._arena.close)
