@@ -17,8 +17,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
+from support.agents import end_agent
 from support.object_stores import Place, moto_server
-from support.scenes import new_shared_folder
+from support.scenes import new_shared_folder, ram
 
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 
@@ -60,14 +61,20 @@ _FAST = (
 """Folders and files of the fast lane, ``pytest -m fast``: what starts no process and opens no store."""
 
 
+_LONG = ("test_examples.py", "test_example_packages.py")
+"""Files that take longer than those around them; they go first, so that no process is left with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the fast lane, but for those of its tests that are slow, need shared memory, a process or a store."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
     here = Path(__file__).parent
     fast = tuple(here / place for place in _FAST)
     if missing := [str(place) for place in fast if not place.exists()]:
         raise pytest.UsageError(f"tests of the fast lane are not there: {', '.join(missing)}; name them anew in _FAST")
+    quick = {path for path in {item.path for item in items} if any(map(path.is_relative_to, fast))}
     for item in items:
-        if any(item.path.is_relative_to(place) for place in fast) and not _needs_more(item):
+        if item.path in quick and not _needs_more(item):
             item.add_marker(pytest.mark.fast)
 
 
@@ -94,6 +101,8 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
         patch.setenv(SHARED_MEMORY_VARIABLE, str(memory / "user"))
+        # Hundreds of processes that tests start would compile the package anew.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield
         deadline = time.monotonic() + _GRACE
         while True:
@@ -119,6 +128,14 @@ def shared_memory() -> Iterator[Path]:
     folder = new_shared_folder()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ram_folder(shared_memory: Path) -> Iterator[Path]:
+    """Where `support.scenes.ram` has its tier; an agent that still has it at the end is killed."""
+    path = Path(ram(shared_memory)["path"])
+    yield path
+    end_agent(path)
 
 
 @pytest.fixture(scope="session")

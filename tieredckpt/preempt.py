@@ -143,7 +143,7 @@ class Preemption:
                 self._finish(error)
         finally:
             signal.signal(self._on, self._before)
-        if self.raised and not warned:  # in between: for whoever listens now
+        if self.raised and not warned:  # raised in between: for those who listen now
             signal.raise_signal(self._on)
 
     def _finish(self, error: BaseException | None) -> None:

@@ -15,8 +15,6 @@
 namespace tieredckpt::chfs {
 namespace {
 
-constexpr int kLongestLookMs = 5000;
-
 // libchfs reads these at init, where they override its setters.
 void SetEnvironment(const Options& options) {
   setenv("CHFS_BUF_SIZE", "0", 1);      // a buffer drops the errors of its flush

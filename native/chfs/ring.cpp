@@ -12,8 +12,6 @@
 namespace tieredckpt::chfs {
 namespace {
 
-constexpr int kLongestLookMs = 5000;
-
 int CountEntry(void* count, const char*, const struct stat*, off_t) {
   ++*static_cast<std::size_t*>(count);
   return 0;

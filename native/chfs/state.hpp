@@ -22,6 +22,9 @@
 
 namespace tieredckpt::chfs {
 
+// For which a server is waited for that is only asked whether it answers.
+inline constexpr int kLongestLookMs = 5000;
+
 // The status of a failed call. `action` reads as in "cannot <action> <path>".
 Status FromErrno(int error, const char* action, const std::string& path);
 

@@ -153,14 +153,6 @@ NB_MODULE(_chfs, module) {
           },
           nb::arg("path"), nb::arg("chunk_size"))
       .def(
-          "open",
-          [](Connection& self, const std::string& path) {
-            File file;
-            Call([&] { return self.client->Open(path, &file); });
-            return std::make_unique<OpenFile>(std::move(file));
-          },
-          nb::arg("path"))
-      .def(
           "open_object",
           [](Connection& self, const std::string& path) {
             File file;
@@ -199,19 +191,5 @@ NB_MODULE(_chfs, module) {
       .def(
           "make_folder",
           [](Connection& self, const std::string& path) { Call([&] { return self.client->MakeFolder(path); }); },
-          nb::arg("path"))
-      .def(
-          "link",
-          [](Connection& self, const std::string& target, const std::string& path) {
-            Call([&] { return self.client->Link(target, path); });
-          },
-          nb::arg("target"), nb::arg("path"))
-      .def(
-          "read_link",
-          [](Connection& self, const std::string& path) {
-            std::string target;
-            Call([&] { return self.client->ReadLink(path, &target); });
-            return TextOf(target);
-          },
           nb::arg("path"));
 }

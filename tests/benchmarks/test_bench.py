@@ -22,7 +22,7 @@ from tieredckpt.bench import peers, turn, workloads
 from tieredckpt.bench.compare import compare
 from tieredckpt.bench.files import Listing, forget, largest_first
 from tieredckpt.bench.isolate import Failed, places, run_isolated
-from tieredckpt.bench.peers import base, ours, torch_save
+from tieredckpt.bench.peers import base, ours, tensor_file
 from tieredckpt.bench.report import AIMS, load_report
 from tieredckpt.bench.turn import Part, Spec, Turn
 from tieredckpt.blobs.ram.folder import shared_memory_root
@@ -71,7 +71,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     arguments = ["bench", "--size", "4 MiB", "--folder", str(folder), "--peers", "torch.save", "--rounds", "1"]
     arguments += ["--repeats", "1", "--steps", "5", "--html", str(page), "--json"]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ours, torch_save):  # a framework takes longer to load than all of this
+        for module in (ours, tensor_file):  # a framework takes longer to load than all of this
             peers = [replace(each, missing=_GONE) if each.name in _SLOW else each for each in module.PEERS]
             patch.setattr(module, "PEERS", tuple(peers))
         done = CliRunner().invoke(app, arguments)

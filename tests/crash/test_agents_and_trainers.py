@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import agent_of, end_agent, eventually, log_of, until, wait_for_end
+from support.agents import agent_of, eventually, log_of, until, wait_for_end
 from support.chfs_servers import LookalikeServers
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
 from support.limits import limit
@@ -46,13 +46,6 @@ if store.config.promote_in == "agent":
 os.kill(os.getpid(), signal.SIGKILL)
 """
 TESTS = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def ram_folder(shared_memory: Path) -> Iterator[Path]:
-    path = Path(ram(shared_memory)["path"])
-    yield path
-    end_agent(path)
 
 
 @pytest.fixture

@@ -112,6 +112,8 @@ async def test_steps_acknowledged_while_servers_join_are_read_by_a_fresh_process
         limit(monkeypatch, last_retry=0.5)
     ring, ended, acknowledged = make(waiting=True), asyncio.Event(), set[int]()
     pmem = ring.defaults if servers is None else ring.defaults | {"servers": servers}
+    if not real:
+        pmem["rpc_timeout"] = 1.0  # for which the opening waits for the first server, which comes after it
     settings = tiers(pmem, shared_memory, tmp_path, retain=KEEP)
     begin = time.monotonic()
     async with CheckpointStore.open(settings) as store:

@@ -22,15 +22,15 @@ def assert_nothing_lost(found: Killed, kills: int) -> None:
 
 
 def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(shared_memory: Path) -> None:
-    found = kill_trainers(12, shared_memory, shared_memory / "disk", seed=3)
-    assert_nothing_lost(found, 12)
+    found = kill_trainers(8, shared_memory, shared_memory / "disk", seed=3)
+    assert_nothing_lost(found, 8)
     assert len(found.kills) == len(POINTS)
     assert found.nodes
 
 
 def test_trainers_and_agents_that_are_killed_lose_nothing_that_they_were_told_is_saved(shared_memory: Path) -> None:
-    found = kill_trainers(6, shared_memory, shared_memory / "disk", seed=5, by_agent=True)
-    assert_nothing_lost(found, 6)
+    found = kill_trainers(4, shared_memory, shared_memory / "disk", seed=5, by_agent=True)
+    assert_nothing_lost(found, 4)
     assert len(found.kills) == len(AGENT_POINTS)
     assert found.promoted
 

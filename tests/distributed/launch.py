@@ -15,8 +15,8 @@ In the program, a file that runs in every process::
         me.mark("saving")
         me.tell({"loss": 0.5})
 
-The engines: ``torch`` (torchrun, gloo), ``mpi`` (mpiexec, mpi4py), ``jax`` (jax.distributed), and ``none``: processes
-with the variables of torchrun and no engine at all.
+The engines: ``torch`` (gloo, started by `fork_ranks`, and by torchrun where that restarts ranks), ``mpi`` (mpiexec,
+mpi4py), ``jax`` (jax.distributed), and ``none``: processes with the variables of torchrun and no engine at all.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def launch(
         folder: of this launch alone; made if it is not there.
         arguments: what the program finds as `Rank.arguments`.
         restarts: how often torchrun starts all ranks again when one has failed.
-        notice: seconds between torchrun's looks at its ranks; it ends the others when one has died.
+        notice: seconds between the looks of torch's launcher at its ranks; it ends the others when one has died.
     """
     need(engine)
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,9 +196,12 @@ def launch(
     }
     python = [sys.executable, str(program)]
     commands: list[tuple[list[str], dict[str, str]]]
-    if engine == "torch":
+    if engine == "torch" and restarts:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         commands = [([*torchrun, f"--max-restarts={restarts}", f"--monitor-interval={notice}", str(program)], common)]
+    elif engine == "torch":
+        forking = [sys.executable, str(Path(__file__).with_name("fork_ranks.py"))]
+        commands = [([*forking, str(program), str(ranks), str(free_port()), str(notice)], common)]
     elif engine == "mpi":
         commands = [([str(mpiexec()), "-n", str(ranks), *python], common)]
     else:

@@ -17,8 +17,8 @@ ROWS, COLUMNS = 1024, 256
 STEP = 3
 
 
-def node_of(rank: int) -> str:
-    return "ab"[rank // 2]
+def node_of(me: Rank) -> str:
+    return "ab"[2 * me.rank // me.size]
 
 
 def config_of(me: Rank) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def config_of(me: Rank) -> dict[str, Any]:
         "tiers": {
             "ram": {
                 "kind": "ram",
-                "path": Path(me.arguments["ram"], node_of(me.rank), "ram"),
+                "path": Path(me.arguments["ram"], node_of(me), "ram"),
                 "capacity": "8 MiB",
                 "replicas": 2,
             },
@@ -72,7 +72,7 @@ def restore(me: Rank, store: Any) -> None:
 def main() -> None:
     """Do what the test asks for."""
     with rank_of_this_process() as me:
-        os.environ["TIEREDCKPT_NODE"] = node_of(me.rank)
+        os.environ["TIEREDCKPT_NODE"] = node_of(me)
         with CheckpointStore.open(config_of(me)).sync() as store:
             {"save": save, "restore": restore}[me.arguments["task"]](me, store)
 

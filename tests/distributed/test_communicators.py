@@ -14,7 +14,7 @@ DEADLINE = 4.0
 LATE = 30.0
 """Seconds after which nobody would say that a deadline was kept, however busy the machine is."""
 
-RANKS = {"torch": 4, "mpi": 4, "jax": 2, "none": 3}
+RANKS = {"torch": 3, "mpi": 4, "jax": 2, "none": 3}
 KINDS = {"torch": "TorchCommunicator", "mpi": "MpiCommunicator", "jax": "JaxCommunicator", "none": "SharedStore"}
 
 

@@ -76,7 +76,7 @@ def soaked(
     disk: Disk = None,
     json: Json = False,
 ) -> None:
-    """Let a store live under random faults. Exits with 1 when anything is lost, or memory or files grow."""
+    """Run a store under random faults. Exits with 1 when anything is lost, or memory or files grow."""
     with waiting(f"{seconds:.0f} s under faults"):
         found = figures.run_soak(seconds, seed, pace, disk)
     summary = figures.Figures(soaked=found, losses=[*found.lost, *found.growing])
@@ -91,7 +91,7 @@ def soaked(
 def calls_failed(
     times: Annotated[int, typer.Option(min=1, help="Each call fails at its first, … and at this time.")] = 15,
 ) -> None:
-    """Let each call of the system fail below a tier. Exits with an error at the first that costs a step."""
+    """Make each system call fail below a tier. Exits with an error at the first that costs a step."""
     with waiting("letting calls of the system fail"):
         found = figures.fail_calls(times)
     print_table("Calls of the system that failed", ("call", "times"), found.most_common(), right=["times"])

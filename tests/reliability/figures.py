@@ -250,13 +250,13 @@ def kill(kills: int, seed: int, disk: Path | None, *, by_agent: bool = False) ->
 
 
 def run_soak(seconds: float, seed: int, pace: float, disk: Path | None) -> Soaked:
-    """Let a store live under faults; its slower tiers are in a new temporary folder without one for them."""
+    """Run a store under faults; its slower tiers are in a new temporary folder without one for them."""
     with memory() as place, tempfile.TemporaryDirectory(prefix="tieredckpt-soak-", dir=disk) as folder:
         return asyncio.run(soak(seconds, place, Path(folder), seed=seed, every=pace))
 
 
 def fail_calls(times: int) -> Counter[str]:
-    """Let each call of the system fail, each time with every error."""
+    """Make each system call fail, each time with every error."""
     with memory() as place:
         failures = [(nth, number) for nth in range(1, times + 1) for number in ERRORS]
         return asyncio.run(fail_each_call(place, failures))

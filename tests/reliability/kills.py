@@ -3,7 +3,7 @@
 ``python -m reliability kills --kills 300`` does it at length and prints a summary.
 
 A trainer dies by SIGKILL at any time, around a write of the promoter, around a deletion of a collection, or while
-its disk is full. Now and then its memory is lost too, as with its node. The next one must restore, bit for bit,
+its disk is full. Every fifth trainer loses its memory too, as with its node. The next one must restore, bit for bit,
 the newest step that was acknowledged where it outlived that, or one newer still. With ``by_agent``, an agent promotes
 for the trainers, and is killed as well: alone, or with its trainer.
 """
@@ -41,8 +41,8 @@ _HUNG = 60.0
 _LONGEST = 0.15
 """Seconds of training after which one is killed at the latest."""
 _MOMENT = 0.01
-_NODES = 0.2
-"""Of the kills, the share that takes the memory too."""
+_NODES = 5
+"""Every so many trainers, the memory is lost too."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Killed:
     """Saves that returned."""
     promoted: int = 0
     unacknowledged: int = 0
-    """Saves that were under way at a kill and are gone: nobody was told that they were there."""
+    """Saves that were under way at a kill and are lost: they were never acknowledged."""
     lost: list[str] = field(default_factory=list)
     """What was acknowledged and did not come back."""
     seconds: float = 0.0
@@ -148,7 +148,7 @@ def kill_trainers(
     points: Sequence[Point] | None = None,
     by_agent: bool = False,
 ) -> Killed:
-    """Let so many trainers of one store die, or their agents.
+    """Kill so many trainers of one store, or their agents.
 
     Args:
         kills: how many.
@@ -169,7 +169,7 @@ def kill_trainers(
     with _trainers() as trainers, contextlib.ExitStack() as until_done:
         until_done.callback(_kill_agent, memory / "ram")
         while sum(found.kills.values()) < kills:
-            point = chance.choice(points)
+            point = points[found.restarts % len(points)]
             job = Job(config, point, chance.randrange(1 << 30), _STEPS)
             code, struck = _one(trainers, job, story, chance)
             found.restarts += 1
@@ -178,7 +178,7 @@ def kill_trainers(
             elif code:
                 found.lost.append(f"a trainer ended with {code}")
                 break
-            if chance.random() < _NODES:
+            if found.restarts % _NODES == 0:
                 _kill_agent(memory / "ram")
                 shutil.rmtree(memory / "ram", ignore_errors=True)
                 found.nodes += 1
@@ -202,7 +202,7 @@ def _config(memory: Path, disk: Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one(trainers: _Trainers, job: Job, story: Story, chance: random.Random) -> tuple[int, bool]:
-    """Let one trainer live and die: how it ended, and whether its agent was killed."""
+    """Run one trainer until it is killed: how it ended, and whether its agent was killed."""
     process = trainers.start(job)
     memory = Path(job.config["tiers"]["ram"]["path"])
     struck = threading.Event()

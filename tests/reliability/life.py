@@ -102,7 +102,7 @@ def slow_store(kind: str, objects: Objects, journal: Journal | None = None) -> M
 
 @contextlib.contextmanager
 def slow_stores(make: Callable[[], BlobStore]) -> Iterator[None]:
-    """Let every slower tier that is opened in the block, other than a directory, be what ``make`` returns."""
+    """Replace every slower tier that is opened in the block, except directories, by what ``make`` returns."""
 
     async def opened(tier: TierConfig, opening: Opening) -> BlobStore:
         return await opening() if tier.kind == "posix" else make()
@@ -132,7 +132,7 @@ async def live(kind: str, place: Path, *, seed: int | None = None) -> Life:
 
 @contextlib.contextmanager
 def dead_when_it_is_read(recorder: FileRecorder) -> Iterator[None]:
-    """Let leases be those of a process that has ended, and the journal see every chunk that is copied."""
+    """Give leases to a process that has ended, and report every copied chunk to the journal."""
     this_process, copy_and_digest = lease._this_process, digest.copy_and_digest
 
     def ended(taken_at: float) -> lease.Holder:

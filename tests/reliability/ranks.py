@@ -130,11 +130,11 @@ class World:
             return tuple(self._calls)
 
     def kill(self, rank: int, verb: str = "*", *, topic: str = "*", nth: int = 1) -> None:
-        """Let a rank die when it comes to a call, before that has done anything."""
+        """Kill a rank at a call, before the call has done anything."""
         self._add(_Fault(rank, verb, topic, nth, repeats=False, effect=None))
 
     def kill_now(self, rank: int) -> None:
-        """Let a rank die at once; a call under way ends its waiting and never returns."""
+        """Kill a rank at once; its call under way stops waiting and never returns."""
         with self._guards_world:
             self._die(rank)
 
@@ -143,13 +143,13 @@ class World:
         await asyncio.shield(asyncio.wrap_future(self._deaths[rank]))
 
     def hold(self, rank: int, verb: str = "*", *, topic: str = "*", nth: int = 1) -> Hold:
-        """Let a rank hang at a call and all that follow, until it is released."""
+        """Make a rank hang at a call and all later calls, until it is released."""
         held = Hold(stubborn=False)
         self._add(_Fault(rank, verb, topic, nth, repeats=True, effect=held))
         return held
 
     def delay(self, rank: int, seconds: float, verb: str = "*", *, topic: str = "*", nth: int = 1) -> None:
-        """Let a call of a rank, and all that follow, take longer."""
+        """Delay a call of a rank, and all later calls."""
         self._add(_Fault(rank, verb, topic, nth, repeats=True, effect=seconds))
 
     def restart(self) -> None:

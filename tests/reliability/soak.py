@@ -86,7 +86,7 @@ class Soaked:
 async def soak(
     seconds: float, memory: Path, disk: Path, *, seed: int = 0, every: float = 1.0, rounds: int = 4 * _ROUNDS
 ) -> Soaked:
-    """Let a store live for so long, or longer.
+    """Run a store under random faults for so long, or longer.
 
     Args:
         seconds: how long.
@@ -150,7 +150,7 @@ class _Soaking:
             rounds += 1
             if rounds % _ROUNDS == 0:
                 await self._within("a calm", self._calm())
-                if self._chance.random() < 0.2:
+                if self._chance.random() < 0.3:
                     await self._within("a restart", self._restart())
             await asyncio.sleep(max(0.0, due - time.monotonic()))
         await self._within("the last calm", self._calm())

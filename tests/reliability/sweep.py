@@ -32,7 +32,7 @@ _PATIENCE = 60.0
 
 
 async def fail_each_call(place: Path, failures: Sequence[tuple[int, int]]) -> Counter[str]:
-    """Let every call of `CALLS` fail; how often each did.
+    """Make every call of `CALLS` fail; returns how often each did.
 
     Args:
         place: an empty folder for the tiers, in memory; it is empty afterwards.

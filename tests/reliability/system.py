@@ -68,7 +68,7 @@ class SystemFaults:
         """How many calls have failed by the script."""
 
     def fail(self, call: str, number: int, *, path: str = "*", nth: int = 1, times: int | None = 1) -> None:
-        """Let matching calls raise `OSError` instead of their work.
+        """Make matching calls raise `OSError` in place of their work.
 
         Args:
             call: one of `CALLS`.
@@ -99,7 +99,7 @@ class SystemFaults:
 
 @contextlib.contextmanager
 def failing_calls(folder: Path) -> Iterator[SystemFaults]:
-    """Let calls on what lies in ``folder`` fail as the script says, while the block runs."""
+    """Make calls on files in ``folder`` fail as the script says, while the block runs."""
     faults = SystemFaults(folder)
     with pytest.MonkeyPatch.context() as patch:
         for call in CALLS:

@@ -50,15 +50,15 @@ class FaultyTiers:
         return self._stores[tier]
 
     def refuse(self, tier: str, error: TieredCkptError | None = None) -> None:
-        """Let every attempt to open the tier raise ``error``, a `TierUnavailable` by default, until `allow`."""
+        """Make every attempt to open the tier raise ``error``, a `TierUnavailable` by default, until `allow`."""
         self._refused[tier] = error or TierUnavailable(f"the tier {tier} cannot be opened, by script")
 
     def allow(self, tier: str) -> None:
-        """Let the tier be opened again."""
+        """Allow the tier to be opened again."""
         self._refused.pop(tier, None)
 
     def kill(self, tier: str, error: TieredCkptError | None = None) -> None:
-        """Let every call of the tier raise ``error``, and every attempt to open it again too, until `revive`."""
+        """Make every call of the tier, and every attempt to open it again, raise ``error`` until `revive`."""
         error = error or TierUnavailable(f"the tier {tier} is dead by script")
         self.refuse(tier, error)
         self[tier].kill(error)
@@ -107,7 +107,7 @@ def faulty_tiers(*, remembered: int | None = None) -> Iterator[FaultyTiers]:
 
 @contextmanager
 def tried_again_soon() -> Iterator[None]:
-    """Let tiers that failed in the block be tried again in hundredths of a second instead of half a minute."""
+    """Retry tiers that failed in the block after hundredths of a second instead of half a minute."""
     with pytest.MonkeyPatch.context() as patch:
         limit(patch, first_retry=0.02)
         limit(patch, last_retry=0.2)

@@ -45,24 +45,24 @@ class Trouble:
                 chance.choice(self._kinds())(self._faults[name])
 
     def end(self) -> None:
-        """Let nothing fail any more."""
+        """End all faults."""
         self.let_go()
         for name in SLOWER:
             self._faults.allow(name)
             self._faults[name].clear()
 
     def refuse(self, tier: str) -> None:
-        """Let the tier not be opened until the `end`."""
+        """Make the tier impossible to open until `end`."""
         self._faults.refuse(tier)
 
     def let_go(self) -> None:
-        """Let those go on that hang."""
+        """Release the calls that hang."""
         while self._held:
             self._held.pop().release()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Let nothing hang that the block began."""
+        """Release at its end the calls of the block that hang."""
         try:
             yield
         finally:

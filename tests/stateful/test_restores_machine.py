@@ -182,4 +182,13 @@ def test_a_restore_that_all_ranks_call_is_the_same_for_all_whatever_was_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit(monkeypatch, wait_longer=0.1)
-    run_state_machine_as_test(RestoresMachine, settings=settings(max_examples=12, stateful_step_count=8))
+    run_state_machine_as_test(RestoresMachine, settings=settings(max_examples=6, stateful_step_count=8))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_restore_that_all_ranks_call_is_the_same_for_all_after_long_histories(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit(monkeypatch, wait_longer=0.1)
+    run_state_machine_as_test(RestoresMachine, settings=settings(max_examples=60, stateful_step_count=12))

@@ -299,7 +299,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_of_two_hosts_one_writes_and_nothing_that_was_acknowledged_is_lost() -> None:
-    run_state_machine_as_test(TwoWritersMachine, settings=settings(max_examples=40, stateful_step_count=25))
+    run_state_machine_as_test(TwoWritersMachine, settings=settings(max_examples=20, stateful_step_count=25))
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ async def until(store: CheckpointStore, condition: Callable[[], bool]) -> None:
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Return when something holds that nobody announces; fails after `SOON` seconds."""
+    """Poll until a condition holds; fails after `SOON` seconds."""
     deadline = time.monotonic() + SOON
     while not condition():
         assert time.monotonic() < deadline, what

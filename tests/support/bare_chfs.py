@@ -44,7 +44,6 @@ class BareChfs:
 
     async def list(self) -> set[str]:
         found = await self._ask("list", "")
-        # Beside an object that was created exclusively lies its data, under a name of its own.
         return {name.removeprefix(f"{self.root}/") for name in found if "~" not in name}
 
     def clear(self) -> None:

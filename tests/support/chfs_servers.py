@@ -33,7 +33,7 @@ class Servers(Protocol):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The same, with the timeouts that a tier has if nobody gives any."""
+        """The same, with the default timeouts of a tier."""
 
     def join(self, number: int) -> None:
         """Start a server that waits for that, in the order of their numbers."""

@@ -59,8 +59,6 @@ class LookalikeBackDoor:
 
     def _get(self, key: str) -> bytes | None:
         first = self._chunk(key, 0)
-        if first.is_symlink():
-            return self._get(str(Path(key).parent / os.readlink(first).removeprefix(":")))
         if not first.is_file():
             return None
         _, size = _HEADER.unpack(first.read_bytes()[: _HEADER.size])
@@ -81,21 +79,15 @@ class LookalikeBackDoor:
             for server in self._servers:
                 for path in (server / self._root).rglob("*"):
                     name = path.relative_to(server / self._root).as_posix()
-                    # Beside an object that was created exclusively lies its data, under a name of its own.
-                    if (path.is_symlink() or path.is_file()) and ":" not in name and "~" not in name:
+                    if path.is_file() and ":" not in name and "~" not in name:
                         found.add(name)
             return found
 
         return await asyncio.to_thread(names)
 
-    def rest(self) -> set[str]:
-        """The names of data that objects which were created exclusively have beside them."""
-        found = (path for server in self._servers for path in (server / self._root).rglob("*~*"))
-        return {path.name for path in found if path.is_file() and ":" not in path.name}
-
     def _chunks(self, key: str) -> Iterator[Path]:
         index = 0
-        while (chunk := self._chunk(key, index)).is_symlink() or chunk.exists():
+        while (chunk := self._chunk(key, index)).exists():
             yield chunk
             index += 1
 

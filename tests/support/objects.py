@@ -1,4 +1,4 @@
-"""Trees of the small objects and containers that trainers hand over, for properties."""
+"""Trees of the small objects and containers that trainers hand over, and what a step brings back of a tree."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from support.trees import SCALARS, arrays, fingerprint
+from tieredckpt.format.structure import decode_structure, encode_structure
+from tieredckpt.tree import flatten, host_view, match, unflatten
+from tieredckpt.tree.arrays import MadeAs
 
 
 class Colour(enum.Enum):
@@ -112,6 +115,24 @@ TREES_OF_CLASSES = st.recursive(
     max_leaves=8,
 )
 """Trees that come back by the classes of ``like``."""
+
+
+def stored(tree: object) -> tuple[Any, dict[str, Any]]:
+    """What a step stores of a tree: the structure, decoded anew, and copies of the arrays."""
+    flat = flatten(tree)
+    arrays = {leaf.key: host_view(leaf).copy() for leaf in flat.arrays}
+    return decode_structure(encode_structure(flat.structure)), arrays
+
+
+def again(tree: object, made: MadeAs = "numpy") -> Any:
+    """The tree as it comes back without ``like``, with arrays made so."""
+    return unflatten(*stored(tree), made)
+
+
+def by(like: object, tree: object) -> Any:
+    """The tree as it comes back by the classes of ``like``."""
+    structure, arrays = stored(tree)
+    return match(like, structure).build(arrays)
 
 
 def bits_of(value: Any) -> object:

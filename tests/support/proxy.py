@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class Rule:
-    """What a few requests meet."""
+    """The fault of some requests."""
 
     verb: str
     fault: Fault
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
     do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
 
     def forward(self, *, without: tuple[str, ...] = ()) -> http.client.HTTPResponse:
-        """Ask the server behind; its answer."""
+        """Send the request to the server behind; returns its answer."""
         between: Proxy = self.server.between  # type: ignore[attr-defined]
         if self.upstream is None:
             self.upstream = http.client.HTTPConnection(between.host, timeout=600)
@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.upstream.getresponse()
 
     def answer(self, found: http.client.HTTPResponse, *, cut: bool = False) -> None:
-        """Hand an answer on; only half of its body, and then nothing, when it is to be cut."""
+        """Send an answer to the client; with ``cut``, send half of its body and close the connection."""
         body = found.read()
         self.send_response_only(found.status, found.reason)
         for name, value in found.getheaders():
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             self.leave()
 
     def refuse(self, status: int, code: str) -> None:
-        """Answer in the place of the server."""
+        """Answer with an error, and do not ask the server."""
         body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>by script</Message></Error>'.encode()
         self.send_response_only(status)
         self.send_header("Content-Length", str(len(body)))
@@ -127,14 +127,14 @@ def deny(request: Handler) -> None:
 
 
 def late(request: Handler) -> None:
-    """It is done after a while, whether its client is still there or not."""
+    """The request is done after a while, even if its client has gone."""
     time.sleep(0.3)
     with contextlib.suppress(OSError):
         _pass_on(request)
 
 
 def lose_reply(request: Handler) -> None:
-    """It is done, and nobody hears of it."""
+    """The request is done, and its answer is lost."""
     request.forward().read()
     request.leave()
 
@@ -155,7 +155,7 @@ def ignore_ranges(request: Handler) -> None:
 
 
 class Hang:
-    """Requests that have come and are not answered, until they are released; then they are never heard of again."""
+    """Requests that hang until they are released; their connections end then, without an answer."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -167,12 +167,12 @@ class Hang:
         request.leave()
 
     def release(self) -> None:
-        """Let them end."""
+        """End them."""
         self._released.set()
 
 
 class Proxy:
-    """What happens between a client and a server; made by `proxy`."""
+    """Counts and disturbs the requests from a client to a server; made by `proxy`."""
 
     def __init__(self, server: str) -> None:
         self.host = urlsplit(server).netloc
@@ -187,12 +187,12 @@ class Proxy:
         self._under_way = 0
 
     def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1) -> None:
-        """Let the next ``times`` requests of a verb, ``*`` for any, meet a fault whose path has ``key`` in it."""
+        """Disturb the next ``times`` requests of a verb, ``*`` for any, whose path contains ``key``."""
         with self._guards:
             self._rules.append(Rule(verb, fault, key, times))
 
     def hang(self, verb: str, *, key: str = "", times: int | None = 1) -> Hang:
-        """Let requests hang."""
+        """Keep requests waiting until they are released."""
         hang = Hang()
         self._hangs.append(hang)
         self.fail(verb, hang, key=key, times=times)
@@ -206,13 +206,13 @@ class Proxy:
             hang.release()
 
     def restart_count(self) -> None:
-        """Count from nothing."""
+        """Begin to count anew."""
         with self._guards:
             self.count.clear()
             self.asked.clear()
 
     def settle(self) -> None:
-        """Wait until no request is under way, whose client may have gone."""
+        """Wait until no request is under way; its client may have gone."""
         with self._guards:
             assert self._guards.wait_for(lambda: not self._under_way, 60)
 
@@ -223,7 +223,7 @@ class Proxy:
             self._guards.notify_all()
 
     def meet(self, verb: str, path: str) -> Fault:
-        """What a request is to meet; it is under way from now on."""
+        """The fault of a request, which counts as under way from now on."""
         with self._guards:
             self._under_way += 1
             self.count[verb] += 1

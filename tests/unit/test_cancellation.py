@@ -585,7 +585,7 @@ async def test_a_caller_cancelled_while_it_closes_has_closed(settings: StoreConf
 
 
 async def _some_turns() -> None:
-    """Let a loop do what it has been told before, and what follows from that."""
+    """Run what a loop has been given so far, and what follows from that."""
     for _ in range(20):
         await asyncio.sleep(0)
 

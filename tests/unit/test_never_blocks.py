@@ -59,7 +59,7 @@ here, for the first opening of a process imports what a store needs."""
 
 @pytest.fixture
 def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where the library blocked a running event loop, whoever swallowed the error that it got for that."""
+    """Where the library blocked a running event loop, even if its error was swallowed."""
     found: list[str] = []
 
     class Seen(blockbuster.BlockingError):

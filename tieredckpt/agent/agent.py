@@ -124,7 +124,7 @@ class Agent:
                 if self._life == "once" or (
                     self._life != "stays" and (self._opened or time.monotonic() - since > _HELLO)
                 ):
-                    return  # nothing is left to promote, and nobody who makes more
+                    return  # nothing is left to promote, and no trainer makes more
             elif self._life != "once" and (wire := await self._call()) is not None:
                 await self._stop_finishing()
                 if await self._meet(wire):

@@ -122,7 +122,7 @@ class Service:
         finally:
             progress.tell()
             self._work.pop(ask.number, None)
-        self._tell()  # whoever asked finds it done
+        self._tell()  # so that the caller finds it done
         self._wire.send(said.Response(ask.number, value, failure))
 
     async def _carry_out(self, order: said.Order, progress: Callable[[int], None]) -> object:

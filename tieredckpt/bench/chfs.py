@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.bare import BareLoop
-from tieredckpt.blobs.chfs.erase import erase
+from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.slab import Slab
@@ -106,7 +106,7 @@ async def measure_chfs(
         stack.enter_context(bare)
         contenders = ["bare", *stores]
         for turn in range(rounds + 1):
-            first = turn % len(contenders)  # whoever comes after another meets what that left behind
+            first = turn % len(contenders)  # each contender starts first in turn: it meets what the one before left
             for name in contenders[first:] + contenders[:first]:
                 if name == "bare":
                     await in_thread(_bare_round, bare, f"{tier.folder}/bare", objects.count, seconds)
@@ -183,7 +183,18 @@ async def _tidy(store: ChfsStore, path: str) -> None:
     await store.connect()  # anew, where what failed has ended the worker
     assert store.link is not None
     with suppress(NotFound):  # nothing was written yet
-        await erase(store.link, path)
+        await _erase(store.link, path)
+
+
+async def _erase(link: Link, path: str) -> None:
+    """Remove ``path`` and everything below it; nobody may be writing there."""
+    for name, kind in await link.ask(frames.ListFolder(path)):
+        below = f"{path}/{name}"
+        if kind == "folder":
+            await _erase(link, below)
+        else:
+            await link.ask(frames.Remove(below))
+    await link.ask(frames.RemoveFolder(path))
 
 
 def _folder_store(folder: Path, fsync: bool) -> PosixStore:

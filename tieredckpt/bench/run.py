@@ -96,7 +96,7 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
     begin = time.monotonic()
     for workload in request.workloads:
         for number in range(_rounds(request, workload)):
-            shift = number % len(outcome.peers)  # whoever comes after another meets what that left behind
+            shift = number % len(outcome.peers)  # each peer starts first in turn: it meets what the one before left
             for peer in outcome.peers[shift:] + outcome.peers[:shift]:
                 tell(f"{workload}, round {number + 1} of {_rounds(request, workload)}: {peer.name}")
                 _take_turn(outcome, workload, peer)

@@ -20,7 +20,7 @@ _held: set[int] = set()
 
 
 def hold(fd: int) -> int:
-    """Have ``fd`` closed in every child that is forked from now on; returns it."""
+    """Close ``fd`` in every child that is forked from now on; returns it."""
     _held.add(fd)
     return fd
 

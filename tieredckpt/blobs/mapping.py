@@ -111,7 +111,7 @@ def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
-    """Have the memory of a part of a file of shared memory, by huge pages where they are to be had. Blocking.
+    """Allocate the memory of a part of a file of shared memory, in huge pages if the system has them. Blocking.
 
     Nothing of the part is in use; ``mapped`` is the file from its start. Raises `OSError`, with nothing reserved
     where the system can give memory back.
@@ -128,7 +128,7 @@ def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) ->
 
 
 def give_back(fd: int, offset: int, nbytes: int) -> None:
-    """Have no memory for a part of a file any more, where the system can do that; it reads as zeros."""
+    """Free the memory of a part of a file, where the system can do that; the part then reads as zeros."""
     if hasattr(_libc(), "fallocate"):
         mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         _libc().fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(nbytes))

@@ -65,7 +65,7 @@ def errors() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    # Made anew each time: whoever replaces sys.stdout, as tests do, is served.
+    # Made anew each time, because sys.stdout may be replaced, as tests do.
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNBOUNDED
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, width=width)

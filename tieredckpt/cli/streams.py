@@ -64,7 +64,7 @@ def _open_what_is_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is taken. What is written to the output fails; errors are for nobody.
+            # The lowest free number is taken. Writes to the output fail; errors are discarded.
             os.open(os.devnull, flags)
 
 

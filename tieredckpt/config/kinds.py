@@ -136,7 +136,7 @@ def _config_of(entry: EntryPoint) -> str:
 
 @contextmanager
 def replaced(*others: TierKind[Any]) -> Iterator[None]:
-    """Have kinds in the place of those of their names in the block, for tests."""
+    """Replace kinds by others of the same names during the block, for tests."""
     before = dict(_registered)
     _registered.update((kind.name, kind) for kind in others)
     try:
@@ -169,7 +169,7 @@ def kind_of_url(url: str) -> TierKind[Any]:
         try:
             kind = kind_named(name)
         except Invalid:
-            continue  # one that is broken harms nobody who does not use it
+            continue  # a broken one affects only its users
         if scheme in kind.schemes:
             return kind
         known += kind.schemes

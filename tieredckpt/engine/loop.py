@@ -71,7 +71,7 @@ class Work(Generic[T]):
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if not task.cancelled():
-            task.exception()  # seen, for perhaps nobody waits for it any more
+            task.exception()  # retrieved: the caller may have gone
         self._thread.forget(self)
         self.ended.open()
 
@@ -122,7 +122,7 @@ class EngineThread:
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
         self.over = True
-        for work in tuple(self._works):  # whoever adds one from now on sees that it is over
+        for work in tuple(self._works):  # a call that is added later sees that the loop is over
             work.refuse()
         self.ended.open()
 

@@ -115,7 +115,7 @@ class Refresh:
             for tier in state.tiers:  # one after the other: a step comes to the next tier before it leaves this one
                 await self._look_at(tier, packs=packs)
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
-            await self._identify()  # whose store it is, only what is there can tell
+            await self._identify()  # only the stored files tell which store it is
         before = set(first.steps.held)
         await remove_stale_ram(state)
         self._left_behind |= before - set(first.steps.held)

@@ -90,7 +90,7 @@ class _Rollout:
         self.skips += action.what == "skipped"
 
     def advance(self, until: float) -> None:
-        """Let promotions end and begin up to a time."""
+        """End and begin promotions up to a time."""
         while self.ways and (first := min(self.ways, key=lambda way: way.ends)).ends <= until:
             self.now = max(self.now, first.ends)
             self.ways.remove(first)

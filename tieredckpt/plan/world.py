@@ -241,7 +241,7 @@ class World(State):
         return bool(tier.steps.pins) or any(waits_for_promotion(self, step, tier, only_healthy=True) for step in held)
 
     def apply_retention(self, tier: WorldTier) -> None:
-        """Let go what is not retained on a tier without a capacity; one with a capacity waits until room is needed."""
+        """Evict what is not retained on a tier without a capacity; a tier with a capacity waits until it needs room."""
         if tier.capacity is None and tier.answers:
             for step in leaving(self, tier):
                 self._try_evict(step, tier)

@@ -2,7 +2,7 @@
 
 ::
 
-    class TestMyRanks(CoordinatorTests):
+    class TestMyRanks(CommunicatorTests):
         @pytest.fixture
         def processes(self, tmp_path):
             return lambda: [MyRanks(tmp_path, rank=rank, size=3) for rank in range(3)]
@@ -44,7 +44,7 @@ class CommunicatorTests:
     @pytest.fixture
     def processes(self) -> Callable[[], list[Communicator]]:
         """Starts a training: makes a communicator for every rank, in the order of the ranks."""
-        raise NotImplementedError("a subclass of CoordinatorTests gives the fixture `processes`")
+        raise NotImplementedError("a subclass of CommunicatorTests gives the fixture `processes`")
 
     @pytest.fixture
     async def start(

@@ -68,7 +68,7 @@ class Hold:
         self._reached.result(timeout)
 
     def release(self) -> None:
-        """Let those that wait go on, and those that come later pass."""
+        """Release the calls that wait; later calls pass."""
         self._resolve(self._released)
 
     @property
@@ -210,12 +210,12 @@ class Faulty(Forward):
         self._add(verb, key, nth, times, "before", _Delay(seconds))
 
     def come_and_go(self, *, up: int, down: int) -> None:
-        """Let ``up`` calls pass from now on, fail the next ``down`` as `kill` does, and so on until `clear`."""
+        """Pass the next ``up`` calls, fail the ``down`` calls after them as `kill` does, and repeat until `clear`."""
         with self._guards_script:
             self._rhythm = (up, down, self._made)
 
     def full_after(self, nbytes: int | None) -> None:
-        """Let puts store ``nbytes`` more and raise `NoSpace` for one that does not fit; None: no bound."""
+        """Store ``nbytes`` more, and raise `NoSpace` for a put that does not fit; None: no bound."""
         with self._guards_script:
             self._room = nbytes
 

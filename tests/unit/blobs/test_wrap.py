@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import pytest
 import stamina
@@ -20,6 +21,8 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, Tie
 from tieredckpt.testing.backdoor import listed
 from tieredckpt.testing.faulty import Faulty, Hold
 
+T = TypeVar("T")
+
 DOWN = TierUnavailable("no answer")
 
 
@@ -33,6 +36,20 @@ async def faulty() -> AsyncIterator[Faulty]:
 async def turns(count: int = 50) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def begun(call: Coroutine[Any, Any, T], held: Hold) -> asyncio.Task[T]:
+    """The call, once it waits in what is held."""
+    task = asyncio.ensure_future(call)
+    await held.reached()
+    return task
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a call, which must end so."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 class TestRetrying:
@@ -77,8 +94,7 @@ class TestRetrying:
         await store.put("key", [b"x"])
         faulty.fail("stat", DOWN)
         second = faulty.hold("stat", nth=2)
-        asking = asyncio.ensure_future(store.stat("key"))
-        await second.reached()
+        asking = await begun(store.stat("key"), second)
         assert not store.responsive
         second.release()
         await asking
@@ -90,11 +106,8 @@ class TestRetrying:
         store = Retrying(faulty)
         faulty.fail("stat", DOWN)
         second = faulty.hold("stat", nth=2)
-        asking = asyncio.ensure_future(store.stat("key"))
-        await second.reached()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        asking = await begun(store.stat("key"), second)
+        await cancelled(asking)
         assert store.responsive
 
     async def test_a_cancelled_verb_does_not_speak_for_others(self, faulty: Faulty) -> None:
@@ -104,9 +117,7 @@ class TestRetrying:
         stat, delete = asyncio.ensure_future(store.stat("key")), asyncio.ensure_future(store.delete("key"))
         for hold in held:
             await hold.reached()
-        stat.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stat
+        await cancelled(stat)
         assert not store.responsive
         held[1].release()
         await delete
@@ -118,11 +129,8 @@ class TestRetrying:
         store = Retrying(faulty)
         faulty.fail("stat", Overdue("no answer at its deadline"))
         second = faulty.hold("stat", nth=2)
-        asking = asyncio.ensure_future(store.stat("key"))
-        await second.reached()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        asking = await begun(store.stat("key"), second)
+        await cancelled(asking)
         assert not store.responsive
         await store.delete("key")
         assert store.responsive
@@ -189,8 +197,7 @@ class TestDeadline:
     async def test_time_grows_with_the_bytes(self, faulty: Faulty) -> None:
         store = Deadline(faulty, "lustre", base=0.01, min_bandwidth=1000)
         held = faulty.hold("put")
-        putting = asyncio.ensure_future(store.put("key", [bytes(1_000_000)]))
-        await held.reached()
+        putting = await begun(store.put("key", [bytes(1_000_000)]), held)
         await asyncio.sleep(0.05)
         assert not putting.done()
         held.release()
@@ -223,8 +230,7 @@ class TestDeadline:
         held = faulty.hold("get_into", stubborn=True)
         into = memoryview(bytearray(4))
         call = store.get_digested("key", [Stretch(0, 4, into)]) if digested else store.get_into("key", 0, into)
-        reading = asyncio.ensure_future(call)
-        await held.reached()
+        reading = await begun(call, held)
         await asyncio.sleep(0.06)
         ended = [reading.done()]
         reading.cancel()
@@ -237,11 +243,8 @@ class TestDeadline:
 
     async def test_a_cancelled_verb_is_cancelled_below(self, faulty: Faulty) -> None:
         held = faulty.hold("put")
-        putting = asyncio.ensure_future(Deadline(faulty, "lustre").put("key", [b"x"]))
-        await held.reached()
-        putting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await putting
+        putting = await begun(Deadline(faulty, "lustre").put("key", [b"x"]), held)
+        await cancelled(putting)
         held.release()
         await turns()
         assert await listed(faulty) == {}
@@ -388,8 +391,7 @@ class TestMetered:
         seen = []
         for seconds in (1.0,) * 20 + (10.0,) * 20:
             held = faulty.hold("put")
-            putting = asyncio.ensure_future(store.put("key", [bytes(1000)]))
-            await held.reached()
+            putting = await begun(store.put("key", [bytes(1000)]), held)
             now += seconds
             held.release()
             await putting

@@ -52,7 +52,7 @@ def told(run: Run) -> Callable[..., Any]:
 
 @pytest.fixture
 def config(tmp_path: Path, shared_memory: Path) -> Path:
-    """The configuration of a store that nobody opened yet; RAM stays when it is closed."""
+    """The configuration of a store that was not opened yet; RAM stays when it is closed."""
     path = tmp_path / "ckpt.toml"
     (shared_memory / "of-test").mkdir()
     folder = {"fsync": False, "retain": "all"}
@@ -72,7 +72,7 @@ def config(tmp_path: Path, shared_memory: Path) -> Path:
 
 @pytest.fixture
 def trained(config: Path) -> Path:
-    """A store with the steps 1, 2 and 3 in RAM and on disk, and nobody who writes to it."""
+    """A store with the steps 1, 2 and 3 in RAM and on disk, and no writer."""
     with CheckpointStore.open(config).sync() as store:
         for step in (1, 2, 3):
             store.save(step, tree(step), metrics={"loss": 1 / step})

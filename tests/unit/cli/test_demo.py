@@ -125,16 +125,10 @@ def test_keep_leaves_a_store_to_look_at(run: Run, temporary: Path) -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("at", "ending"),
-    [
-        ("1.", signal.SIGINT),
-        ("2.", signal.SIGINT),
-        ("3.", signal.SIGINT),
-        ("2.", signal.SIGTERM),
-        ("3.", signal.SIGHUP),
-    ],
+    [("1.", signal.SIGINT), ("2.", signal.SIGTERM), ("3.", signal.SIGINT), ("3.", signal.SIGHUP)],
 )
 def test_what_ends_it_leaves_nothing_behind(temporary: Path, at: str, ending: signal.Signals) -> None:
-    command = [sys.executable, "-P", "-u", "-m", "tieredckpt", "demo", "--steps", "240"]
+    command = [sys.executable, "-P", "-u", "-m", "tieredckpt", "demo", "--steps", "120"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

@@ -56,8 +56,10 @@ def config(folder: Path, server: socket.socket, deadline: str) -> Path:
 
 
 @contextmanager
-def start(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "tieredckpt", *map(str, arguments)]
+def start(*arguments: object, in_order: float = 1.0) -> Iterator[subprocess.Popen[str]]:
+    """Run the command, which waits ``in_order`` seconds in place of ten for a thread that hangs."""
+    program = f"from tieredckpt.cli import ending, main; ending.IN_ORDER = {in_order}; main()"
+    command = [sys.executable, "-P", "-c", program, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -80,7 +82,7 @@ def test_doctor_ends_within_the_deadline_of_a_tier_that_does_not_answer(tmp_path
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     "verb",
-    [("doctor", "--tier", "far"), ("ls",), ("promote", "1", "far"), ("plan", "--measure")],
+    [("doctor", "--tier", "far"), ("ls",), ("promote", "1", "far"), ("plan", "--measure", "--size", "1 MiB")],
     ids=lambda verb: verb[0],
 )
 def test_a_verb_that_waits_for_a_tier_obeys_signals(
@@ -97,7 +99,8 @@ def test_a_verb_that_waits_for_a_tier_obeys_signals(
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_ends_at_once(tmp_path: Path, silent: socket.socket) -> None:
-    with start("doctor", config(tmp_path, silent, "10 min"), "--tier", "far") as process:
+    settings = config(tmp_path, silent, "10 min")
+    with start("doctor", settings, "--tier", "far", in_order=2 * PATIENCE) as process:
         connection, _ = silent.accept()
         with connection:
             begin = time.monotonic()

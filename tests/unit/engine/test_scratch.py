@@ -23,7 +23,7 @@ def scratch(request: pytest.FixtureRequest) -> Iterator[Scratch]:
 
 
 async def turns() -> None:
-    """Let every task run until it waits."""
+    """Run every task until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 

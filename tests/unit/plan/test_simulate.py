@@ -60,7 +60,7 @@ def ladder(mtbf: dict[Kind, float], **settings: Any) -> Scenario:
 
 
 def test_with_one_tier_the_curve_and_its_optimum_are_dalys() -> None:
-    stall, mtbf, count = 10.0, 1000.0, 1500
+    stall, mtbf, count = 10.0, 1000.0, 500
     best = daly(stall, mtbf)
     simulated = {}
     for factor in (0.3, 0.6, 1.0, 1.7, 3.5):

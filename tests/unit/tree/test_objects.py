@@ -15,7 +15,19 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.objects import TREES, TREES_OF_CLASSES, Access, Colour, Level, Point, Word, bits_of
+from support.objects import (
+    TREES,
+    TREES_OF_CLASSES,
+    Access,
+    Colour,
+    Level,
+    Point,
+    Word,
+    again,
+    bits_of,
+    by,
+    stored,
+)
 
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.structure import (
@@ -29,22 +41,7 @@ from tieredckpt.format.structure import (
     encode_structure,
     walk,
 )
-from tieredckpt.tree import flatten, host_view, match, select, unflatten
-
-
-def stored(tree: object) -> tuple[Any, dict[str, Any]]:
-    flat = flatten(tree)
-    arrays = {leaf.key: host_view(leaf).copy() for leaf in flat.arrays}
-    return decode_structure(encode_structure(flat.structure)), arrays
-
-
-def again(tree: object) -> Any:
-    return unflatten(*stored(tree))
-
-
-def by(like: object, tree: object) -> Any:
-    structure, arrays = stored(tree)
-    return match(like, structure).build(arrays)
+from tieredckpt.tree import flatten, match, select, unflatten
 
 
 @settings(deadline=None, max_examples=300)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.objects import again, by, stored
 
 torch = pytest.importorskip("torch")
 
@@ -16,27 +17,10 @@ from tieredckpt.format.structure import (  # noqa: E402
     DictNode,
     ObjectNode,
     TypedNode,
-    decode_structure,
     encode_structure,
     walk,
 )
-from tieredckpt.tree import flatten, host_view, match, unflatten  # noqa: E402
-
-
-def stored(tree: object) -> tuple[Any, dict[str, Any]]:
-    flat = flatten(tree)
-    arrays = {leaf.key: host_view(leaf).copy() for leaf in flat.arrays}
-    return decode_structure(encode_structure(flat.structure)), arrays
-
-
-def again(tree: object) -> Any:
-    return unflatten(*stored(tree), "saved")
-
-
-def by(like: object, tree: object) -> Any:
-    structure, arrays = stored(tree)
-    return match(like, structure).build(arrays)
-
+from tieredckpt.tree import flatten, match, unflatten  # noqa: E402
 
 OBJECTS = [
     torch.bfloat16,
@@ -52,7 +36,7 @@ OBJECTS = [
 @pytest.mark.parametrize("value", OBJECTS, ids=str)
 def test_an_object_of_torch_comes_back(value: Any) -> None:
     tree = {"a": [value, {value}, {value: 1}]}
-    for got in (again(tree), by(tree, tree)):
+    for got in (again(tree, "saved"), by(tree, tree)):
         assert got == tree
         assert type(got["a"][0]) is type(value)
 
@@ -61,7 +45,7 @@ def test_a_generator_goes_on_where_it_was() -> None:
     generator = torch.Generator().manual_seed(5)
     torch.randn(3, generator=generator)
     tree = {"g": generator}
-    plain, fitted = again(tree)["g"], by({"g": torch.Generator()}, tree)["g"]
+    plain, fitted = again(tree, "saved")["g"], by({"g": torch.Generator()}, tree)["g"]
     expected = torch.randn(9, generator=generator)
     assert torch.equal(torch.randn(9, generator=plain), expected)
     assert torch.equal(torch.randn(9, generator=fitted), expected)
@@ -150,7 +134,7 @@ def test_without_like_a_wrapper_is_what_it_consists_of_and_no_class_was_stored()
     structure, _ = stored(saved)
     for word in (b"Scaled", b"Layout", b"test_torch"):
         assert word not in encode_structure(structure)
-    got = again(saved)["w"]
+    got = again(saved, "saved")["w"]
     assert sorted(got) == ["codes", "scale"]
     assert torch.equal(got["codes"], saved["w"].codes)
 

@@ -1,4 +1,4 @@
-"""What is measured side by side: this library and what else stores a training's state, a module each."""
+"""What is measured side by side: this library and what else stores a training's state, a module for each kind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ OURS = "tieredckpt"
 
 def all_peers() -> tuple[Peer, ...]:
     """Every peer, installed or not, this library first. Loads none of their frameworks."""
-    from tieredckpt.bench.peers import dcp, deepspeed, orbax, ours, safetensors, torch_save, zarr3
+    from tieredckpt.bench.peers import dcp, deepspeed, orbax, ours, tensor_file, zarr3
 
     return (
         *ours.PEERS,
         *orbax.PEERS,
         *dcp.PEERS,
-        *torch_save.PEERS,
+        *tensor_file.PEERS,
         *deepspeed.PEERS,
-        *safetensors.PEERS,
         *zarr3.PEERS,
     )
 

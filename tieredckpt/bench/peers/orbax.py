@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
-from tieredckpt.bench.peers.jax_arrays import jax_arrays
+from tieredckpt.bench.peers.tensors import jax_arrays
 from tieredckpt.bench.workloads import State
 
 __all__ = ["PEERS"]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
-from tieredckpt.bench.peers.jax_arrays import jax_arrays
+from tieredckpt.bench.peers.tensors import jax_arrays
 from tieredckpt.bench.workloads import State
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
 from tieredckpt.policy.base import Retention, parse

@@ -1,18 +1,19 @@
-"""What peers share that write a state's PyTorch tensors to one file for each step, and sync nothing themselves."""
+"""`torch.save` and safetensors: a state's PyTorch tensors in one file for each step, which the peer does not sync."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tieredckpt.bench.peers.base import Setting, sync_files
+from tieredckpt.bench.peers.base import Peer, Setting, absent, sync_files
 from tieredckpt.bench.peers.tensors import arrays_of, tensors_of
 from tieredckpt.bench.workloads import State
 
-__all__ = ["DURABILITY", "TensorFile", "Tensors", "load_tensors"]
+__all__ = ["PEERS", "TensorFile", "Tensors", "load_tensors"]
 
-DURABILITY = "none of its own; the bench syncs its file"
+_DURABILITY = "none of its own; the bench syncs its file"
 
 Tensors: TypeAlias = dict[str, Any]
 """By key."""
@@ -63,3 +64,44 @@ def load_tensors(path: Path) -> Tensors:
 
     found: Tensors = torch.load(path, weights_only=True)
     return found
+
+
+def _torch_save(tensors: Tensors, path: Path) -> None:
+    import torch
+
+    torch.save(tensors, path)
+
+
+def _save_file(tensors: Tensors, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+
+
+def _load_file(path: Path) -> Tensors:
+    from safetensors.torch import load_file
+
+    # They are mapped at first; a training that goes on needs them in memory.
+    return {key: tensor.clone() for key, tensor in load_file(path).items()}
+
+
+PEERS = (
+    Peer(
+        "torch.save",
+        "torch.save, torch.load(weights_only=True)",
+        _DURABILITY,
+        "blocking",
+        ("new",),
+        absent("torch"),
+        partial(TensorFile, write=_torch_save, read=load_tensors),
+    ),
+    Peer(
+        "safetensors",
+        "safetensors.torch.save_file, load_file",
+        _DURABILITY,
+        "blocking",
+        ("new",),
+        absent("torch", "safetensors"),
+        partial(TensorFile, write=_save_file, read=_load_file),
+    ),
+)

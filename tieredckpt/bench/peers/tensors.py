@@ -1,4 +1,4 @@
-"""NumPy's arrays as PyTorch's tensors and back, over the same memory."""
+"""NumPy's arrays as PyTorch's tensors and back, over the same memory, and as JAX's, in memory of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tieredckpt.bench.workloads import State
 
-__all__ = ["arrays_of", "tensors_of"]
+__all__ = ["arrays_of", "jax_arrays", "tensors_of"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -23,6 +23,15 @@ def tensors_of(state: State) -> dict[str, Any]:
 def arrays_of(tensors: dict[str, Any]) -> State:
     """Arrays that share the tensors' memory."""
     return {key: _array(tensor) for key, tensor in tensors.items()}
+
+
+def jax_arrays(state: State) -> dict[str, Any]:
+    """Copies that are complete: JAX copies behind, and would see what the training changes meanwhile."""
+    import jax
+    import jax.numpy as jnp
+
+    found: dict[str, Any] = jax.block_until_ready({key: jnp.array(array) for key, array in state.items()})
+    return found
 
 
 def _tensor(array: npt.NDArray[Any]) -> Any:

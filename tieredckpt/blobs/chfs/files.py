@@ -50,7 +50,7 @@ class Files:
         self._slots = asyncio.Semaphore(_IN_USE)
         self._numbers = count(1)
         self._read: OrderedDict[str, _Open] = OrderedDict()
-        self._leaving: list[_Open] = []  # to be closed; nobody uses them
+        self._leaving: list[_Open] = []  # unused, to be closed
 
     @asynccontextmanager
     async def created(self, link: Link, path: str, chunk_size: int) -> AsyncIterator[int]:
@@ -66,16 +66,13 @@ class Files:
             await link.ask(frames.Close(file))
 
     @asynccontextmanager
-    async def opened(self, link: Link, path: str, *, known: bool) -> AsyncIterator[int]:
+    async def opened(self, link: Link, path: str) -> AsyncIterator[int]:
         """The number of an object to read from, for the length of the block. After an error it is opened anew.
 
-        Args:
-            link: to the worker.
-            path: of the object.
-            known: that it is an object and no link, so that the worker need not look.
+        The path is known to be an object and no link: the worker does not look.
         """
         async with self._slots:
-            entry = self._entry(link, path, known=known)
+            entry = self._entry(link, path)
             entry.users += 1
             try:
                 yield await asyncio.shield(entry.opening)
@@ -102,22 +99,22 @@ class Files:
                 async with asyncio.timeout(self._grace):
                     await link.ask(command)
 
-    def _entry(self, link: Link, path: str, *, known: bool) -> _Open:
+    def _entry(self, link: Link, path: str) -> _Open:
         entry = self._read.get(path)
         if entry is not None and (entry.link is not link or time.monotonic() - entry.since > _TRUSTED):
             self._leave(path, entry)
             entry = None
         if entry is None:
-            opening = asyncio.ensure_future(self._open(link, path, known=known))
+            opening = asyncio.ensure_future(self._open(link, path))
             opening.add_done_callback(note)
             entry = self._read[path] = _Open(link, opening, time.monotonic())
         self._read.move_to_end(path)
         return entry
 
-    async def _open(self, link: Link, path: str, *, known: bool) -> int:
+    async def _open(self, link: Link, path: str) -> int:
         file = next(self._numbers)
         try:
-            await link.ask(frames.Open(file, path, known))
+            await link.ask(frames.Open(file, path))
         except BaseException:
             await self.clean_up(link, frames.Close(file))
             raise
@@ -139,7 +136,7 @@ class Files:
     async def _close(self) -> None:
         while self._leaving:
             entry = self._leaving.pop()
-            entry.opening.cancel()  # where it is still under way, nobody wants it any more, and it may hang
+            entry.opening.cancel()  # if it still runs, no caller waits for it, and it may hang
             await asyncio.wait([entry.opening])
             if not entry.opening.cancelled() and entry.opening.exception() is None:
                 await self.clean_up(entry.link, frames.Close(entry.opening.result()))

@@ -18,7 +18,6 @@ __all__ = [
     "Command",
     "Connect",
     "Create",
-    "Link",
     "ListFolder",
     "MakeFolder",
     "MapRegion",
@@ -81,11 +80,10 @@ class Create(_Frame, frozen=True):
 
 
 class Open(_Frame, frozen=True):
-    """An object to read from, open as the file of that number; ``known`` to be no link, so that nobody looks."""
+    """What is known to be an object, to read from, open as the file of that number."""
 
     file: int
     path: str
-    known: bool
 
 
 class Write(_Frame, frozen=True):
@@ -111,7 +109,7 @@ class Close(_Frame, frozen=True):
 
 
 class Stat(_Frame, frozen=True):
-    """Value: (kind, size in bytes, mtime in nanoseconds, bytes of a CHFS chunk, target of a link)."""
+    """Value: (kind, size in bytes, mtime in nanoseconds, bytes of a CHFS chunk)."""
 
     path: str
 
@@ -138,11 +136,6 @@ class MakeFolder(_Frame, frozen=True):
     path: str
 
 
-class Link(_Frame, frozen=True):
-    target: str
-    path: str
-
-
 Command: TypeAlias = (
     Connect
     | MapRegion
@@ -158,7 +151,6 @@ Command: TypeAlias = (
     | Remove
     | RemoveFolder
     | MakeFolder
-    | Link
 )
 
 

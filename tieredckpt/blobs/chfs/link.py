@@ -209,7 +209,7 @@ class Link:
                 pass  # its end is noticed where it is reaped
             except OSError as error:
                 if self._socket.fileno() >= 0:
-                    self.process.kill(f"nothing could be sent to it: {error}")  # or whoever asked would wait for ever
+                    self.process.kill(f"nothing could be sent to it: {error}")  # or its callers would wait for ever
             self._outgoing.popleft()
             for fd in fds:
                 os.close(fd)
@@ -238,7 +238,7 @@ class Link:
             answer = self._answers.pop(reply.number)
             del self._asked_at[reply.number]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError) as error:
-            # libchfs may have written over the worker's memory, and whoever asked would wait for ever.
+            # libchfs may have written over the worker's memory, and callers would wait for ever.
             self.broken = True
             self.process.kill(f"what it sent is no answer: {error!r:.200}")
             return
@@ -269,7 +269,7 @@ class Link:
     # -- the end ------------------------------------------------------------------------------------------
 
     def _ended(self) -> None:
-        with suppress(RuntimeError):  # the loop has been closed: nobody waits for this any more
+        with suppress(RuntimeError):  # the loop is closed, and so no caller waits
             self._loop.call_soon_threadsafe(self._died)
 
     def _died(self) -> None:

@@ -1,6 +1,6 @@
 """A blob store in CHFS, by a worker process that hosts libchfs. See docs/decisions/0008-chfs.md.
 
-An object is a CHFS file at its key's path below the root; one that was created exclusively is a link (`names`).
+An object is a CHFS file at its key's path below the root.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits,
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.connection import Connection
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.chfs.names import data_for, data_of
 from tieredckpt.blobs.chfs.sweep import clean
 from tieredckpt.blobs.chfs.transfer import Transfer
 from tieredckpt.concurrency import together, whole
-from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError
+from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError
 
 __all__ = ["ChfsStore"]
 
@@ -31,10 +30,8 @@ _CLOSING = 10.0  # seconds for what is under way
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is at a path; of a link, its data."""
+    """An object."""
 
-    path: str
-    kind: str
     size: int
     modified: float
     chunk_size: int
@@ -89,13 +86,13 @@ class ChfsStore:
             survives=survives,
             durable=False,
             atomic_put=False,
-            create_only=True,
+            create_only=False,
             ranged_get=True,
             direct_io=False,
             object_size=128 << 20,
         )
         self._objects: set[str] = set()
-        """Paths that had an object, and no link, when they were last looked at."""
+        """Paths that had an object when they were last looked at."""
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -148,8 +145,9 @@ class ChfsStore:
             if found.size > limit:
                 raise Corrupt(f"{self._at(key)} has {found.size} bytes, and at most {limit} are acceptable")
             data = bytearray(found.size)
-            self._transfer.forget(found.path)  # another process may have replaced what is open, with other chunks
-            await self._transfer.read(link, found.path, 0, memoryview(data), known=True)
+            path = self._path(key)
+            self._transfer.forget(path)  # another process may have replaced what is open, with other chunks
+            await self._transfer.read(link, path, 0, memoryview(data))
             return bytes(data)
 
     async def get_into(self, key: str, offset: int, into: memoryview) -> None:
@@ -160,10 +158,10 @@ class ChfsStore:
             if len(into) and path in self._objects:
                 # A restore reads many ranges of few packs; looking at each of them first would take longer.
                 try:
-                    await self._transfer.read(link, path, offset, into, known=True)
+                    await self._transfer.read(link, path, offset, into)
                     return
                 except TieredCkptError as error:
-                    # It may have been replaced, even by a link, and to read from a link crashes the worker.
+                    # It may have been replaced, even by a link of somebody, from which a read crashes the worker.
                     self._objects.discard(path)
                     if not isinstance(error, NotFound | ShortRead):
                         raise
@@ -173,16 +171,16 @@ class ChfsStore:
                 raise ShortRead(
                     f"{self._at(key)} has {found.size} bytes, and {len(into)} from offset {offset} were wanted"
                 )
-            await self._transfer.read(link, found.path, offset, into, known=True)
+            await self._transfer.read(link, path, offset, into)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
+        if create_only:
+            raise Invalid(f"CHFS has no exclusive put, which {key} was to be written by")
         async with self._verb(key) as link:
             await self._connection.remember(link)
             path = self._path(key)
             nbytes = sum(memoryview(part).nbytes for part in parts)
-            if create_only:
-                await self._claim(link, key, parts)
-            elif await self._fits_in_place(link, path, nbytes):
+            if await self._fits_in_place(link, key, nbytes):
                 await self._transfer.overwrite(link, path, b"".join(parts))
             else:
                 await self._transfer.write(link, path, parts)
@@ -190,31 +188,17 @@ class ChfsStore:
             # When a server is lost, objects are placed on the smaller ring. An object of as many chunks as there are
             # servers has met each of them; after any other put all servers are asked. That covers the commit of a
             # step, which is small and comes after all of its packs.
-            if create_only or nbytes < self._chunk_size * link.servers:
+            if nbytes < self._chunk_size * link.servers:
                 await link.ask(frames.CheckRing())
 
-    async def _fits_in_place(self, link: Link, path: str, nbytes: int) -> bool:
+    async def _fits_in_place(self, link: Link, key: str, nbytes: int) -> bool:
         """Whether one request replaces all of a small object: nobody reads half of a commit or lease that is new."""
-        if path not in self._objects or nbytes >= ALIGNMENT:
+        if self._path(key) not in self._objects or nbytes >= ALIGNMENT:
             return False
         with suppress(NotFound):
-            found = await self._look(link, path)
-            return found.path == path and 0 < found.size <= nbytes < found.chunk_size
+            found = await self._object(link, key)
+            return 0 < found.size <= nbytes < found.chunk_size
         return False
-
-    async def _claim(self, link: Link, key: str, parts: Sequence[Buffer]) -> None:
-        path = self._path(key)
-        with suppress(NotFound):
-            await self._look(link, path)
-            raise Conflict(f"{self._at(key)} exists already")
-        data = data_for(path)
-        await self._transfer.write(link, data, parts)
-        try:
-            await link.ask(frames.Link(data.rpartition("/")[2], path))
-        except (Conflict, Invalid, NoSpace):
-            await whole(self._transfer.remove_rest(link, data))
-            raise
-        # After another failure, or a cancellation, the link may exist: its data stays until a sweep has looked.
 
     async def stat(self, key: str) -> BlobInfo:
         async with self._verb(key) as link:
@@ -241,27 +225,20 @@ class ChfsStore:
             path = self._path(key)
             self._forget(path)
             with suppress(NotFound):
-                kind, *_, target = await link.ask(frames.Stat(path))
+                kind, *_ = await link.ask(frames.Stat(path))
                 if kind == "folder":
                     return
-                await link.ask(frames.Remove(path))  # a link also when its data is lost
-                if kind == "link" and (data := data_of(path, target)) is not None:
-                    await link.ask(frames.Remove(data))
+                await link.ask(frames.Remove(path))
             self._forget(path)  # what was learnt of it meanwhile
 
     async def sweep(self, age: float) -> int:
-        """Remove the data of exclusive puts that broke off, unchanged for ``age`` seconds; returns how many.
-
-        Removes empty folders too.
-        """
-        swept, folders = 0, [""]
+        """Remove empty folders, unchanged for ``age`` seconds; returns 0, since puts that broke off leave nothing."""
+        folders = [""]
         while folders:
             async with self._verb() as link:
                 folder = folders.pop() or self._connection.folder
-                count, below = await clean(link, folder, age, root=folder == self._connection.folder)
-            swept += count
-            folders += below
-        return swept
+                folders += await clean(link, folder, age, root=folder == self._connection.folder)
+        return 0
 
     async def close(self) -> None:
         """Refuse further verbs, let those under way end, and end the worker. Idempotent."""
@@ -310,23 +287,12 @@ class ChfsStore:
         return f"{self.location}/{key}"
 
     async def _object(self, link: Link, key: str) -> _Found:
-        found = await self._look(link, self._path(key))
-        if found.kind != "object":
-            raise NotFound(f"{self._at(key)} is a folder")
-        if found.path == self._path(key):
-            self._objects.add(found.path)
-        return found
-
-    async def _look(self, link: Link, path: str) -> _Found:
-        """What is at ``path``, or at the end of the link there; `NotFound` for nothing."""
-        kind, size, mtime, chunk_size, target = await link.ask(frames.Stat(path))
-        if kind == "link":
-            data = data_of(path, target)
-            if data is None:
-                raise Corrupt(f"{self.location}: {path} is a link to {target!r}, which is no data of its own")
-            path = data
-            kind, size, mtime, chunk_size, _ = await link.ask(frames.Stat(path))
-        return _Found(path, kind, size, mtime / 1e9, chunk_size)
+        path = self._path(key)
+        kind, size, mtime, chunk_size = await link.ask(frames.Stat(path))
+        if kind != "object":
+            raise NotFound(f"{self._at(key)} is a {kind}")
+        self._objects.add(path)
+        return _Found(size, mtime / 1e9, chunk_size)
 
     async def _believe_size(self, link: Link, found: _Found) -> None:
         """Ask all servers if the object ends with a full chunk: its next chunk may be on a lost server."""

@@ -42,8 +42,8 @@ class Transfer:
         self.copied = 0
         """Bytes that went through the arena."""
 
-    async def read(self, link: Link, path: str, offset: int, into: memoryview, *, known: bool = False) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on, of what may be ``known`` to be an object."""
+    async def read(self, link: Link, path: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on, of what is known to be an object."""
 
         async def fill(file: int, pieces: Iterator[tuple[int, int]]) -> None:
             for start, stop in pieces:
@@ -51,7 +51,7 @@ class Transfer:
                     await self._fill(link, file, start, into[start - offset : stop - offset])
 
         if len(into):
-            async with self._files.opened(link, path, known=known) as file:
+            async with self._files.opened(link, path) as file:
                 pieces = ranges(offset, len(into), self._piece)
                 await together(fill(file, pieces) for _ in range(self._threads))
 
@@ -70,24 +70,20 @@ class Transfer:
                 pieces = cut(parts, self._piece)
                 await together(send(file, pieces) for _ in range(self._threads))
         except BaseException:
-            await whole(self.remove_rest(link, path))
+            await whole(self._files.clean_up(link, frames.Remove(path)))
             raise
         finally:
             self._files.forget(path)  # also what a reader has opened meanwhile: it may know the chunks of before
 
     async def overwrite(self, link: Link, path: str, data: bytes) -> None:
         """Replace an object of one chunk by ``data``, which is no shorter, in one request."""
-        async with self._files.opened(link, path, known=True) as file, self._lent(link, len(data)) as (room, span):
+        async with self._files.opened(link, path) as file, self._lent(link, len(data)) as (room, span):
             room[:] = np.frombuffer(data, dtype=np.uint8)
             await link.ask(frames.Write(file, 0, [span]))
 
     def forget(self, path: str) -> None:
         """Open the object at ``path`` anew when it is read next, since it was replaced or removed."""
         self._files.forget(path)
-
-    async def remove_rest(self, link: Link, path: str) -> None:
-        """Remove what a put that broke off has written, as far as its worker can still do so."""
-        await self._files.clean_up(link, frames.Remove(path))
 
     async def close(self) -> None:
         await in_thread(self._arena.close)

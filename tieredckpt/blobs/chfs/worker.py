@@ -124,11 +124,9 @@ class _Worker:
             case frames.Create():
                 self._files[command.file] = client.create(command.path, command.chunk_size)
             case frames.Open():
-                opening = client.open_object if command.known else client.open
-                self._files[command.file] = opening(command.path)
+                self._files[command.file] = client.open_object(command.path)
             case frames.Stat():
-                found = client.stat(command.path)
-                return (*found, client.read_link(command.path) if found[0] == "link" else "")
+                return client.stat(command.path)
             case frames.ListFolder():
                 entries = client.list(command.path, command.replicas)
                 for first in range(0, len(entries), _NAMES_PER_REPLY):
@@ -140,8 +138,6 @@ class _Worker:
                 client.remove_folder(command.path)
             case frames.MakeFolder():
                 client.make_folder(command.path)
-            case frames.Link():
-                client.link(command.target, command.path)
         return None
 
     def _connect(self, command: frames.Connect) -> tuple[str, str, int, list[str]]:
@@ -161,4 +157,4 @@ class _Worker:
             with self._guards_sending:
                 self._connection.send(data)
         except OSError:
-            os._exit(0)  # nobody listens any more
+            os._exit(0)  # the store has gone

@@ -59,7 +59,7 @@ class Retired:
         name.parent.mkdir(mode=0o700, exist_ok=True)
         if index:
             with contextlib.suppress(FileNotFoundError):
-                os.link(self._folder / index, _index_of(name))  # first: without it nobody could tell the memory
+                os.link(self._folder / index, _index_of(name))  # first: without it the memory could not be identified
         path.rename(name)
         return self._until_unread(file, name)
 

@@ -76,7 +76,7 @@ class Slab:
         self._unclosed: weakref.finalize[..., Slab] | None = None
         if fd is not None:
             self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)
-            self._unclosed.atexit = False  # the system closes what there is then, and nobody is to be warned
+            self._unclosed.atexit = False  # the system closes the file then, without a warning
         self._growing, self._quota = growing, quota
         self._guards_extents = threading.Condition(threading.Lock())
         """Notified when the slab has grown, or could not."""

@@ -144,7 +144,7 @@ class Collector:
             await self._take_back(tier)
             if orphans:
                 await self._find_strays(tier)
-            # Of a step that is read well meanwhile, by whoever verifies, either shows what it uses.
+            # A verification may read the step well meanwhile; either result shows what it uses.
             damaged, unreadable = tier.steps.damaged, limits.in_force.unreadable_commit
             own, any_packs = damaged.own_packs(), damaged.any_packs(unreadable)
             live = await self._live_packs(tier) | any_packs | damaged.any_packs(unreadable)

@@ -61,7 +61,7 @@ class Evictor:
             if not tier.steps.keeps(step):  # also where a cancellation came too late
                 self._gone(step, tier)
             elif step in tier.steps.damaged:
-                self._state.changed.notify()  # for whoever finds out whether it is gone
+                self._state.changed.notify()  # wakes the task that checks whether it is gone
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
         """`evict` a step that is held, where nothing forbids it; whether it was done."""
@@ -147,7 +147,7 @@ class Evictor:
 
 
 async def _reclaim_unread(ram: Ram) -> None:
-    looked_at, ram.unread[:] = tuple(ram.unread), ()  # so that nobody else gives it back besides
+    looked_at, ram.unread[:] = tuple(ram.unread), ()  # so that no other task returns it twice
     unread = await in_thread(lambda: [gone() for gone, _ in looked_at])
     for each, gone in zip(looked_at, unread, strict=True):
         if gone:

@@ -321,7 +321,7 @@ def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Ch
     except Conflict:
         if not state.read_only:
             raise
-    store = next(tier.marker.store for tier in seen if tier.marker is not None)  # whoever looks has the nearest
+    store = next(tier.marker.store for tier in seen if tier.marker is not None)  # a reader takes the nearest
     return choose([tier for tier in seen if tier.marker is None or tier.marker.store == store], found, state.config)
 
 

@@ -53,7 +53,7 @@ async def copy_step(
     leaving: AbstractSet[str] = frozenset(),
     lost: dict[bytes, Extent] | None = None,
 ) -> int:
-    """Bring a step to a durable tier, and return the bytes of the packs that it took.
+    """Copy a step to a durable tier, and return the bytes of the packs that it took.
 
     Args:
         state: of the engine.
@@ -111,7 +111,7 @@ async def _copy(
                         await write_packs(tier, found, written, None if was_there else encode)
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
-            # As it was encoded: whoever adds or forgets chunks meanwhile leaves packs alone that others may refer to.
+            # As it was encoded: chunks may be added or forgotten meanwhile, and packs that others refer to stay.
             located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.packs.index))
             if not was_there:
                 check_wanted(step, tier)

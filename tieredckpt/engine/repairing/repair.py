@@ -210,6 +210,6 @@ async def _is_unread(tier: Tier, ram: Ram, step: StepId) -> bool:
     try:
         await tier.store.stat(layout.manifest_key(step.step, step.serial))
     except NotFound:
-        return False  # nobody can tell who has a lock on what was there
+        return False  # it is unknown who holds a lock on the old extent
     unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
     return unread() and not tier.steps.pins.get(step)

@@ -91,7 +91,7 @@ async def _check_footers(state: State, collector: Collector, tier: Tier, *, repa
         for step in await collector.users_of(tier, damaged):
             with suppress(NotFound):  # evicted meanwhile
                 used |= damaged & await step_index.packs(tier, step)
-        damaged = used  # what no step refers to is what a crash left, and is collected
+        damaged = used  # unreferenced bytes are left from a crash, and are collected
         if not damaged:
             return None
         if repair:

@@ -150,7 +150,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(pieces))
     everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)))
-    await settle(everyone, waiting.clear)  # nobody writes into the caller's arrays any more
+    await settle(everyone, waiting.clear)  # nothing writes into the caller's arrays any more
     for piece in failed:
         source.note(
             tier,

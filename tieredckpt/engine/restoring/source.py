@@ -131,7 +131,7 @@ class StepSource:
             return
         unreadable: list[tuple[Tier, TieredCkptError]] = []
         for tier in [only] if only is not None else state.holders(step):
-            if step in tier.steps.leaving:  # nobody asks for pins any more
+            if step in tier.steps.leaving:  # no reader pins it any more
                 continue
             if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
                 continue

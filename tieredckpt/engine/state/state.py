@@ -190,7 +190,7 @@ class State:
         return not tier.in_memory and tier.answers and self.manages(tier)
 
     def is_unused(self, tier: Tier) -> bool:
-        """Whether a tier is RAM of which one who only looks finds none: it was given back, or went with its machine."""
+        """Whether a tier is RAM that a reader does not find: it was released, or lost with its machine."""
         gone = tier.blobs is None and isinstance(tier.health.error, NotFound)
         return self.read_only and gone and tier.in_memory
 
@@ -201,7 +201,7 @@ class State:
 
     def report(self, tier: Tier, error: Exception) -> None:
         """Note that a tier failed, and emit an event; its promoter brings it back."""
-        if not self.manages(tier):  # whoever does tells how it is
+        if not self.manages(tier):  # the process that manages it reports its state
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
             return
         delay = tier.health.fail(error)

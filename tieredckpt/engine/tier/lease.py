@@ -115,7 +115,7 @@ class Lease:
         try:
             await self.store.stat(self._key)
         except NotFound:
-            self._taken_at = time.time()  # taken for dead and removed: whoever came since is first now
+            self._taken_at = time.time()  # taken for dead and removed: a holder that came since is first now
         await self._write()
         await self._give_way()
 

@@ -46,7 +46,7 @@ class Packs:
         return self.sizes.total
 
     def clear(self) -> None:
-        """Know of no packs."""
+        """Forget all packs."""
         for known in (self.sizes, self.index, self.duplicates, self.verified, self.unlisted, self.orphans):
             known.clear()
 
@@ -69,7 +69,7 @@ class Packs:
         return nullcontext()
 
     def add(self, written: WrittenPacks) -> None:
-        """Know of packs that were just written; for whoever manages the tier, under ``guard``."""
+        """Add packs that were just written; called by the process that manages the tier, under ``guard``."""
         for key, nbytes in written.sizes.items():
             self.sizes[key] = nbytes
             self.unlisted.discard(key)

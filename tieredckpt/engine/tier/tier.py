@@ -126,7 +126,7 @@ class Tier:
             self.ram = Ram(self.blobs)
 
     async def disconnect(self) -> None:
-        """Let go of the blob store, so that the next `open` makes a new one."""
+        """Drop the blob store; the next `open` makes a new one."""
         if self.blobs is not None:
             await self.blobs.close()
         self.blobs = self.marker = self.ram = None

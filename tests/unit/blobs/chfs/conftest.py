@@ -27,7 +27,7 @@ class Lookalike:
         self.back_door = LookalikeBackDoor(directory, self.root, SERVERS)
 
     def switch(self, *switches: str) -> None:
-        """Have these faults, and no others, from now on."""
+        """Put these faults, and no others, in force."""
         draft = self.directory / "switches.draft"
         draft.write_text("\n".join((f"servers = {SERVERS}", *switches)) + "\n")
         (self.directory / "hanging").unlink(missing_ok=True)

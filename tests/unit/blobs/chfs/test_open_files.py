@@ -123,25 +123,13 @@ async def test_what_a_reader_opened_during_a_put_is_not_read_after_it(
     assert into == LARGE[2 * len(SMALL) :][:10]
 
 
-async def test_an_object_that_became_a_link_costs_one_worker_and_not_every_one(
-    store: ChfsStore, stores: Callable[..., ChfsStore]
-) -> None:
-    other = stores()
-    await store.put("key", [SMALL])
-    await other.delete("key")
-    await other.put("key", [LARGE], create_only=True)
-    with pytest.raises(TierUnavailable):
-        await read(store, "key", len(LARGE))  # libchfs crashes at links
-    assert await read(store, "key", len(LARGE)) == LARGE
-
-
 async def test_an_object_that_was_removed_and_made_anew_is_read(
     store: ChfsStore, stores: Callable[..., ChfsStore]
 ) -> None:
     await store.put("key", [LARGE])
     assert await read(store, "key", len(LARGE)) == LARGE
     await store.delete("key")
-    await store.put("key", [LARGE[::-1]], create_only=True)
+    await store.put("key", [LARGE[::-1]])
     assert await read(store, "key", len(LARGE)) == LARGE[::-1]
 
 

@@ -78,7 +78,7 @@ async def cut_off(before: _Folders, servers: int, expected: int | None = None) -
 
 @pytest.fixture
 def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what is made together made in an order that `random.seed` decides."""
+    """Make what is made together in an order that `random.seed` decides."""
     together = ring.together
 
     async def shuffled(calls: Any) -> Any:

@@ -14,7 +14,7 @@ from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.blobs.wrap import Retrying
 from tieredckpt.blobs.wrap.forward import Forward, Operation
-from tieredckpt.errors import Conflict, NotFound, ShortRead, TierUnavailable
+from tieredckpt.errors import NotFound, ShortRead, TierUnavailable
 from tieredckpt.testing.backdoor import listed, pattern
 
 T = TypeVar("T")
@@ -137,62 +137,7 @@ async def test_a_short_object_is_short_only_while_all_servers_answer(chfs: Any, 
         await filled.get_into(KEYS[1], 0, into)
 
 
-async def test_exclusive_puts_leave_nothing_beside_the_winner(chfs: Any, store: ChfsStore) -> None:
-    puts = (store.put("lock", [b"x" * number], create_only=True) for number in range(1, 6))
-    results = await asyncio.gather(*puts, return_exceptions=True)
-    assert sum(result is None for result in results) == 1
-    assert sum(isinstance(result, Conflict) for result in results) == 4
-    assert len(chfs.back_door.rest()) == 1
-    await store.put("lock", [b"replaced"])
-    assert await store.get("lock", limit=10) == b"replaced"
-    with pytest.raises(Conflict):
-        await store.put("lock", [b"x"], create_only=True)
-    await store.delete("lock")
-    await store.sweep(0.0)  # takes the data of what was replaced
-    assert chfs.back_door.rest() == set()
-    assert await listed(store) == {}
-
-
-async def test_a_cancelled_exclusive_put_has_won_or_left_the_name_free(
-    chfs: Any, stores: Callable[..., ChfsStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = stores(grace=SOON)
-    await store.connect()
-    assert store.link is not None
-    claiming, ask = asyncio.Event(), store.link.ask
-
-    async def noting(command: frames.Command, **more: Any) -> Any:
-        if isinstance(command, frames.Link):
-            claiming.set()
-        return await ask(command, **more)
-
-    monkeypatch.setattr(store.link, "ask", noting)
-    chfs.switch("delay.symlink = 50")  # ends long before the time of grace does, so that the link is there
-    putting = asyncio.ensure_future(store.put("lock", [b"mine"], create_only=True))
-    await claiming.wait()
-    putting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await putting
-    await store.sweep(0.0)
-    assert await store.get("lock", limit=10) == b"mine"
-    await store.delete("lock")
-    await store.put("lock", [b"next"], create_only=True)
-
-
-async def test_a_link_whose_data_is_lost_can_be_deleted(chfs: Any, store: ChfsStore) -> None:
-    await store.put("lock", [b"lost"], create_only=True)
-    (data,) = chfs.back_door.rest()
-    await chfs.back_door.delete(data)
-    with pytest.raises(NotFound):
-        await store.get("lock", limit=10)
-    await store.delete("lock")
-    await store.put("lock", [b"new"], create_only=True)
-    assert await store.get("lock", limit=10) == b"new"
-
-
-async def test_all_servers_are_asked_after_every_exclusive_put_and_every_small_one(
-    store: ChfsStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_servers_are_asked_after_every_small_put(store: ChfsStore, monkeypatch: pytest.MonkeyPatch) -> None:
     await store.connect()
     assert store.link is not None
     commands, ask = list[frames.Command](), store.link.ask
@@ -202,23 +147,20 @@ async def test_all_servers_are_asked_after_every_exclusive_put_and_every_small_o
         return await ask(command, **more)
 
     monkeypatch.setattr(store.link, "ask", noting)
-    await store.put("lock", [pattern(6 * MIB)], create_only=True)
-    assert isinstance(commands[-1], frames.CheckRing)
     await store.put("pack", [pattern(3 * MIB)])  # a chunk for each server
     assert not isinstance(commands[-1], frames.CheckRing)
     await store.put("pack", [pattern(3 * MIB - 1)])
     assert isinstance(commands[-1], frames.CheckRing)
 
 
-async def test_a_sweep_removes_what_exclusive_puts_of_dead_writers_left(chfs: Any, store: ChfsStore) -> None:
-    await store.put("a/lock", [b"live"], create_only=True)
-    live = chfs.back_door.rest()
-    await chfs.back_door.put("a/lock~0123456789abcdef", b"dead")
-    await chfs.back_door.put("a/other~0123456789abcdef", b"dead")
-    assert await store.sweep(3600.0) == 0
-    assert await store.sweep(0.0) == 2
-    assert chfs.back_door.rest() == live
-    assert await store.get("a/lock", limit=10) == b"live"
+async def test_a_link_that_somebody_made_is_no_object(chfs: Any, store: ChfsStore) -> None:
+    await store.put("folder/key", [b"x"])
+    chfs.back_door._chunk("folder/link", 0).symlink_to(":key")  # as the look-alike keeps links
+    with pytest.raises(NotFound, match="folder/link is a link"):
+        await store.get("folder/link", limit=10)
+    assert await listed(store) == {"folder/key": 1}
+    await store.delete("folder/link")
+    assert not chfs.back_door._chunk("folder/link", 0).is_symlink()
 
 
 async def test_a_sweep_removes_empty_folders_and_no_others(chfs: Any, store: ChfsStore) -> None:

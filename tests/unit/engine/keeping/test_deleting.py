@@ -246,7 +246,7 @@ async def test_a_tree_of_one_array_is_enough_to_see_the_order_of_saves(place: Pl
 async def test_a_step_that_is_deleted_while_it_is_copied_is_not_committed(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    """As beside an agent, or among ranks, where whoever deletes does not see the copy that is being read."""
+    """As beside an agent, or among ranks: the process that deletes does not see the copy that is being read."""
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
     async with CheckpointStore.open(settings) as store:
         hold = faults["disk"].hold("put", key="packs/*")

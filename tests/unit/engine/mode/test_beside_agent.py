@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.agents import end_agent
 from support.insight import tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier.slab_index import slab_size
-
-
-@pytest.fixture
-def ram_folder(shared_memory: Path) -> Iterator[Path]:
-    path = Path(ram(shared_memory)["path"])
-    yield path
-    end_agent(path)
 
 
 @pytest.fixture

@@ -264,7 +264,7 @@ async def test_a_pack_of_another_size_is_read_and_not_believed(place: Place, cap
 
 
 def rot(path: Path) -> None:
-    """Change a byte as a disk does, which tells nobody."""
+    """Change a byte silently, as a disk does."""
     before = path.stat()
     flip(path, -1)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -153,7 +153,7 @@ async def test_a_put_whose_answer_is_lost_does_no_harm(two_tiers: StoreConfig, f
 async def test_a_commit_whose_answer_is_lost_is_taken_back(
     two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
 ) -> None:
-    """What nobody was told of must not be found later, when its packs may be gone."""
+    """A step that was not acknowledged must not be found later, when its packs may be gone."""
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
         faults["disk"].fail("put", TierUnavailable("done, but nobody heard"), key="steps/*/manifest.ocdbt", after=True)

@@ -50,7 +50,7 @@ class Scene:
             await self.gate.reached()
 
     def kill(self) -> None:
-        """Let the next tier fail."""
+        """Make the next tier fail."""
         self.faults.kill("disk")
         self.gate.release()
 

@@ -89,7 +89,7 @@ LOOKS: list[list[tuple[int | None, dict[str, Any]]]] = [
     [(1, {}), (None, {})],
     [(1, {"resume": True}), (None, {"resume": True})],
 ]
-"""Restores after which the next save extends the branch, whose newest step is 3, and nobody is told of anything."""
+"""Restores after which the next save extends the branch, whose newest step is 3, without a warning."""
 
 
 @pytest.mark.parametrize("restores", LOOKS, ids=str)

@@ -1,4 +1,4 @@
-"""One writer at a time: a second is told who the first is, and a dead one is in nobody's way."""
+"""One writer at a time: a second is told who the first is, and a dead one stops no other."""
 
 from __future__ import annotations
 

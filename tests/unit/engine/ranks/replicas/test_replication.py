@@ -51,7 +51,7 @@ class Node:
         return self.state.tiers[0]
 
     async def save(self, step: int, tree: dict[str, Any]) -> StepId:
-        """Have a part of rank 0 of 2 in RAM, as a save of that rank leaves it."""
+        """Put a part of rank 0 of 2 in RAM, as a save of that rank leaves it."""
         tier = self.tier
         assert tier.ram is not None
         assert tier.ram.index is not None
