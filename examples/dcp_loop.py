@@ -14,6 +14,7 @@ from tieredckpt.integrations.dcp import TieredReader, TieredWriter
 def main() -> None:
     """Train ten steps more than the last run did, of as many processes as torchrun starts."""
     dist.init_process_group("gloo", store=None if dist.is_torchelastic_launched() else dist.HashStore(), **alone())
+    torch.manual_seed(0)  # the ranks begin with the same weights
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     done = 0

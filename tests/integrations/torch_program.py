@@ -114,16 +114,24 @@ def alone(task: str, folder: Path) -> None:
     sys.stdout.write(json.dumps(told))
 
 
-def model_of_ranks(seed: int) -> Any:
-    """What ranks train together, whole."""
+def model_of_ranks(seed: int, *, norm: bool = False) -> Any:
+    """What ranks train together, whole; its buffer, and the statistics of a norm, become others on every rank."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 14), torch.nn.Dropout(0.5), torch.nn.Linear(14, 3))
+    middle = [torch.nn.Dropout(0.5), *([torch.nn.BatchNorm1d(14)] if norm else [])]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 14), *middle, torch.nn.Linear(14, 3))
+    model.register_buffer("seen", torch.zeros(2048))  # too large for a step's index, so that it could be divided
+    return model
 
 
 def weights_of(model: Any) -> str:
     """SHA-256 over whole weights."""
     whole = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in model.parameters()]
     return hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in whole)).hexdigest()
+
+
+def buffers_of(model: Any) -> str:
+    """SHA-256 over the buffers."""
+    return hashlib.sha256(b"".join(buffer.numpy().tobytes() for buffer in model.buffers())).hexdigest()
 
 
 def parallel(kind: str) -> Any:
@@ -133,7 +141,7 @@ def parallel(kind: str) -> Any:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = model_of_ranks(7)
+    model = model_of_ranks(7, norm=kind == "ddp")
     if kind == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     if kind == "tp":
@@ -152,7 +160,9 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
     state = TrainingState(model=model, optimizer=optimizer, epoch=0)
     with store_in(folder) as store:
         step = state.restore(store) or 0
+        buffers = buffers_of(model)
         while step < until:
+            next(buffer for name, buffer in model.named_buffers() if name.endswith("seen")).add_(rank + 1)
             loss = model(torch.randn(4, 8)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -166,7 +176,14 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
                 checkpoint.reached("disk")
                 os.kill(os.getpid(), signal.SIGKILL)
     assert state["epoch"] == until // BATCHES
-    return {"digest": digest(*model.parameters(), *moments(optimizer)), "weights": weights_of(model)}
+    # Without DDP, which broadcasts those of rank 0, the ranks go on with other buffers than they had.
+    own = model.buffers() if kind == "ddp" else ()
+    return {
+        "digest": digest(*model.parameters(), *own, *moments(optimizer)),
+        "weights": weights_of(model),
+        "restored": buffers,
+        "buffers": buffers_of(model),
+    }
 
 
 def ranks() -> None:
