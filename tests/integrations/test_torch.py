@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from support.scenes import config, folder, ram
 
 torch = pytest.importorskip("torch")
 
-from integrations.torch_program import buffers_of, model_of_ranks, store_in, weights_of  # noqa: E402
+from integrations.torch_program import buffers_of, model_of_ranks, store_in, trained, weights_of  # noqa: E402
 
 from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable  # noqa: E402
 from tieredckpt.integrations.torch import TrainingState  # noqa: E402
@@ -64,17 +63,17 @@ def bits(*parts: Any) -> list[bytes]:
 def test_a_training_killed_in_the_middle_goes_on_bit_for_bit(shared_memory: Path) -> None:
     pytest.importorskip("torchdata")
 
-    def run(task: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(PROGRAM), task, str(shared_memory)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=SOON)
-
-    through = run("through")
-    assert through.returncode == 0, through.stderr
-    for task in ("die-stateful", "die-plain"):
-        assert run(task).returncode == -signal.SIGKILL
-    resumed = run("resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(resumed.stdout) == json.loads(through.stdout)
+    command = [sys.executable, str(PROGRAM)]
+    dying = [
+        subprocess.Popen([*command, str(shared_memory), plain], stderr=subprocess.PIPE, text=True)
+        for plain in ("", "plain")
+    ]
+    through = [trained(shared_memory / f"through-{plain}", plain=plain) for plain in (False, True)]
+    for each in dying:
+        with each:
+            _, problem = each.communicate(timeout=SOON)
+            assert each.returncode == -signal.SIGKILL, problem
+    assert [trained(shared_memory / f"killed-{plain}", plain=plain) for plain in (False, True)] == through
 
 
 @pytest.mark.timeout(4 * SOON)

@@ -22,6 +22,7 @@ from tieredckpt import CheckpointStore, Conflict, Invalid, NoSpace, NotFound, Sy
 torch = require("torch")
 integration = require("tieredckpt.integrations.torch_checkpointing")
 
+from integrations.torch_checkpointing_program import train  # noqa: E402
 from integrations.torch_program import store_in  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("torch_checkpointing_program.py")
@@ -47,17 +48,13 @@ def test_it_has_the_calls_of_their_manager() -> None:
 
 
 def test_a_training_that_was_killed_ends_as_one_that_was_not(shared_memory: Path) -> None:
-    def run(where: str, kill_at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(PROGRAM), str(shared_memory / where), str(kill_at)]
-        modules = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=SOON, env=modules)
-
-    through = run("through", 0)
-    assert through.returncode == 0, through.stderr
-    assert run("killed", 5).returncode == -signal.SIGKILL
-    resumed = run("killed", 0)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout == through.stdout
+    command = [sys.executable, str(PROGRAM), str(shared_memory / "killed"), "5"]
+    modules = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=modules) as killed:
+        through = train(shared_memory / "through")
+        _, problem = killed.communicate(timeout=SOON)
+    assert killed.returncode == -signal.SIGKILL, problem
+    assert train(shared_memory / "killed") == through
 
 
 def test_a_step_keeps_its_bytes_while_training_goes_on(manager: Any) -> None:

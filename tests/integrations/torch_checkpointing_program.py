@@ -1,4 +1,4 @@
-"""What the children of `test_torch_checkpointing` do: train until they are killed, or to the end; or as ranks."""
+"""What `test_torch_checkpointing` and its children do: train until they are killed, or to the end; or as ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tieredckpt.integrations.torch_checkpointing import TieredCheckpointManager
 STEPS = 9
 
 
-def train(folder: Path, kill_at: int) -> str:
+def train(folder: Path, kill_at: int = 0) -> str:
     """Train with dropout and saves after each step; SHA-256 of all that it ends with."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(8, 900), torch.nn.Dropout(0.5), torch.nn.Linear(900, 1))
@@ -68,6 +68,6 @@ def ranks() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        sys.stdout.write(train(Path(sys.argv[1]), int(sys.argv[2])))
+        train(Path(sys.argv[1]), int(sys.argv[2]))
     else:
         ranks()

@@ -1,9 +1,8 @@
-"""What the children of `test_torch` do: train, alone or as ranks, die by SIGKILL, and resume."""
+"""What `test_torch` and its children do: train, alone or as ranks, die by SIGKILL, and resume."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import signal
@@ -101,19 +100,6 @@ def trained(folder: Path, *, plain: bool, kill_at: int = 0) -> str:
     return digest(*model.state_dict().values(), *moments(optimizer)) + str(scheduler.get_last_lr())
 
 
-def alone(task: str, folder: Path) -> None:
-    """``through`` trains without a break, ``die-…`` until it is killed, ``resume`` to the end."""
-    if task == "through":
-        told = [trained(folder / f"through-{plain}", plain=plain) for plain in (False, True)]
-    elif task == "resume":
-        told = [trained(folder / f"killed-{plain}", plain=plain) for plain in (False, True)]
-    else:
-        plain = task == "die-plain"
-        trained(folder / f"killed-{plain}", plain=plain, kill_at=KILLED_AT)
-        raise AssertionError("it was to die")
-    sys.stdout.write(json.dumps(told))
-
-
 def model_of_ranks(seed: int, *, norm: bool = False) -> Any:
     """What ranks train together, whole; its buffer, and the statistics of a norm, become others on every rank."""
     torch.manual_seed(seed)
@@ -187,7 +173,7 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
 
 
 def ranks() -> None:
-    """As `alone`, on ranks of gloo."""
+    """``die`` trains without a break, and FSDP2 again until it is killed; else that, and others half-way, go on."""
     from distributed.launch import rank_of_this_process
 
     with rank_of_this_process() as me:
@@ -207,6 +193,7 @@ def ranks() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        alone(sys.argv[1], Path(sys.argv[2]))
+        is_plain = sys.argv[2] == "plain"
+        trained(Path(sys.argv[1]) / f"killed-{is_plain}", plain=is_plain, kill_at=KILLED_AT)
     else:
         ranks()
