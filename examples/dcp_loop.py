@@ -14,9 +14,10 @@ from tieredckpt.integrations.dcp import TieredReader, TieredWriter
 def main() -> None:
     """Train ten steps more than the last run did, of as many processes as torchrun starts."""
     dist.init_process_group("gloo", store=None if dist.is_torchelastic_launched() else dist.HashStore(), **alone())
+    torch.manual_seed(0)  # the ranks begin with the same weights
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
-    done = 0
+    done, saved = 0, None
     with CheckpointStore.open_sync("dcp-checkpoints") as store:  # 1
         if store.latest_step() is not None:
             weights, moments = get_state_dict(model, optimizer)
@@ -30,6 +31,8 @@ def main() -> None:
             optimizer.zero_grad()
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optim": moments, "step": step}
+            if saved is not None:
+                saved.result()  # DCP's messages of two saves would be mixed up
             saved = dcp.async_save(state, storage_writer=TieredWriter(store, step))  # 3
         saved.result()  # it is durable
     print(f"trained to step {step}")

@@ -21,6 +21,7 @@ __all__ = [
     "Events",
     "OriginIgnored",
     "RamLeftAlone",
+    "ReplicasDiffer",
     "ReplicationFailed",
     "RetentionCut",
     "SaveFailed",
@@ -110,6 +111,23 @@ class CommitFailed(Event):
     tier: str | None
     ranks: tuple[int, ...]
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasDiffer(Event):
+    """Ranks have other bytes than the rest for an array that all should have alike; emitted on every rank.
+
+    Memory or computation of a rank is wrong, or the array is no replica. ``ranks`` are those that differ from more than
+    half of the ranks; all that have the array, where no value is that of more than half. ``key`` is the first such
+    array by name, ``more`` counts further ones of the same ranks. Whether the step is committed is said by
+    ``when_replicas_differ``, and by a `CommitFailed` if it is not.
+    """
+
+    step: int
+    serial: int
+    key: str
+    ranks: tuple[int, ...]
+    more: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,13 @@ def test_torchrun(tmp_path: Path) -> None:
     assert run(tmp_path, [*torchrun, "2", example]) == ["2 ranks trained steps 11 to 20, saved on ram, disk"]
 
 
+def test_dcp_of_two_processes(tmp_path: Path) -> None:
+    need("torch")
+    example = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for last in (10, 20):
+        assert run(tmp_path, [*example, str(EXAMPLES / "dcp_loop.py")]) == [f"trained to step {last}"] * 2
+
+
 def test_mpiexec(tmp_path: Path) -> None:
     need("mpi")
     example = [sys.executable, str(EXAMPLES / "ranks_mpi.py")]

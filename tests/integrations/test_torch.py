@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from support.scenes import config, folder, ram
 
 torch = pytest.importorskip("torch")
 
-from integrations.torch_program import model_of_ranks, store_in, weights_of  # noqa: E402
+from integrations.torch_program import buffers_of, model_of_ranks, store_in, trained, weights_of  # noqa: E402
 
 from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable  # noqa: E402
 from tieredckpt.integrations.torch import TrainingState  # noqa: E402
@@ -64,17 +63,17 @@ def bits(*parts: Any) -> list[bytes]:
 def test_a_training_killed_in_the_middle_goes_on_bit_for_bit(shared_memory: Path) -> None:
     pytest.importorskip("torchdata")
 
-    def run(task: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(PROGRAM), task, str(shared_memory)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=SOON)
-
-    through = run("through")
-    assert through.returncode == 0, through.stderr
-    for task in ("die-stateful", "die-plain"):
-        assert run(task).returncode == -signal.SIGKILL
-    resumed = run("resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(resumed.stdout) == json.loads(through.stdout)
+    command = [sys.executable, str(PROGRAM)]
+    dying = [
+        subprocess.Popen([*command, str(shared_memory), plain], stderr=subprocess.PIPE, text=True)
+        for plain in ("", "plain")
+    ]
+    through = [trained(shared_memory / f"through-{plain}", plain=plain) for plain in (False, True)]
+    for each in dying:
+        with each:
+            _, problem = each.communicate(timeout=SOON)
+            assert each.returncode == -signal.SIGKILL, problem
+    assert [trained(shared_memory / f"killed-{plain}", plain=plain) for plain in (False, True)] == through
 
 
 @pytest.mark.timeout(4 * SOON)
@@ -88,8 +87,14 @@ def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigk
             status = job.wait()
             assert (status == 0) == (task == "resume"), job.output
             told.append([job.told(rank) for rank in range(2)])
-    assert told[0] == told[1]
-    assert told[0][0]["fsdp"] != told[0][1]["fsdp"]
+    for kind in ("fsdp", "tp", "ddp"):
+        for told_through, told_resumed in zip(*told, strict=True):
+            assert told_through[kind]["digest"] == told_resumed[kind]["digest"]
+    assert told[0][0]["fsdp"]["digest"] != told[0][1]["fsdp"]["digest"]
+    # Every rank was given the buffers of the first, and had others in the end.
+    for kind in ("fsdp", "ddp"):
+        assert told[1][0][kind]["restored"] == told[1][1][kind]["restored"] != told[0][0][kind]["restored"]
+        assert told[1][0][kind]["buffers"] != told[1][1][kind]["buffers"]
     # Any number of ranks takes the weights; the generators of two are not those of one.
     model = model_of_ranks(3)
     noise = torch.get_rng_state()
@@ -99,6 +104,10 @@ def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigk
     assert weights_of(model) == told[0][0]["fsdp"]["weights"]
     assert torch.equal(torch.get_rng_state(), noise)
     assert "step 13 was saved by 2 ranks, and these are 1" in caplog.text
+    model = model_of_ranks(3, norm=True)
+    with store_in(shared_memory / "ddp") as store:
+        assert TrainingState(model=model, optimizer=torch.optim.AdamW(model.parameters()), epoch=0).restore(store)
+    assert (weights_of(model), buffers_of(model)) == tuple(told[0][0]["ddp"][name] for name in ("weights", "buffers"))
 
 
 # -- what may be otherwise in the next process ------------------------------------------------------------
@@ -317,6 +326,28 @@ def test_what_does_not_fit_is_named(store: SyncStore) -> None:
     store.save(2, {"model": model.state_dict()})
     with pytest.raises(NotFound, match="'about'"):
         TrainingState(model=model).restore(store)
+
+
+def test_parts_of_a_rank_that_the_step_lacks_or_has_besides_are_named(
+    store: SyncStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(1)
+    TrainingState(model=model, sampler=3, per_rank=["sampler"], rng=False).save(store, 1)
+    for other, why in [
+        (TrainingState(model=model), r"only in the step: 'ranks/0/sampler'\."),
+        (TrainingState(model=model, loader=1, sampler=2, per_rank=["loader", "sampler"]), "missing .*'ranks/0/loader'"),
+        (
+            TrainingState(model=model, loader=1, per_rank=["loader"]),
+            "missing .*/loader'; only in the step: .*/sampler'",
+        ),
+    ]:
+        with pytest.raises(Invalid, match=why):
+            other.restore(store)
+    assert "rng=False" not in caplog.text
+    state = TrainingState(model=model, sampler=0, per_rank=["sampler"])
+    assert state.restore(store) == 1
+    assert state["sampler"] == 3
+    assert "step 1 was saved with rng=False" in caplog.text
 
 
 def test_parts_that_cannot_be_saved_or_loaded_are_named(store: SyncStore) -> None:

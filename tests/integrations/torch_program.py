@@ -1,9 +1,8 @@
-"""What the children of `test_torch` do: train, alone or as ranks, die by SIGKILL, and resume."""
+"""What `test_torch` and its children do: train, alone or as ranks, die by SIGKILL, and resume."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import signal
@@ -101,29 +100,24 @@ def trained(folder: Path, *, plain: bool, kill_at: int = 0) -> str:
     return digest(*model.state_dict().values(), *moments(optimizer)) + str(scheduler.get_last_lr())
 
 
-def alone(task: str, folder: Path) -> None:
-    """``through`` trains without a break, ``die-…`` until it is killed, ``resume`` to the end."""
-    if task == "through":
-        told = [trained(folder / f"through-{plain}", plain=plain) for plain in (False, True)]
-    elif task == "resume":
-        told = [trained(folder / f"killed-{plain}", plain=plain) for plain in (False, True)]
-    else:
-        plain = task == "die-plain"
-        trained(folder / f"killed-{plain}", plain=plain, kill_at=KILLED_AT)
-        raise AssertionError("it was to die")
-    sys.stdout.write(json.dumps(told))
-
-
-def model_of_ranks(seed: int) -> Any:
-    """What ranks train together, whole."""
+def model_of_ranks(seed: int, *, norm: bool = False) -> Any:
+    """What ranks train together, whole; its buffer, and the statistics of a norm, become others on every rank."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 14), torch.nn.Dropout(0.5), torch.nn.Linear(14, 3))
+    middle = [torch.nn.Dropout(0.5), *([torch.nn.BatchNorm1d(14)] if norm else [])]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 14), *middle, torch.nn.Linear(14, 3))
+    model.register_buffer("seen", torch.zeros(2048))  # too large for a step's index, so that it could be divided
+    return model
 
 
 def weights_of(model: Any) -> str:
     """SHA-256 over whole weights."""
     whole = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in model.parameters()]
     return hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in whole)).hexdigest()
+
+
+def buffers_of(model: Any) -> str:
+    """SHA-256 over the buffers."""
+    return hashlib.sha256(b"".join(buffer.numpy().tobytes() for buffer in model.buffers())).hexdigest()
 
 
 def parallel(kind: str) -> Any:
@@ -133,7 +127,7 @@ def parallel(kind: str) -> Any:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = model_of_ranks(7)
+    model = model_of_ranks(7, norm=kind == "ddp")
     if kind == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     if kind == "tp":
@@ -152,7 +146,9 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
     state = TrainingState(model=model, optimizer=optimizer, epoch=0)
     with store_in(folder) as store:
         step = state.restore(store) or 0
+        buffers = buffers_of(model)
         while step < until:
+            next(buffer for name, buffer in model.named_buffers() if name.endswith("seen")).add_(rank + 1)
             loss = model(torch.randn(4, 8)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -166,11 +162,18 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
                 checkpoint.reached("disk")
                 os.kill(os.getpid(), signal.SIGKILL)
     assert state["epoch"] == until // BATCHES
-    return {"digest": digest(*model.parameters(), *moments(optimizer)), "weights": weights_of(model)}
+    # Without DDP, which broadcasts those of rank 0, the ranks go on with other buffers than they had.
+    own = model.buffers() if kind == "ddp" else ()
+    return {
+        "digest": digest(*model.parameters(), *own, *moments(optimizer)),
+        "weights": weights_of(model),
+        "restored": buffers,
+        "buffers": buffers_of(model),
+    }
 
 
 def ranks() -> None:
-    """As `alone`, on ranks of gloo."""
+    """``die`` trains without a break, and FSDP2 again until it is killed; else that, and others half-way, go on."""
     from distributed.launch import rank_of_this_process
 
     with rank_of_this_process() as me:
@@ -190,6 +193,7 @@ def ranks() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        alone(sys.argv[1], Path(sys.argv[2]))
+        is_plain = sys.argv[2] == "plain"
+        trained(Path(sys.argv[1]) / f"killed-{is_plain}", plain=is_plain, kill_at=KILLED_AT)
     else:
         ranks()

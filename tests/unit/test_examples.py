@@ -95,6 +95,7 @@ def test_a_framework_resumes(tmp_path: Path, framework: str) -> None:
         ("lightning_loop.py", "lightning", (), ("trained to step 16", "trained to step 32")),
         ("transformers_loop.py", "transformers", ("15",), ("to step 10, saved [5, 10]", "to step 15, saved [10, 15]")),
         ("accelerate_loop.py", "accelerate", (), ("trained to step 10", "trained to step 20")),
+        ("torch_checkpointing_loop.py", "torch", (), ("trained to step 10", "trained to step 20")),
     ],
 )
 def test_an_integration_resumes(

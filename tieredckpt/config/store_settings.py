@@ -47,6 +47,9 @@ class StoreSettings(Settings):
     """A pack whose live share of bytes falls below this is rewritten."""
     replicated: tuple[str, ...] = ()
     """Keys or glob patterns of leaves that every rank has alike: the ranks share the work of storing them."""
+    when_replicas_differ: Literal["report", "refuse", "ignore"] = "report"
+    """What the ranks do when leaves differ of which each stores a share, such as those of ``replicated``: report it,
+    commit no such step either, or not even compare, which saves a digest of what the other ranks store."""
     rank_deadline: Interval = 600.0
     """Seconds for which the ranks of a training wait for each other."""
     restore_group: Annotated[int, Field(strict=True, ge=1)] | None = None

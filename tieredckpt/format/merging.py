@@ -14,6 +14,7 @@ from tieredckpt.format.layout import parse_block_key
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray
+from tieredckpt.format.replicas import ReplicasDisagree, differences, show_difference, show_ranks
 from tieredckpt.format.structure import (
     CONTAINERS,
     MAP,
@@ -66,13 +67,6 @@ def merge_structures(structures: Mapping[int, Node]) -> Node:
     group = [(rank, structures[rank]) for rank in sorted(structures)]
     root = ROOT if isinstance(group[0][1], CONTAINERS) else LEAF_KEY
     return _merged(root, group)
-
-
-def show_ranks(ranks: Iterable[int]) -> str:
-    """Some ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many."""
-    found = sorted(ranks)
-    shown = ", ".join(map(str, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
-    return f"rank {shown}" if len(found) == 1 else f"ranks {shown}"
 
 
 def _rank(part: Part) -> int:
@@ -177,19 +171,36 @@ def _arrays(parts: Sequence[Part]) -> dict[str, ArrayIndex]:
         for key, array in part.arrays.items():
             if found.setdefault(key, (rank, array))[1] is not array:
                 again.append((key, rank, array))
+    wrong: dict[str, dict[int, list[bytes]]] = {}
     for key, rank, array in again:
         owner, first = found[key]
         if array.grid != first.grid or array.dtype != first.dtype:
             raise Conflict(f"ranks {owner} and {rank} cut {_show_array(key)} in different ways")
-        if [digest for digest, _ in array.chunks] != [digest for digest, _ in first.chunks]:
-            raise Conflict(
-                f"{_show_array(key)} is not the same on ranks {owner} and {rank}; save it under a key of its "
-                "own for each rank, or as shards of one array"
-            )
+        if _digests(array) != _digests(first):
+            wrong[key] = {owner: _digests(first)}
+    if wrong:
+        for key, rank, array in again:
+            if key in wrong:
+                wrong[key][rank] = _digests(array)
+        raise _disagree(wrong)
     # What an owner leaves to another rank may be in that rank's copy of the same array, or in any other.
     everywhere = [array for _, array in found.values()] + [array for _, _, array in again]
     places = _places(everywhere)
     return {key: _located(key, array, places) for key, (_, array) in found.items()}
+
+
+def _digests(array: PartArray) -> list[bytes]:
+    return [digest for digest, _ in array.chunks]
+
+
+def _disagree(arrays: Mapping[str, Mapping[int, Sequence[bytes]]]) -> ReplicasDisagree:
+    found = differences(arrays)
+    told = "; ".join(map(show_difference, found[:4]))
+    return ReplicasDisagree(
+        f"{told}. Save it under a key of its own for each rank, or as shards of one array; if it should be the same on "
+        "all, memory or computation of a rank is wrong",
+        found,
+    )
 
 
 def _show_array(name: str) -> str:

@@ -29,9 +29,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, SyncCheckpoint, SyncStore, TieredCkptError
+from tieredckpt import (
+    AS_SAVED,
+    Checkpoint,
+    CheckpointStore,
+    Invalid,
+    Shard,
+    SyncCheckpoint,
+    SyncStore,
+    TieredCkptError,
+)
 
 __all__ = ["TrainingState"]
 
@@ -46,7 +57,8 @@ class TrainingState:
     Parts are modules, optimizers, what has ``state_dict`` and ``load_state_dict`` (schedulers, scalers, torchdata's
     ``StatefulDataLoader``), and plain values, which ``state["name"]`` reads and sets. Names of parameters are those of
     the model itself, without the wrapping of ``torch.compile`` and of DistributedDataParallel; FSDP2, tensor parallel
-    and DDP are saved and restored by all ranks, on any number of them.
+    and DDP are saved and restored by all ranks, on any number of them. Of buffers that are no DTensors, such as the
+    running statistics of BatchNorm, the first of the ranks that have the module saves its own, and all get these.
 
     Args:
         rng: save the states of the random number generators of Python, NumPy, torch and this process's CUDA device.
@@ -84,7 +96,7 @@ class TrainingState:
         self._parts[name] = value
 
     def tree(self) -> dict[str, Any]:
-        """What a save stores: the tensors themselves, not copies, by the names of the parts."""
+        """What this rank saves: the tensors themselves, not copies, by the names of the parts."""
         optimizers = {name: self._stored(name) for name in self._names(torch.optim.Optimizer)}
         rest = [name for name in self._parts if name not in optimizers and name not in self._of_rank]
         mine = {name: self._stored(name) for name in self._of_rank}
@@ -93,7 +105,7 @@ class TrainingState:
         rank, ranks = _rank()
         state_of = {name: dict.fromkeys(part["state"]) for name, part in optimizers.items()}
         about = {"ranks": ranks, "state_of": state_of}
-        return {**{name: self._stored(name) for name in rest}, **optimizers, _RANKS: {rank: mine}, _ABOUT: about}
+        return {**{name: self._saved(name) for name in rest}, **optimizers, _RANKS: {rank: mine}, _ABOUT: about}
 
     @overload
     def save(
@@ -165,8 +177,11 @@ class TrainingState:
         how = "into" if all(map(_can_be_filled, _tensors(live))) else "like"
         found = yield {"step": head.step, how: like, "resume": resume}
         rank, ranks = _rank()
-        mine = found.tree[_RANKS].get(rank, {}) if ranks == about["ranks"] else {}
-        if ranks != about["ranks"] and rank == 0:
+        mine = None
+        if ranks == about["ranks"]:
+            mine = found.tree[_RANKS].get(rank, {})
+            self._check_parts_of_rank(found.step, rank, mine)
+        elif rank == 0:
             _log.warning(
                 "step %d was saved by %d ranks, and these are %d: data loaders and random number generators stay as "
                 "they are",
@@ -176,19 +191,33 @@ class TrainingState:
             self._load(name, found.tree[name])
         for name in others:
             self._load(name, found.tree[name])
-        for name in self._of_rank:
-            if name in mine:
+        if mine is not None:
+            for name in self._of_rank:
                 self._load(name, mine[name])
                 if _has_state(self._parts[name]):
                     self._stored(name)  # a StatefulDataLoader makes its iterator now, and not after the generators
-        if self._rng and _RNG in mine:
-            _set_rng_state(mine[_RNG])
+            if self._rng and _RNG in mine:
+                _set_rng_state(mine[_RNG])
         return int(found.step)
+
+    def _check_parts_of_rank(self, step: int, rank: int, stored: Mapping[str, Any]) -> None:
+        """Raise `Invalid`, with the keys, unless the step has the parts that this rank has of its own, and no other."""
+        wrong = [f"missing from the step: '{_RANKS}/{rank}/{name}'" for name in self._of_rank if name not in stored]
+        extra = set(stored) - {*self._of_rank, _RNG}
+        wrong += [f"only in the step: '{_RANKS}/{rank}/{name}'" for name in sorted(extra)]
+        if wrong:
+            raise Invalid(
+                f"step {step} does not have the parts of rank {rank}: {'; '.join(wrong)}. Give data loaders and the "
+                f"parts of `per_rank` the names under which they were saved"
+            )
+        if self._rng and _RNG not in stored:
+            _log.warning("step %d was saved with rng=False: random number generators stay as they are", step)
 
     def _live(self, state_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """What modules and optimizers have, to be filled; of optimizers what the step has of them."""
         live = {name: self._stored(name) for name in self._names(torch.nn.Module)}
         for name in self._names(torch.optim.Optimizer):
+            # torch makes the state of an optimizer that has none yet only where there are no gradients.
             self._parts[name].zero_grad(set_to_none=True)
             with _naming(name, "be given its state"):
                 live[name] = get_optimizer_state_dict(self._owner(name), self._parts[name])
@@ -209,6 +238,22 @@ class TrainingState:
                 found: torch.nn.Module = self._parts[module]
                 return found
         raise Invalid(f"part {name!r}: no module of this state has all of its parameters; give the module too")
+
+    def _saved(self, name: str) -> Any:
+        """As `_stored`, without the buffers of a module that another rank saves."""
+        part, stored = self._parts[name], self._stored(name)
+        ranks = _ranks_with(part) if isinstance(part, torch.nn.Module) else []
+        if len(ranks) < 2:
+            return stored
+        own = {buffer.untyped_storage().data_ptr() for buffer in part.buffers() if not _is_wrapper(buffer)}
+        found = {}
+        for key, value in stored.items():
+            is_buffer = isinstance(value, torch.Tensor) and not _is_wrapper(value)
+            if not (is_buffer and value.untyped_storage().data_ptr() in own):
+                found[key] = value
+            elif _rank()[0] == ranks[0]:  # as a shard: what is `replicated` is divided among ranks that all have it
+                found[key] = Shard(value, value.shape, (0,) * value.ndim)
+        return found
 
     def _stored(self, name: str) -> Any:
         part = self._parts[name]
@@ -253,6 +298,22 @@ def _rank() -> tuple[int, int]:
     return 0, 1
 
 
+def _ranks_with(module: torch.nn.Module) -> list[int]:
+    """The ranks that train a module together by DDP or as DTensors, in their order; none where that is not known."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    for child in module.modules():
+        if isinstance(child, DistributedDataParallel):
+            return sorted(dist.get_process_group_ranks(child.process_group))
+    meshes = [param.device_mesh.mesh for param in module.parameters() if isinstance(param, DTensor)]
+    return sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist()) if meshes else []
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its data in others: a DTensor, or a quantized one."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
@@ -295,7 +356,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 def _can_be_filled(tensor: Any) -> bool:
     if hasattr(tensor, "to_local"):
         tensor = tensor.detach().to_local()
-    elif hasattr(tensor, "__tensor_flatten__"):
+    elif _is_wrapper(tensor):
         return all(_can_be_filled(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 

@@ -33,9 +33,20 @@ from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 from tieredckpt.tree.objects import object_node, restored_object
 from tieredckpt.tree.typed import made_typed
 
-__all__ = ["Flat", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
+__all__ = ["Flat", "Replicated", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
 
 _NAMED_IN_ERRORS = (*CONTAINERS, ObjectNode)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """What this rank and others have alike, in pieces that they divide among them."""
+
+    ranks: tuple[int, ...]
+    here: tuple[str, ...]
+    """Storage keys of the pieces that this rank stores."""
+    elsewhere: tuple[ArrayLeaf, ...]
+    """The other pieces, as this rank has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,8 @@ class Flat:
     arrays: tuple[ArrayLeaf, ...]
     in_pieces: bool = False
     """Whether some array is given in pieces."""
+    replicated: tuple[Replicated, ...] = ()
+    """What this rank stores a share of."""
 
 
 @dataclass(frozen=True, slots=True)

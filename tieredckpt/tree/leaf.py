@@ -65,7 +65,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     prng: str | None
     """Implementation of a typed PRNG key, such as ``threefry2x32``."""
     place: Place | None = None
-    """Of a piece; of a whole array only where other ranks are known to have it too."""
+    """Of a piece; of a whole array only where it is known which other ranks have it too, or that none has."""
     part: tuple[slice, ...] | None = None
     """The part of ``source`` that this leaf is, where it is not all of it."""
 

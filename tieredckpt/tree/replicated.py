@@ -17,7 +17,7 @@ import msgspec
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.grid import Grid, plan_block
 from tieredckpt.format.manifest import INLINE_MAX
-from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.flatten import Flat, Replicated
 from tieredckpt.tree.leaf import ArrayLeaf, Place, storage_key
 from tieredckpt.tree.select import choose
 
@@ -53,7 +53,7 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
     to have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes.
     Where their ranks are on several nodes, equally many on each, the ranks of every node together have everything;
     which of those that have a part writes it to the slower tiers is for rank 0 to say. What is so small that it lies
-    in a step's index stays whole on every rank.
+    in a step's index stays whole on every rank. `Flat.replicated` has what others store, to be compared.
 
     Args:
         flat: the whole tree of this rank.
@@ -75,18 +75,26 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
         members = [i for i, of in line_of.items() if of == ranks]
         lines[ranks] = _line(flat.arrays, members, _shares(ranks, rank, nodes), chunk_size)
     arrays: list[ArrayLeaf] = []
+    here: dict[tuple[int, ...], list[str]] = {ranks: [] for ranks in lines}
+    elsewhere: dict[tuple[int, ...], list[ArrayLeaf]] = {ranks: [] for ranks in lines}
     begins = dict.fromkeys(lines, 0)
     for i, leaf in enumerate(flat.arrays):
         found = lines[line_of[i]] if i in line_of else None
         if found is None or i not in found.grids:
             arrays.append(leaf)
             continue
-        grid = found.grids[i]
-        for share in found.shares.mine:
-            cells = _cells(grid, begins[line_of[i]], found.nbytes, found.shares.of, share)
-            arrays += _parts(leaf, grid, cells)
-        begins[line_of[i]] += grid.size * grid.cell_nbytes
-    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True)
+        ranks, grid = line_of[i], found.grids[i]
+        for share in _sharing(grid, begins[ranks], found.nbytes, found.shares.of):
+            cells = _cells(grid, begins[ranks], found.nbytes, found.shares.of, share)
+            pieces = _parts(leaf, grid, cells)
+            if share in found.shares.mine:
+                arrays += (mine := tuple(pieces))
+                here[ranks] += [piece.key for piece in mine]
+            else:
+                elsewhere[ranks] += pieces
+        begins[ranks] += grid.size * grid.cell_nbytes
+    groups = tuple(Replicated(ranks, tuple(here[ranks]), tuple(elsewhere[ranks])) for ranks in lines)
+    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True, replicated=groups)
 
 
 def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:
@@ -120,6 +128,13 @@ def _line(leaves: Sequence[ArrayLeaf], members: Sequence[int], shares: _Shares, 
 def _nominal_nbytes(leaf: ArrayLeaf) -> int:
     cut = leaf.place.cut if leaf.place is not None else None
     return prod(cut or leaf.shape) * leaf.dtype.itemsize
+
+
+def _sharing(grid: Grid, begin: int, total: int, shares: int) -> range:
+    """The shares to which cells of a grid belong, when its first byte is at ``begin`` of ``total``; see `_cells`."""
+    nbytes = grid.cell_nbytes
+    first, last = (2 * begin + nbytes, 2 * begin + (2 * grid.size - 1) * nbytes)
+    return range(first * shares // (2 * total), last * shares // (2 * total) + 1)
 
 
 def _cells(grid: Grid, begin: int, total: int, shares: int, share: int) -> range:

@@ -65,15 +65,19 @@ def made_typed(path: str, node: TypedNode, children: Sequence[Any]) -> object:
 
 
 def _made_dict(path: str, node: TypedNode, children: Sequence[Any]) -> dict[Any, Any]:
-    keys = [_key(path, name) for name in node.keys]
-    try:
-        found = dict(zip(keys, children, strict=True))
-    except TypeError as error:
-        raise Corrupt(f"{show_key(path)} has a key that no dict has: {error}") from error
-    if len(found) != len(children):
-        raise Invalid(
-            f"{show_key(path)}: two keys are equal without the classes of their enums; restore it with `like`"
-        )
+    found: dict[Any, Any] = {}
+    for name, child in zip(node.keys, children, strict=True):
+        key = _key(path, name)
+        try:
+            twice = key in found
+        except TypeError as error:
+            raise Corrupt(f"{show_key(path)} has the key {str(name)[:64]!r}, which no dict has: {error}") from error
+        if twice:
+            raise Invalid(
+                f"{show_key(path)} has two keys that are {key!r} without the classes of their enums; restore it with "
+                f"`like`"
+            )
+        found[key] = child
     return found
 
 

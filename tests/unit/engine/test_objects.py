@@ -72,6 +72,9 @@ def test_a_part_that_is_left_open_comes_back_as_it_was_saved(two_tiers: StoreCon
         assert found is not None
         assert bits_of(found.tree) == bits_of({"weights": weights, "rest": rest | {"colour": 1}})
         assert (found.tree["weights"] is empty or np.shares_memory(found.tree["weights"], empty)) == (how == "into")
+        whole = store.restore(**{how: AS_SAVED})
+        assert whole is not None
+        assert bits_of(whole.tree) == bits_of(found.tree)
         views = store.restore(like={"weights": empty, "rest": AS_SAVED}, copy=False)
         assert views is not None
         assert bits_of(views.tree) == bits_of(found.tree)

@@ -156,7 +156,7 @@ def whole(rank: int, digest: bytes, cell: tuple[int, ...] = SHAPE) -> Part:
 
 def test_a_leaf_that_differs_between_ranks_is_a_conflict_that_names_it() -> None:
     assert merge([whole(0, b"a" * 16), whole(1, b"a" * 16)]).arrays.keys() == {"w"}
-    assert "'w' is not the same on ranks 0 and 1" in conflict(whole(0, b"a" * 16), whole(1, b"b" * 16))
+    assert "'w' is not the same on ranks 0, 1" in conflict(whole(0, b"a" * 16), whole(1, b"b" * 16))
     assert "cut array 'w' in different ways" in conflict(whole(0, b"a" * 16), whole(1, b"a" * 16, (9, 4)))
     assert "'w' was saved whole by one rank, and as shards" in conflict(whole(0, b"a" * 16), rows(1, 2))
 

@@ -154,6 +154,15 @@ def test_members_that_would_be_equal_without_their_class_are_lost_by_nobody(clas
     assert by({"x": clash}, {"x": clash}) == {"x": clash}
 
 
+def test_a_key_that_makes_no_dict_is_named() -> None:
+    with pytest.raises(Invalid, match="'x' has two keys that are 1 without"):
+        again({"x": {Colour.RED: "a", 1: "b"}})
+    key = '={"type":"object","of":"set","value":[]}'
+    structure = decode_structure(encode_structure(DictNode(["x"], [TypedNode([key], [IntNode(1)], "map")])))
+    with pytest.raises(Corrupt, match=r"'x' has the key .*set"):
+        unflatten(structure, {})
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [

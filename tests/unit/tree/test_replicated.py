@@ -95,6 +95,25 @@ def test_every_rank_stores_about_the_same_number_of_bytes(shapes: list[tuple[int
         assert abs(mine - even) <= cell * (copies + len(large))
 
 
+@settings(max_examples=60)
+@given(shapes=SHAPES, nodes=NODES)
+def test_every_rank_has_all_of_what_is_divided_in_the_same_pieces(
+    shapes: list[tuple[int, ...]], nodes: list[str]
+) -> None:
+    tree = {f"k{i}": np.arange(np.prod(shape)).reshape(shape) for i, shape in enumerate(shapes)}
+    names = []
+    for flat in parts(tree, nodes):
+        found = {leaf.key: leaf for leaf in flat.arrays}
+        for group in flat.replicated:
+            assert group.ranks == tuple(range(len(nodes)))
+            found |= {leaf.key: leaf for leaf in group.elsewhere}
+            names.append({*group.here, *(leaf.key for leaf in group.elsewhere)})
+            assert len(names[-1]) == len(group.here) + len(group.elsewhere)
+        for key, array in tree.items():
+            assert tile(array.shape, [leaf.box for leaf in found.values() if leaf.array == key]) or not array.size
+    assert all(name == names[0] for name in names)
+
+
 def test_four_replicas_of_a_tree_write_a_quarter_each() -> None:
     tree = {f"layer{i}": {"w": np.zeros((97, 120)), "b": np.zeros(120)} for i in range(6)}
     ranks = parts(tree, ["here"] * 4)

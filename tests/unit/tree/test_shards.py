@@ -11,9 +11,11 @@ import pytest
 from tieredckpt import Shard, Sharded
 from tieredckpt.engine.saving.capture import check_immutable
 from tieredckpt.errors import Invalid
+from tieredckpt.format.boxes import Box
 from tieredckpt.format.layout import block_key
 from tieredckpt.format.structure import array_nodes
 from tieredckpt.tree import flatten, host_view, match, unflatten
+from tieredckpt.tree.replicated import split
 
 WHOLE = np.arange(24.0).reshape(6, 4)
 
@@ -27,9 +29,13 @@ def test_every_shard_is_a_piece_under_a_key_of_its_own_and_the_structure_names_t
 
 
 def test_a_shard_of_all_of_an_array_is_that_array() -> None:
-    for tree in ({"w": Shard(WHOLE, (6, 4), (0, 0))}, {"w": Shard(np.float32(3), (), ())}):
-        (leaf,) = flatten(tree).arrays
-        assert (leaf.key, leaf.place) == ("w", None)
+    large = np.zeros((600, 400))
+    for tree in ({"w": Shard(large, large.shape, (0, 0))}, {"w": Shard(np.float32(3), (), ())}):
+        flat = flatten(tree)
+        (leaf,) = flat.arrays
+        assert (leaf.key, leaf.array, leaf.box) == ("w", "w", Box.whole(tree["w"].shape))
+        (kept,) = split(flat, ["**"], rank=0, nodes=["a"] * 4, chunk_size=4096).arrays
+        assert kept == leaf  # what is a shard is divided among nobody
 
 
 def test_an_empty_shard_is_no_piece_but_tells_of_the_array() -> None:

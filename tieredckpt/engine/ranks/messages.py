@@ -10,6 +10,7 @@ import msgspec
 
 from tieredckpt.engine.wire_types import Failure, HeldStep, decode
 from tieredckpt.format.manifest import StepRecord, StoreMarker
+from tieredckpt.format.replicas import Difference
 
 __all__ = [
     "Aborted",
@@ -17,6 +18,7 @@ __all__ = [
     "Chosen",
     "Closing",
     "Committed",
+    "CompareReplicas",
     "Damaged",
     "Done",
     "Evicted",
@@ -57,6 +59,8 @@ class Save(msgspec.Struct, frozen=True):
     """Serial and step of what has left this rank's RAM since it last said so."""
     origin: int = 0
     """Serial of what this rank restored last before the save; 0 for nothing."""
+    replicas: dict[bytes, bytes] = {}
+    """Of each group of ranks that divide among them what they have alike: a digest of all of that."""
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -104,6 +108,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     """Whether all parts are in the ranks' RAM."""
     open: tuple[str, ...]
     """Other attempts on which rank 0 has not decided yet."""
+    differing: tuple[Difference, ...] = ()
+    """Replicas that are not equal."""
 
 
 class Aborted(msgspec.Struct, frozen=True, tag=True):
@@ -119,6 +125,16 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
     last_serial: int = 0
     """That the next save follows."""
     open: tuple[str, ...] = ()
+    differing: tuple[Difference, ...] = ()
+    """Replicas that are not equal."""
+
+
+class CompareReplicas(msgspec.Struct, frozen=True, tag=True):
+    """Replicas of a save are not equal: every rank is to tell the digests of their chunks."""
+
+    attempt: str
+    groups: tuple[bytes, ...]
+    """As `Save` names them."""
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):
@@ -221,6 +237,7 @@ class Closing(msgspec.Struct, frozen=True, tag=True):
 Logged = (
     Committed
     | Aborted
+    | CompareReplicas
     | Promote
     | Promoted
     | Evicted

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from tieredckpt.blobs.ram.find import FoundRam
@@ -16,12 +15,14 @@ from tieredckpt.engine.keeping.policies import is_due, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.ram import mark_ram
 from tieredckpt.engine.ranks.commit.commit import Commits
+from tieredckpt.engine.ranks.commit.compare import digests_of
 from tieredckpt.engine.ranks.commit.vote import Missed, Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import (
     Aborted,
     Committed,
+    CompareReplicas,
     Damaged,
     Evicted,
     Logged,
@@ -153,20 +154,20 @@ class Ranked:
                 return saved
             streamed = state.membership.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
+            replicas = await digests_of(state, own.replicated, index)
         except BaseException as error:
             if saved is not None:
                 state.branch.failed(saved.step)
             self._count_as_saved(step, origin)
             self.votes.not_saved(attempt, step, error)
             raise
-        self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier)
+        self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier, replicas)
         return saved
 
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
         """Show the schedule what it sees on ranks that have saved the step, or the next is not saved together."""
         self._state.branch.count_from(origin)
-        seen = self._state.observation
-        seen.observed = replace(seen.observed, last_save_step=step, last_save_at=seen.now())
+        self._state.observation.count_save(step)
 
     def _tell_plan(self, step: int) -> None:
         if self._loop is not None:  # asked from the trainer's thread
@@ -294,10 +295,8 @@ class Ranked:
         state = self._state
         self._heard_at = time.monotonic()
         match message:
-            case Committed():
-                await self.votes.apply_committed(message)
-            case Aborted(tier=None):
-                await self.votes.apply_aborted(message)
+            case Committed() | CompareReplicas() | Aborted(tier=None):
+                await self.votes.apply(message)
             case Aborted():
                 await self._not_promoted(message)
             case Promote():

@@ -31,7 +31,7 @@ from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import MadeAs, load_kinds, writable_part
 from tieredckpt.tree.flatten import plain_tree, unflatten
 from tieredckpt.tree.leaf import array_spec
-from tieredckpt.tree.match import Match, match
+from tieredckpt.tree.match import AS_SAVED, Match, match
 from tieredckpt.tree.select import select
 
 __all__ = ["Repair", "Restorer", "Together", "Unreadable"]
@@ -120,6 +120,8 @@ class Restorer:
         resume: bool | None,
     ) -> Restored | None:
         """See `CheckpointStore.restore`; ``loop``, the engine's, verifies views later."""
+        if like is AS_SAVED or into is AS_SAVED:
+            like, into, as_ = None, None, "saved"
         wanted = Wanted(step, keys is None, resume)
         shape = _Shape(keys, like, into, as_ or "numpy")
         found = await self._together.restoring(partial(self._restore, loop, wanted, shape, copy=copy))

@@ -64,6 +64,10 @@ class Observation:
             step_seconds=step_seconds,
         )
 
+    def count_save(self, step: int) -> None:
+        """Count as saved now what was not, so that schedules see what they see on ranks that have saved it."""
+        self.observed = dataclasses.replace(self.observed, last_save_step=step, last_save_at=self.now())
+
     def observe_promotion(self, step: StepRecord, tier: Tier) -> float:
         """Learn from a step that has just been committed on a slower tier how long after its save; returns that.
 

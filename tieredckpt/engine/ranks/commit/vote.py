@@ -19,17 +19,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.ranks.commit.compare import Comparison, Digests
 from tieredckpt.engine.ranks.commit.merged import MergedStep, MergedSteps, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.group import Group
-from tieredckpt.engine.ranks.messages import Aborted, Committed, Save
+from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, Save
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import Failure, brief, decode, encode
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
-from tieredckpt.events import CommitFailed, StepCommitted
+from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
+from tieredckpt.format.replicas import Difference, ReplicasDisagree, show_difference
 
 __all__ = ["Missed", "StepNumbers", "Votes"]
 
@@ -70,6 +72,7 @@ class Votes:
         """At rank 0: the encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
         """At rank 0: what the parts make together."""
+        self.comparison = Comparison(state, group)
         self._epoch = 0
         """Of the last restore."""
         self._saves: Counter[int] = Counter()
@@ -102,21 +105,43 @@ class Votes:
         self._saves.clear()
         self._missed.clear()
 
-    def saved(self, attempt: str, step: StepId, index: StepIndex, tier: str | None) -> None:
-        """Tell rank 0, behind the training, that this rank has its part: in RAM, or streamed to ``tier``."""
+    def saved(
+        self, attempt: str, step: StepId, index: StepIndex, tier: str | None, replicas: Mapping[bytes, Digests]
+    ) -> None:
+        """Tell rank 0, behind the training, that this rank has its part: in RAM, or streamed to ``tier``.
+
+        ``replicas`` has the digests of what it and others divide among them.
+        """
         self._saving.discard(attempt)
         self._announced[attempt] = step
         self._state.membership.undecided.add(step)
         origin = self._state.branch.continued_by(step).origin
         restored = 0 if origin is None else origin.step.serial
-        self._group.start(self._announce(attempt, step, index, tier, restored), f"vote on {step}")
+        alike = self.comparison.hold(attempt, replicas)
+        self._group.start(self._announce(attempt, step, index, tier, restored, alike), f"vote on {step}")
 
-    async def _announce(self, attempt: str, step: StepId, index: StepIndex, tier: str | None, restored: int) -> None:
+    async def _announce(
+        self,
+        attempt: str,
+        step: StepId,
+        index: StepIndex,
+        tier: str | None,
+        restored: int,
+        replicas: dict[bytes, bytes],
+    ) -> None:
         if (reason := self._missed.pop(attempt, None)) is not None:  # the others gave up while it was copied
             await self._let_go(attempt, reason)
             return
         part = await in_thread(encode_own, index, pool=self._state.pool)
-        save = Save(step.serial, self._state.branch.last_serial, part, tier, gone=self._gone(), origin=restored)
+        save = Save(
+            step.serial,
+            self._state.branch.last_serial,
+            part,
+            tier,
+            gone=self._gone(),
+            origin=restored,
+            replicas=replicas,
+        )
         await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
@@ -152,13 +177,20 @@ class Votes:
 
     async def _decide(self, attempt: str, step: StepId, mine: Save) -> None:
         saves = {COORDINATOR: mine}
+        differing: tuple[Difference, ...] = ()
         try:
             await self._gather(attempt, saves)
+            differing = await self.comparison.differing(attempt, [save.replicas for save in saves.values()])
+            self._check(step, differing)
             parts = {rank: save.part for rank, save in saves.items()}
             whole = await in_thread(_merged, parts, pool=self._state.pool)
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
-            ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
+            ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
+            if isinstance(error, ReplicasDisagree):
+                known = {found.key for found in differing}
+                differing = (*differing, *(found for found in error.found if found.key not in known))
+                ranks = sorted({rank for found in differing for rank in found.ranks})
             failed = Aborted(
                 step=step.step,
                 serial=max(save.serial for save in saves.values()),
@@ -168,20 +200,31 @@ class Votes:
                 attempt=attempt,
                 last_serial=self._after(saves),
                 open=tuple(self._open),
+                differing=differing,
             )
             self._group.tell(failed)
-            await self.apply_aborted(failed)
+            await self._apply_aborted(failed)
             return
         self._open.discard(attempt)
         self.merged_steps.keep(whole)
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        agreed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open))
+        agreed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open), differing)
         self._group.tell(agreed)
-        await self.apply_committed(agreed)
+        await self._apply_committed(agreed)
         if tier is not None:
             await self._commit_streamed(step, tier, parts)
+
+    def _check(self, step: StepId, differing: Sequence[Difference]) -> None:
+        """Log replicas that are not equal; raise `ReplicasDisagree` if the configuration says so."""
+        if not differing:
+            return
+        told = "; ".join(map(show_difference, differing[:4]))
+        told = f"{told}. Memory or computation of a rank is wrong, or what was declared or sharded as replicas is none"
+        if self._state.config.when_replicas_differ == "refuse":
+            raise ReplicasDisagree(told, differing)
+        _log.error("%s: %s", step, told)
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """What every rank has to say of its save; raises when not all have saved the same step."""
@@ -222,10 +265,22 @@ class Votes:
 
     # -- what was decided ---------------------------------------------------------------------------------
 
-    async def apply_committed(self, agreed: Committed) -> None:
+    async def apply(self, message: Committed | CompareReplicas | Aborted) -> None:
+        """Do what rank 0 tells of a vote."""
+        match message:
+            case Committed():
+                await self._apply_committed(message)
+            case Aborted():
+                await self._apply_aborted(message)
+            case CompareReplicas():
+                self._group.start(self.comparison.answer(message), f"comparison of {message.attempt}")
+
+    async def _apply_committed(self, agreed: Committed) -> None:
         """Count the step as held; without all parts in RAM, it is once it was committed on a shared tier."""
         step = agreed.record.id
         self._announced.pop(agreed.attempt, None)
+        self.comparison.forget(agreed.attempt)
+        self._emit(step, agreed.differing)
         self._state.membership.failed.pop(step, None)
         self._state.branch.last_serial = max(self._state.branch.last_serial, step.serial)
         if agreed.in_ram:
@@ -238,9 +293,10 @@ class Votes:
         await self._forget_older(step, agreed.open)
         self._state.changed.notify()
 
-    async def apply_aborted(self, failed: Aborted) -> None:
+    async def _apply_aborted(self, failed: Aborted) -> None:
         """Drop this rank's part, and continue with the serial that all others continue with."""
         self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
+        self._emit(StepId(failed.serial, failed.step), failed.differing)
         if failed.attempt in self._announced:
             await self._give_up(failed.attempt, failed.ranks, failed.reason)
         else:
@@ -274,7 +330,12 @@ class Votes:
 
     async def _let_go(self, attempt: str, reason: str) -> None:
         step = self._announced.pop(attempt)
+        self.comparison.forget(attempt)
         await self._drop(step, _not_committed(step, reason))
+
+    def _emit(self, step: StepId, differing: Sequence[Difference]) -> None:
+        for found in differing:
+            self._state.events.emit(ReplicasDiffer(step.step, step.serial, found.key, found.ranks, found.more))
 
     def _fail(self, step: StepId, ranks: Sequence[int], reason: str) -> None:
         _log.error("%s of %d ranks was not committed: %s", step, self._group.size, reason)

@@ -1,0 +1,202 @@
+"""Ranks compare what they should have alike at each save: whose bytes differ is named, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cohort import Cohort, cohort
+from support.scenes import SOON
+
+from tieredckpt.engine.ranks.commit import compare
+from tieredckpt.errors import RanksUnavailable
+from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted
+
+DECLARED = ("**",)
+
+
+@asynccontextmanager
+async def ranks_of(size: int, shared_memory: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[Cohort]:
+    async with cohort(size, shared_memory, tmp_path / "disk", chunk_size=64 << 10, **settings) as ranks:
+        yield ranks
+
+
+def replica(seed: int) -> dict[str, Any]:
+    """Large leaves, a transposed one, small ones and scalars, which all ranks have alike."""
+    random = np.random.default_rng(seed)
+    return {
+        "layers": [random.standard_normal((180, 128)).astype(np.float32) for _ in range(3)],
+        "turned": random.standard_normal((96, 200)).T,
+        "bias": random.standard_normal(8),
+        "step": seed,
+    }
+
+
+def flip(array: np.ndarray[Any, Any], at: int = -1) -> None:
+    """One bit."""
+    array.reshape(-1).view(np.uint8)[at] ^= 4
+
+
+async def save(ranks: Cohort, step: int, trees: list[dict[str, Any]], replicated: tuple[str, ...]) -> list[Any]:
+    return await ranks.all(lambda store, rank: store.save(step, trees[rank], replicated=replicated))
+
+
+async def named(ranks: Cohort, step: int) -> ReplicasDiffer:
+    """What every rank heard of the replicas of a step, which is the same on all."""
+    heard = [await each.first(ReplicasDiffer, lambda event: event.step == step) for each in ranks.heard]
+    assert len(set(heard)) == 1
+    return heard[0]
+
+
+@pytest.mark.parametrize("nodes", [["a"] * 4, ["a", "a", "b", "b"]], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("at", [0, -1])
+async def test_a_flipped_bit_of_one_replica_is_named_with_its_rank_and_key(
+    shared_memory: Path, tmp_path: Path, nodes: list[str], rank: int, at: int
+) -> None:
+    async with ranks_of(4, shared_memory, tmp_path, nodes=nodes) as ranks:
+        trees = [replica(1) for _ in range(4)]
+        await ranks.reached(await save(ranks, 1, trees, DECLARED), "ram")
+        flip(trees[rank]["layers"][1], at)
+        await save(ranks, 2, trees, DECLARED)
+        found = await named(ranks, 2)
+        assert (found.key, found.ranks, found.more) == ("layers/1", (rank,), 0)
+        assert not any(event.step == 1 for heard in ranks.heard for event in heard.of(ReplicasDiffer))
+
+
+@pytest.mark.parametrize("key", ["turned", "bias"])
+async def test_leaves_of_any_layout_and_size_are_compared_declared_or_not(
+    shared_memory: Path, tmp_path: Path, key: str
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        for step, replicated in ((1, DECLARED), (2, ())):
+            trees = [replica(step) for _ in range(3)]
+            trees[1][key] = trees[1][key] + 1
+            await save(ranks, step, trees, replicated)
+            found = await named(ranks, step)
+            assert (found.key, found.ranks) == (key, (1,))
+
+
+async def test_of_two_ranks_both_are_named_for_nobody_knows_who_is_wrong(shared_memory: Path, tmp_path: Path) -> None:
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        for step, replicated in ((1, DECLARED), (2, ())):
+            trees = [replica(1), replica(1)]
+            flip(trees[1]["layers"][0])
+            flip(trees[1]["layers"][2])
+            await save(ranks, step, trees, replicated)
+            found = await named(ranks, step)
+            assert (found.key, found.ranks, found.more) == ("layers/0", (0, 1), 1)
+
+
+async def test_a_step_of_shares_is_committed_unless_it_is_to_be_refused(shared_memory: Path, tmp_path: Path) -> None:
+    for choice in ("report", "refuse"):
+        place = tmp_path / choice
+        async with ranks_of(3, shared_memory / choice, place, when_replicas_differ=choice) as ranks:
+            trees = [replica(1) for _ in range(3)]
+            flip(trees[2]["layers"][0])
+            checkpoints = await save(ranks, 1, trees, DECLARED)
+            if choice == "report":
+                await ranks.reached(checkpoints, "disk")
+                assert not any(heard.of(CommitFailed) for heard in ranks.heard)
+            else:
+                for checkpoint in checkpoints:
+                    with pytest.raises(RanksUnavailable, match="'layers/0' is not the same on rank 2 as on most"):
+                        await checkpoint.reached("ram")
+                assert [event.ranks for event in await ranks.failed()] == [(2,)] * 3
+            assert (await named(ranks, 1)).ranks == (2,)
+            flip(trees[2]["layers"][0])
+            await ranks.reached(await save(ranks, 2, trees, DECLARED), "disk")
+            assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [1] * 3
+
+
+async def test_undeclared_leaves_that_differ_make_no_step(shared_memory: Path, tmp_path: Path) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][0])
+        await save(ranks, 1, trees, ())
+        for event in await ranks.failed():
+            assert event.ranks == (1,)
+            assert "'layers/0' is not the same on rank 1 as on most of the 3 ranks" in event.reason
+
+
+async def test_what_is_ignored_is_not_read(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare._Pass, "run", None)
+    async with ranks_of(2, shared_memory, tmp_path, when_replicas_differ="ignore") as ranks:
+        trees = [replica(1), replica(2) | {"bias": replica(1)["bias"], "step": 1}]
+        await ranks.reached(await save(ranks, 1, trees, DECLARED), "disk")
+        assert not any(heard.of(ReplicasDiffer) for heard in ranks.heard)
+
+
+async def test_only_ranks_that_differ_are_asked_for_more_than_one_digest(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    answer = compare.Comparison.answer
+
+    async def noted(self: compare.Comparison, message: Any) -> None:
+        asked.append(message.attempt)
+        await answer(self, message)
+
+    monkeypatch.setattr(compare.Comparison, "answer", noted)
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        await ranks.reached(await save(ranks, 1, trees, DECLARED), "ram")
+        assert not asked
+        flip(trees[1]["layers"][0])
+        await save(ranks, 2, trees, DECLARED)
+        await named(ranks, 2)
+        assert asked == ["0.2.0"] * 2
+
+
+async def test_a_rank_that_is_silent_when_it_is_asked_costs_that_step_alone(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][0])
+        held = ranks.world.hold(2, "send", topic="replicas/*")
+        ranks.let_wait(1.0)
+        await save(ranks, 1, trees, DECLARED)
+        for event in await ranks.failed([0, 1], step=1):
+            assert event.ranks == (2,)
+        held.release()
+
+
+async def test_a_cancelled_save_ends_only_when_no_thread_reads_the_replicas_any_more(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, end = threading.Event(), threading.Event()
+
+    def cell() -> bytes:
+        began.set()
+        assert end.wait(SOON)
+        return bytes(16)
+
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        monkeypatch.setattr(compare, "_cells", lambda *_: iter([("a", cell)]))
+        saving = asyncio.ensure_future(ranks[1].save(1, replica(1), replicated=DECLARED))
+        assert await asyncio.to_thread(began.wait, SOON)
+        saving.cancel()
+        assert not (await asyncio.wait([saving], timeout=0.3))[0]
+        end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+
+
+@pytest.mark.slow
+async def test_a_hundred_saves_of_equal_replicas_raise_no_alarm(shared_memory: Path, tmp_path: Path) -> None:
+    async with ranks_of(4, shared_memory, tmp_path, nodes=["a", "a", "b", "b"]) as ranks:
+        for step in range(100):
+            trees = [replica(step) for _ in range(4)]
+            replicated = (DECLARED, (), ("layers/*",))[step % 3]
+            await ranks.reached(await save(ranks, step, trees, replicated), "ram")
+        assert [len(heard.of(StepCommitted)) for heard in ranks.heard] == [100] * 4
+        assert not any(heard.of(ReplicasDiffer) for heard in ranks.heard)

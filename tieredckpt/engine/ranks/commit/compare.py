@@ -1,0 +1,157 @@
+"""Compares what several ranks have alike and divide among them: of each piece, one rank alone stores the bytes.
+
+Every rank digests the pieces that others store, before its save returns, and votes with one digest for each group of
+ranks that have the same. Where these differ, rank 0 asks all for the digests of the chunks, and names key and rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from tieredckpt.concurrency import settle
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.messages import CompareReplicas
+from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.wire_types import decode, encode
+from tieredckpt.format.digest import SIZE, digest
+from tieredckpt.format.manifest import StepIndex
+from tieredckpt.format.replicas import Difference, differences
+from tieredckpt.tree.flatten import Replicated
+from tieredckpt.tree.leaf import ArrayLeaf
+
+__all__ = ["Comparison", "Digests", "digests_of"]
+
+Digests = dict[str, bytes]
+"""The digests of all chunks of some pieces, one after another, by the storage key of the piece."""
+
+
+async def digests_of(state: State, groups: Sequence[Replicated], index: StepIndex) -> dict[bytes, Digests]:
+    """The digests of all that this rank and others have alike, by the name of the group of ranks.
+
+    Those of what this rank stores are in ``index``; the rest is read, by no thread any more when this ends.
+    """
+    found: dict[bytes, Digests] = {}
+    for group in groups if state.config.when_replicas_differ != "ignore" else ():
+        digests = found[_name(group)] = await _Pass(group.elsewhere, state.config.chunk_size).run(state)
+        digests |= {key: b"".join([chunk.digest for chunk in index.arrays[key].chunks]) for key in group.here}
+    return found
+
+
+def _name(group: Replicated) -> bytes:
+    return digest(",".join(map(str, group.ranks)).encode())
+
+
+class _Pass:
+    """Digests of leaves by several threads. What is on a device is fetched leaf by leaf."""
+
+    def __init__(self, leaves: Sequence[ArrayLeaf], chunk_size: int) -> None:
+        self._cells = enumerate(_cells(leaves, chunk_size))
+        self._guards_cells = threading.Lock()
+        self._found: list[tuple[int, str, bytes]] = []
+        self._stop = False
+
+    async def run(self, state: State) -> Digests:
+        loop = asyncio.get_running_loop()
+        threads = [loop.run_in_executor(state.pool, self._work) for _ in range(state.config.copy_threads)]
+        ended = await settle(asyncio.gather(*threads, return_exceptions=True), self._end)
+        for error in ended:
+            if error is not None:
+                raise error
+        found: dict[str, list[bytes]] = {}
+        for _, key, value in sorted(self._found):
+            found.setdefault(key, []).append(value)
+        return {key: b"".join(values) for key, values in found.items()}
+
+    def _end(self) -> None:
+        self._stop = True
+
+    def _work(self) -> None:
+        try:
+            while not self._stop:
+                with self._guards_cells:
+                    at, (key, cell) = next(self._cells)
+                self._found.append((at, key, cell()))
+        except StopIteration:
+            pass
+        except BaseException:
+            self._stop = True
+            raise
+
+
+def _cells(leaves: Iterable[ArrayLeaf], chunk_size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    for leaf in leaves:
+        planned = Snapshot.of([leaf], chunk_size, {})
+        for value in planned.inline.get(0, ()):
+            yield leaf.key, partial(digest, value)
+        for cell in planned.pending:
+            yield leaf.key, cell.digest
+
+
+class Comparison:
+    """What the ranks of a store have alike in the saves that are not decided on. Lives on the engine's loop."""
+
+    def __init__(self, state: State, group: Group) -> None:
+        self._state = state
+        self._group = group
+        self._mine: dict[str, Mapping[bytes, Digests]] = {}
+        """By attempt and group of ranks."""
+
+    def hold(self, attempt: str, groups: Mapping[bytes, Digests]) -> dict[bytes, bytes]:
+        """Keep the digests of an attempt until `forget`; one digest for each group of ranks."""
+        self._mine[attempt] = groups
+        return {
+            name: digest(b"".join([key.encode() + b"\0" + found[key] for key in sorted(found)]))
+            for name, found in groups.items()
+        }
+
+    def forget(self, attempt: str) -> None:
+        self._mine.pop(attempt, None)
+
+    async def differing(self, attempt: str, votes: Iterable[Mapping[bytes, bytes]]) -> tuple[Difference, ...]:
+        """At rank 0: who has what else than the rest, given the digests that every rank voted with.
+
+        Raises `RanksUnavailable` when a rank does not say what it has.
+        """
+        values: dict[bytes, set[bytes]] = {}
+        for voted in votes:
+            for name, value in voted.items():
+                values.setdefault(name, set()).add(value)
+        groups = tuple(name for name, found in values.items() if len(found) > 1)
+        if not groups:
+            return ()
+        asked = CompareReplicas(attempt, groups)
+        self._group.tell(asked)
+        came = await self._group.gather(_topic(asked), self._said(asked))
+        said: dict[int, dict[bytes, Digests]] = {
+            rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()
+        }
+        return tuple(difference for name in groups for difference in differences(_by_key(name, said)))
+
+    async def answer(self, asked: CompareReplicas) -> None:
+        """Tell rank 0 what this rank has."""
+        await self._group.gather(_topic(asked), self._said(asked))
+
+    def _said(self, asked: CompareReplicas) -> bytes:
+        mine = self._mine.get(asked.attempt, {})
+        return encode({name: mine[name] for name in asked.groups if name in mine})
+
+
+def _topic(asked: CompareReplicas) -> str:
+    return f"replicas/{asked.attempt}"
+
+
+def _by_key(name: bytes, said: Mapping[int, Mapping[bytes, Digests]]) -> dict[str, dict[int, list[bytes]]]:
+    """The digests of each piece of a group by rank; none where a rank of the group lacks it."""
+    members = {rank: groups[name] for rank, groups in said.items() if name in groups}
+    keys = dict.fromkeys(key for found in members.values() for key in found)
+    return {
+        key: {
+            rank: [own[at : at + SIZE] for at in range(0, len(own), SIZE)]
+            for rank, own in ((rank, found.get(key, b"")) for rank, found in members.items())
+        }
+        for key in keys
+    }

@@ -1,0 +1,82 @@
+"""Compares what several ranks should have alike, by the digests of their chunks, and names who differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from tieredckpt.errors import Conflict
+from tieredckpt.format.layout import parse_block_key
+
+__all__ = ["Difference", "ReplicasDisagree", "differences", "show_difference", "show_ranks"]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Arrays of which some ranks have other bytes than the rest."""
+
+    key: str
+    """Of the first such array by name."""
+    ranks: tuple[int, ...]
+    """Those in the minority; all that have the array where no value is that of more than half of them."""
+    holders: int
+    """How many ranks have the array."""
+    more: int = 0
+    """Further arrays in which the same ranks differ."""
+
+
+class ReplicasDisagree(Conflict):
+    """Ranks have different bytes for arrays that each of them stores."""
+
+    def __init__(self, message: str, found: Sequence[Difference]) -> None:
+        super().__init__(message)
+        self.found = tuple(found)
+
+
+def differences(arrays: Mapping[str, Mapping[int, Sequence[bytes]]]) -> list[Difference]:
+    """Who differs in which arrays: one for each set of ranks.
+
+    Args:
+        arrays: by storage key of an array or a block of one, the digests of its chunks by rank; none where a rank that
+            should have it does not.
+    """
+    keys: dict[tuple[int, ...], dict[str, int]] = {}
+    for name in sorted(arrays):
+        digests = arrays[name]
+        if ranks := _in_minority(digests):
+            block = parse_block_key(name)
+            keys.setdefault(ranks, {}).setdefault(name if block is None else block[0], len(digests))
+    return [
+        Difference(next(iter(found)), ranks, next(iter(found.values())), len(found) - 1)
+        for ranks, found in keys.items()
+    ]
+
+
+def _in_minority(digests: Mapping[int, Sequence[bytes]]) -> tuple[int, ...]:
+    wrong: set[int] = set()
+    for values in zip_longest(*digests.values()):
+        if len(set(values)) == 1:
+            continue
+        value, count = Counter(values).most_common(1)[0]
+        if 2 * count <= len(values):
+            return tuple(sorted(digests))
+        wrong.update(rank for rank, own in zip(digests, values, strict=True) if own != value)
+    return tuple(sorted(wrong))
+
+
+def show_difference(found: Difference) -> str:
+    """One for a message."""
+    more = f" (and {found.more} more)" if found.more else ""
+    what = f"array {found.key!r}{more} is not the same on {show_ranks(found.ranks)}"
+    if len(found.ranks) == found.holders:
+        return what
+    return f"{what} as on most of the {found.holders} ranks that have it"
+
+
+def show_ranks(ranks: Iterable[int]) -> str:
+    """Some ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many."""
+    found = sorted(ranks)
+    shown = ", ".join(map(str, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    return f"rank {shown}" if len(found) == 1 else f"ranks {shown}"
