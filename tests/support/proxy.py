@@ -88,7 +88,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def refuse(self, status: int, code: str) -> None:
         """Answer in the place of the server."""
-        body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>by script</Message></Error>'.encode()
+        self.answer_with(status, f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>by script</Message></Error>')
+
+    def answer_with(self, status: int, text: str) -> None:
+        """Answer in the place of the server with such a body."""
+        body = text.encode()
         self.send_response_only(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -171,6 +175,27 @@ class Hang:
         self._released.set()
 
 
+class Postponed:
+    """Requests that their client gives up, and that reach the server when they are let on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._let_on = threading.Event()
+        self._passed = threading.Event()
+
+    def __call__(self, request: Handler) -> None:
+        self.reached.set()
+        if self._let_on.wait(120):
+            request.forward().read()
+            self._passed.set()
+        request.leave()
+
+    def let_on(self) -> None:
+        """Pass them on, and wait until the server has answered one."""
+        self._let_on.set()
+        assert self._passed.wait(60)
+
+
 class Proxy:
     """What happens between a client and a server; made by `proxy`."""
 
@@ -185,6 +210,8 @@ class Proxy:
         self._hangs: list[Hang] = []
         self._guards = threading.Condition()
         self._under_way = 0
+        self.most_under_way = 0
+        """Requests at a time."""
 
     def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1) -> None:
         """Let the next ``times`` requests of a verb, ``*`` for any, meet a fault whose path has ``key`` in it."""
@@ -226,6 +253,7 @@ class Proxy:
         """What a request is to meet; it is under way from now on."""
         with self._guards:
             self._under_way += 1
+            self.most_under_way = max(self.most_under_way, self._under_way)
             self.count[verb] += 1
             self.asked.append((verb, path))
             for rule in self._rules:

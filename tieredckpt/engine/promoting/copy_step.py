@@ -103,7 +103,7 @@ async def _copy(
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
                 located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
-                encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
+                encoded = await commit_file.encode(tier, record, located, commit_file.free_btree_key(tier, step))
 
             if needs:
                 try:
