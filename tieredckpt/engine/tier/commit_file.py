@@ -92,13 +92,13 @@ async def commit(
         exclusive = first and traits.remote and traits.create_only
         try:
             await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest], create_only=exclusive)
-        except Conflict as error:
-            raise Conflict(
-                f"tier {tier.name!r}: another writer has committed {step} there, so this one does not; see that each "
-                f"training has a prefix of its own, and open the store again to see what it holds"
-            ) from error
-        except (TieredCkptError, asyncio.CancelledError):  # of a put that was repeated, the first may have happened
-            await _doubt(tier, step, packs_of(arrays))
+        except (TieredCkptError, asyncio.CancelledError) as error:
+            if exclusive and isinstance(error, Conflict):
+                raise Conflict(
+                    f"tier {tier.name!r}: another writer has committed {step} there, so this one does not; see that "
+                    f"each training has a prefix of its own, and open the store again to see what it holds"
+                ) from error
+            await _doubt(tier, step, packs_of(arrays))  # of a put that was repeated, the first may have happened
             raise
         for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):
             tier.packs.orphans.pop(key, None)
