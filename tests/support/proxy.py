@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import threading
 import time
 from collections import Counter
@@ -208,6 +209,7 @@ class Proxy:
         """Verb and path of each."""
         self._rules: list[Rule] = []
         self._hangs: list[Hang] = []
+        self._often: tuple[random.Random, float, tuple[Fault, ...]] | None = None
         self._guards = threading.Condition()
         self._under_way = 0
         self.most_under_way = 0
@@ -217,6 +219,11 @@ class Proxy:
         """Let the next ``times`` requests of a verb, ``*`` for any, meet a fault whose path has ``key`` in it."""
         with self._guards:
             self._rules.append(Rule(verb, fault, key, times))
+
+    def fail_often(self, share: float, *faults: Fault, seed: int) -> None:
+        """Let a share of all requests meet one of the faults each."""
+        with self._guards:
+            self._often = random.Random(seed), share, faults
 
     def hang(self, verb: str, *, key: str = "", times: int | None = 1) -> Hang:
         """Let requests hang."""
@@ -229,6 +236,7 @@ class Proxy:
         """Forget all faults."""
         with self._guards:
             self._rules.clear()
+            self._often = None
         for hang in self._hangs:
             hang.release()
 
@@ -261,6 +269,10 @@ class Proxy:
                     if rule.left is not None:
                         rule.left -= 1
                     return rule.fault
+            if self._often is not None:
+                chance, share, faults = self._often
+                if chance.random() < share:
+                    return chance.choice(faults)
         return _pass_on
 
 

@@ -81,6 +81,7 @@ async def test_what_a_commit_refers_to_that_may_come_late_is_kept(
 
 
 @pytest.mark.parametrize("honoured", [True, False], ids=["conditions", "no conditions"])
+@pytest.mark.usefixtures("no_signature")
 async def test_a_commit_that_comes_late_harms_none_that_came_since(
     settings: StoreConfig, between: Proxy, honoured: bool
 ) -> None:

@@ -233,6 +233,7 @@ async def test_a_reader_needs_no_right_to_write(settings: StoreConfig, between: 
         await CheckpointStore.open(far)
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_an_unfit_server_refuses_the_store(settings: StoreConfig, between: Proxy) -> None:
     between.fail("GET", ignore_ranges, times=None)
     with pytest.raises(Invalid, match="cannot be a tier"):
@@ -272,6 +273,7 @@ async def test_stock_tensorstore_opens_what_is_there(
     assert_same(found, tree(1)["params"]["w0"])
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_no_secret_is_stored_or_told(
     s3_place: Place, between: Proxy, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
