@@ -136,6 +136,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "tieredckpt._copying": (
+        "Copied",
+        "copy_steps",
+    ),
     "tieredckpt.checkpoint": (
         "Checkpoint",
         "Restored",
@@ -149,10 +153,6 @@ _HOMES = {
         "RamTier",
         "StoreConfig",
         "TierConfig",
-    ),
-    "tieredckpt._copying": (
-        "Copied",
-        "copy_steps",
     ),
     "tieredckpt.engine.inventory": (
         "ArrayInfo",

@@ -16,7 +16,6 @@ from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.restoring.moved import Moved
-from tieredckpt.engine.restoring.source import whole_record
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.events import Events
@@ -108,15 +107,15 @@ async def _copy(
 async def _copy_all(
     source: Engine, target: Engine, numbers: Collection[int] | None, progress: Callable[[Copied], None] | None
 ) -> list[Copied]:
-    wanted = sorted(source.state.records() if numbers is None else {source.state.find(number) for number in numbers})
-    records: dict[StepId, StepRecord] = {}
-    for step in wanted:
-        if (record := await whole_record(source.state, step)) is not None:
-            records[step] = record
+    records, damaged = dict(source.state.records()), set[StepId]()
+    if numbers is None:
+        damaged = {step for tier in source.state.tiers for step in tier.steps.damaged} - records.keys()
+    else:
+        records = {step: records[step] for step in {source.state.find(number) for number in numbers}}
     await _belong(source, target, {record.store for record in records.values()})
     copied: list[Copied] = []
-    corrupt = [f"{step} cannot be read on any tier" for step in wanted if step not in records]
-    for step, record in records.items():
+    corrupt = [f"{step} cannot be read: its commit is damaged" for step in sorted(damaged)]
+    for step, record in sorted(records.items()):
         try:
             written = await source.looking(partial(_copy_one, source, target, step, record))
         except Corrupt as error:
@@ -131,7 +130,9 @@ async def _copy_all(
             if progress is not None:
                 progress(copied[-1])
     if corrupt:
-        raise Corrupt(f"{'; '.join(corrupt)}. {len(copied)} of {len(wanted)} steps are in the other store")
+        raise Corrupt(
+            f"{'; '.join(corrupt)}. {len(copied)} of {len(records) + len(damaged)} steps are in the other store"
+        )
     return copied
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from support.proxy import proxy
 from support.scenes import assert_same, config, folder, tree
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NotFound, copy_steps
-from tieredckpt.config import StoreConfig
+from tieredckpt.config import StoreConfig, dump_with_secrets
 
 
 def disk(path: Path, **settings: Any) -> StoreConfig:
@@ -101,35 +100,41 @@ async def test_a_corrupt_chunk_is_named_and_not_copied_and_other_steps_are(sourc
     assert not any(bad in path.read_bytes() for path in (tmp_path / "target").glob("packs/*/*"))
 
 
+async def test_a_step_whose_commit_is_damaged_is_named(source: StoreConfig, tmp_path: Path) -> None:
+    (manifest,) = (tmp_path / "source").glob("steps/0000000003-*/manifest.ocdbt")
+    manifest.write_bytes(b"torn")
+    target = disk(tmp_path / "target")
+    with pytest.raises(Corrupt, match=r"step 3 \(serial 3\) cannot be read.*3 of 4 steps are in the other store"):
+        await copy_steps(source, target)
+    with pytest.raises(Corrupt, match="step 3"):
+        await copy_steps(source, target, [3])
+    async with CheckpointStore.open(target, read_only=True) as store:
+        assert [info.step for info in await store.steps()] == [1, 2, 4]
+
+
 KILLED = """
-import asyncio, sys
+import asyncio, json, sys
 from tieredckpt import copy_steps
-print("ready", flush=True)
-asyncio.run(copy_steps(sys.argv[1], sys.argv[2], progress=lambda each: print("copied", each.step, flush=True)))
+source, target = map(json.loads, sys.argv[1:])
+asyncio.run(copy_steps(source, target, progress=lambda each: print("copied", each.step, flush=True)))
 """
 
 
-async def test_a_copy_that_was_killed_goes_on_where_it_was(
-    source: StoreConfig, s3_place: Place, tmp_path: Path
-) -> None:
-    """It dies with a pack and half of a commit on their way."""
+async def test_a_copy_that_was_killed_goes_on_where_it_was(source: StoreConfig, s3_place: Place) -> None:
+    """It dies with the index of step 3 on its way."""
     with proxy(s3_place.server) as between:
-        far = {"s3": s3_place.tier(between.url, retain="all")}
+        target = config({"s3": s3_place.tier(between.url, retain="all")})
         hang = between.hang("PUT", key="0000000003-", times=1)
-        files = [tmp_path / name for name in ("source.json", "target.json")]
-        program = KILLED.replace("sys.argv[1], sys.argv[2]", "*map(read, sys.argv[1:])").replace(
-            "asyncio, sys",
-            "asyncio, json, pathlib, sys\nread = lambda path: json.loads(pathlib.Path(path).read_text())",
-        )
-        files[0].write_text(source.model_dump_json())
-        files[1].write_text(json.dumps({"store": {"chunk_size": 16 << 10}, "tiers": far}))
-        process = subprocess.Popen([sys.executable, "-c", program, *map(str, files)], stdout=subprocess.PIPE, text=True)
-        assert await asyncio.to_thread(hang.reached.wait, 60)
-        process.send_signal(signal.SIGKILL)
-        assert "copied 2\n" in process.communicate()[0]
+        stores = [json.dumps(dump_with_secrets(settings)) for settings in (source, target)]
+        command = [sys.executable, "-c", KILLED, *stores]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert await asyncio.to_thread(hang.reached.wait, 300)
+            finally:
+                process.kill()
+            assert "copied 2\n" in process.communicate()[0]
         hang.release()
         between.heal()
-        target = config(far)
         async with CheckpointStore.open(target, read_only=True) as store:
             assert [info.step for info in await store.steps()] == [1, 2]  # nothing half visible
         between.restart_count()

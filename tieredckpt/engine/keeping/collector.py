@@ -183,8 +183,9 @@ class Collector:
                     await tier.store.delete(layout.manifest_key(step.step, step.serial))
                     steps.believe(step, grace)
         for step in tuple(steps.doubtful.keys() & steps.held.keys()):
-            if steps.doubtful[step].late and steps.believe(step, grace):
+            if steps.doubtful[step].late and steps.doubtful[step].age >= grace:
                 await self._reread(tier, step)
+                steps.believe(step, grace)
 
     async def _reread(self, tier: Tier, step: StepId) -> None:
         """Learn which of several commits of a step is there."""

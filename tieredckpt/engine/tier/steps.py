@@ -148,6 +148,11 @@ class Doubt:
     """Whether it may yet: something between here and the store may pass it on after its sender has given it up."""
     since: float = field(default_factory=time.monotonic)
 
+    @property
+    def age(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self.since
+
 
 @dataclass
 class Steps:
@@ -232,7 +237,7 @@ class Steps:
     def believe(self, step: StepId, grace: float | None = None) -> bool:
         """Doubt a step no more, unless a commit of it may come late: then not before ``grace`` seconds, if ever."""
         doubt = self.doubtful.get(step)
-        if doubt is not None and doubt.late and (grace is None or time.monotonic() - doubt.since < grace):
+        if doubt is not None and doubt.late and (grace is None or doubt.age < grace):
             return False
         self.doubtful.pop(step, None)
         return True
