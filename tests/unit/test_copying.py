@@ -6,11 +6,13 @@ import asyncio
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.limits import limit
 from support.object_stores import Place
 from support.proxy import proxy
 from support.scenes import assert_same, config, folder, tree
@@ -142,6 +144,22 @@ async def test_a_copy_that_was_killed_goes_on_where_it_was(source: StoreConfig, 
         assert [bool(each.written) for each in copied] == [False, False, False, True]
         assert sum("/packs/" in path for verb, path in between.asked if verb == "PUT") == 1
         assert await content(target) == await content(source)
+
+
+async def test_a_copy_holds_a_part_of_a_step_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, scratch_size=4 << 20)
+    source, target = disk(tmp_path / "source"), disk(tmp_path / "target")
+    async with CheckpointStore.open(source) as store:
+        await store.save(1, {"w": np.random.default_rng(1).integers(0, 1 << 62, (16 << 20) // 8)})
+    tracemalloc.start()
+    try:
+        (copied,) = await copy_steps(source, target)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert copied.written > 16 << 20
+    assert len(files(tmp_path / "target")) >= 16  # of a quarter of the scratch memory each, at most
+    assert peak < 8 << 20
 
 
 async def test_a_writer_of_the_target_is_not_disturbed(source: StoreConfig, tmp_path: Path) -> None:
