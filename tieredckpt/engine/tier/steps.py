@@ -234,13 +234,11 @@ class Steps:
         self.doubtful[step] = Doubt(packs, late)
         self.indexes.forget(step)
 
-    def believe(self, step: StepId, grace: float | None = None) -> bool:
+    def believe(self, step: StepId, grace: float | None = None) -> None:
         """Doubt a step no more, unless a commit of it may come late: then not before ``grace`` seconds, if ever."""
         doubt = self.doubtful.get(step)
-        if doubt is not None and doubt.late and (grace is None or doubt.age < grace):
-            return False
-        self.doubtful.pop(step, None)
-        return True
+        if doubt is not None and (not doubt.late or (grace is not None and doubt.age >= grace)):
+            del self.doubtful[step]
 
     def late_packs(self) -> set[str]:
         """The packs of commits that may come late."""
