@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 from support.agents import end_agent
-from support.object_stores import Place, moto_server
+from support.object_stores import REAL, Place, moto_server, real_server
 from support.scenes import new_shared_folder, ram
 
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
@@ -138,11 +138,18 @@ def ram_folder(shared_memory: Path) -> Iterator[Path]:
     end_agent(path)
 
 
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server of S3's protocol."""
-    with moto_server(tmp_path_factory.mktemp("moto")) as url:
+@pytest.fixture(scope="session", params=["moto", *([pytest.param("real", marks=pytest.mark.s3_real)] if REAL else [])])
+def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server of S3's protocol: of moto, and of one that somebody runs where ``S3_SERVER`` names it."""
+    with real_server() if request.param == "real" else moto_server(tmp_path_factory.mktemp("moto")) as url:
         yield url
+
+
+@pytest.fixture
+def no_signature(s3_server: str) -> None:
+    """Skips the test at a server that checks signatures: it changes signed requests, or has other credentials."""
+    if s3_server == REAL:
+        pytest.skip("the server checks signatures")
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from tieredckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from tieredckpt._copying import Copied, copy_steps
     from tieredckpt.checkpoint import Checkpoint, Restored, SyncCheckpoint, SyncRestored
     from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
     from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
@@ -85,6 +86,7 @@ __all__ = [
     "CommitFailed",
     "Communicator",
     "Conflict",
+    "Copied",
     "Corrupt",
     "DamagedStep",
     "Event",
@@ -131,10 +133,15 @@ __all__ = [
     "TieredCkptError",
     "Verified",
     "__version__",
+    "copy_steps",
     "preemption",
 ]
 
 _HOMES = {
+    "tieredckpt._copying": (
+        "Copied",
+        "copy_steps",
+    ),
     "tieredckpt.checkpoint": (
         "Checkpoint",
         "Restored",

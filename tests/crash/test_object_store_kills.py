@@ -8,10 +8,14 @@ import pytest
 from reliability.doomed import POINTS
 from reliability.kills import kill_trainers
 from support.object_stores import Place
+from support.proxy import cut, internal_error, late, lose_reply, proxy, slow_down
 
 
 def assert_nothing_lost(kills: int, memory: Path, place: Place, seed: int) -> None:
-    found = kill_trainers(kills, memory, place.tier(), seed=seed)
+    """Requests pass through a proxy that breaks some of them in each way it knows."""
+    with proxy(place.server) as between:
+        between.fail_often(0.05, slow_down, internal_error, cut, lose_reply, late, seed=seed)
+        found = kill_trainers(kills, memory, place.tier(between.url, retries=3), seed=seed)
     assert found.lost == []
     assert sum(found.kills.values()) == kills
     assert len(found.kills) == len(POINTS)

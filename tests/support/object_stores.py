@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import http.client
 import importlib.util
+import os
 import re
 import secrets
 import shutil
@@ -30,6 +31,7 @@ __all__ = [
     "AZURITE",
     "BUCKET",
     "CREDENTIALS",
+    "REAL",
     "Bucket",
     "Container",
     "Place",
@@ -37,10 +39,16 @@ __all__ = [
     "moto_server",
     "need_modules",
     "null_server",
+    "real_server",
 ]
 
 BUCKET = "checkpoints"
-CREDENTIALS = {"access_key_id": "an-access-key", "secret_access_key": "test-secret", "region": "us-east-1"}
+REAL = os.environ.get("S3_SERVER")
+"""The URL of a server that somebody runs; its credentials are ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``."""
+_KEYS = {"access_key_id": "an-access-key", "secret_access_key": "test-secret"}
+if REAL:
+    _KEYS = {name: os.environ[f"AWS_{name.upper()}"] for name in _KEYS}
+CREDENTIALS = _KEYS | {"region": "us-east-1"}
 
 AZURITE = {
     "account": "devstoreaccount1",
@@ -66,6 +74,19 @@ def moto_server(folder: Path) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         _client(url).create_bucket(Bucket=BUCKET)
         yield url
+
+
+@contextmanager
+def real_server() -> Iterator[str]:
+    """The server that ``S3_SERVER`` names, with `BUCKET`, of which nothing below ``runs/`` stays."""
+    assert REAL is not None
+    need_modules("obstore", "boto3")
+    client = _client(REAL)
+    client.create_bucket(Bucket=BUCKET)
+    yield REAL
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="runs/"):
+        for found in page.get("Contents", ()):
+            client.delete_object(Bucket=BUCKET, Key=found["Key"])
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import threading
 import time
 from collections import Counter
@@ -87,8 +88,12 @@ class Handler(BaseHTTPRequestHandler):
             self.leave()
 
     def refuse(self, status: int, code: str) -> None:
-        """Answer with an error, and do not ask the server."""
-        body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>by script</Message></Error>'.encode()
+        """Answer in the place of the server."""
+        self.answer_with(status, f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>by script</Message></Error>')
+
+    def answer_with(self, status: int, text: str) -> None:
+        """Answer in the place of the server with such a body."""
+        body = text.encode()
         self.send_response_only(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -171,6 +176,27 @@ class Hang:
         self._released.set()
 
 
+class Postponed:
+    """Requests that their client gives up, and that reach the server when they are let on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._let_on = threading.Event()
+        self._passed = threading.Event()
+
+    def __call__(self, request: Handler) -> None:
+        self.reached.set()
+        if self._let_on.wait(120):
+            request.forward().read()
+            self._passed.set()
+        request.leave()
+
+    def let_on(self) -> None:
+        """Pass them on, and wait until the server has answered one."""
+        self._let_on.set()
+        assert self._passed.wait(60)
+
+
 class Proxy:
     """Counts and disturbs the requests from a client to a server; made by `proxy`."""
 
@@ -183,13 +209,21 @@ class Proxy:
         """Verb and path of each."""
         self._rules: list[Rule] = []
         self._hangs: list[Hang] = []
+        self._often: tuple[random.Random, float, tuple[Fault, ...]] | None = None
         self._guards = threading.Condition()
         self._under_way = 0
+        self.most_under_way = 0
+        """Requests at a time."""
 
     def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1) -> None:
         """Disturb the next ``times`` requests of a verb, ``*`` for any, whose path contains ``key``."""
         with self._guards:
             self._rules.append(Rule(verb, fault, key, times))
+
+    def fail_often(self, share: float, *faults: Fault, seed: int) -> None:
+        """Let a share of all requests meet one of the faults each."""
+        with self._guards:
+            self._often = random.Random(seed), share, faults
 
     def hang(self, verb: str, *, key: str = "", times: int | None = 1) -> Hang:
         """Keep requests waiting until they are released."""
@@ -202,6 +236,7 @@ class Proxy:
         """Forget all faults."""
         with self._guards:
             self._rules.clear()
+            self._often = None
         for hang in self._hangs:
             hang.release()
 
@@ -226,6 +261,7 @@ class Proxy:
         """The fault of a request, which counts as under way from now on."""
         with self._guards:
             self._under_way += 1
+            self.most_under_way = max(self.most_under_way, self._under_way)
             self.count[verb] += 1
             self.asked.append((verb, path))
             for rule in self._rules:
@@ -233,6 +269,10 @@ class Proxy:
                     if rule.left is not None:
                         rule.left -= 1
                     return rule.fault
+            if self._often is not None:
+                chance, share, faults = self._often
+                if chance.random() < share:
+                    return chance.choice(faults)
         return _pass_on
 
 

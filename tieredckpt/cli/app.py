@@ -14,6 +14,7 @@ from tieredckpt.cli.agent import agent
 from tieredckpt.cli.bench import bench
 from tieredckpt.cli.bench_chfs import bench_chfs
 from tieredckpt.cli.console import errors, output, printable
+from tieredckpt.cli.copy import copy
 from tieredckpt.cli.demo import demo
 from tieredckpt.cli.doctor import doctor
 from tieredckpt.cli.ending import ended_in_order
@@ -104,6 +105,7 @@ for _verb in (
     evict,
     delete,
     collect,
+    copy,
     adopt,
     forget,
     fork,

@@ -162,10 +162,19 @@ def kind_of(tier: C) -> TierKind[C]:
 
 
 def kind_of_url(url: str) -> TierKind[Any]:
-    """The kind that a URL names a place of. Raises `Invalid`, with the schemes that are known."""
+    """The kind that a URL names a place of. Raises `Invalid`, with the schemes that are known.
+
+    Of several, first what `register` was given, then the one that is called by the scheme, then this library's.
+    """
     scheme = url.partition("://")[0].lower()
+    offered = _registry.offered(GROUP)
     known: list[str] = []
-    for name in kinds():
+
+    def rank(name: str) -> tuple[bool, bool, bool]:
+        ours = any(entry.value.startswith("tieredckpt.") for entry in offered.get(name, ()))
+        return name not in _registered, name != scheme, not ours
+
+    for name in sorted(kinds(), key=rank):
         try:
             kind = kind_named(name)
         except Invalid:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PlainSerializer, SecretStr, SerializationInfo
@@ -77,7 +78,9 @@ class ObjectTier(TierConfig):
     object_size: Annotated[Size, Field(ge=5 << 20, le=1 << 30)] = 64 << 20
     """Bytes of a pack, about. Each is one PUT."""
     concurrency: Threads = 8
-    """How many packs are written at a time, and twice as many ranges read."""
+    """How many packs are written at a time; twice as many requests are under way at most."""
+    endpoint_variables: ClassVar[tuple[str, ...]] = ()
+    """Of the environment, first match first: what takes the place of ``endpoint`` where that is None."""
 
     @property
     def bucket(self) -> str:
@@ -89,8 +92,19 @@ class ObjectTier(TierConfig):
         return self.url.partition("://")[2].partition("/")[2]
 
     @property
+    def service(self) -> str | None:
+        """URL of the service, by the tier or by the environment; None for the provider's own. Raises `Invalid`."""
+        variable = next((name for name in self.endpoint_variables if os.environ.get(name)), None)
+        if self.endpoint is not None or variable is None:
+            return self.endpoint
+        try:
+            return check_endpoint(os.environ[variable])
+        except Invalid as error:
+            raise Invalid(f"tier {self.name!r}: the environment's {variable} {error}") from None
+
+    @property
     def location(self) -> str:
-        return self.url if self.endpoint is None else f"{self.url} at {self.endpoint}"
+        return self.url if (where := self.service) is None else f"{self.url} at {where}"
 
 
 class S3Tier(ObjectTier):
@@ -109,6 +123,7 @@ class S3Tier(ObjectTier):
     """Better in the environment (``AWS_ACCESS_KEY_ID`` and so on) than in a file; shown and stored nowhere."""
     unsigned_payload: Flag | None = None
     """Whether the digest of a body is left out of its signature, which costs no CPU then; None for over TLS alone."""
+    endpoint_variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class GcsTier(ObjectTier):
@@ -133,8 +148,9 @@ class AzureTier(ObjectTier):
     account_key: Secret | None = None
     sas_token: Secret | None = None
     """Better in the environment (``AZURE_STORAGE_ACCOUNT_KEY``, ``AZURE_STORAGE_SAS_KEY``) than in a file."""
+    endpoint_variables = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
     @property
     def location(self) -> str:
-        where = self.endpoint or self.account
+        where = self.service or self.account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
         return self.url if where is None else f"{self.url} at {where}"

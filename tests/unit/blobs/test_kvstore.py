@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
+from support.object_stores import BUCKET, CREDENTIALS, Place
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.kvstore import store as kvstore
@@ -184,3 +189,31 @@ async def test_a_write_that_lost_its_condition_is_a_conflict(store: KvStoreBlobs
     with pytest.raises(Conflict):
         await other.put("key", [b"loser"], create_only=True)
     assert await store.get("key", limit=10) == b"winner"
+
+
+QUIET = """
+import asyncio, json, sys
+from tieredckpt import CheckpointStore
+spec = json.loads(sys.argv[1])
+with CheckpointStore.open_sync({"tiers": {"far": {"kind": "kvstore", "spec": spec}}}) as store:
+    store.save(1, {"x": 1})
+"""
+
+
+def test_s3_by_tensorstore_hints_at_the_kind_for_it_and_the_sdk_says_nothing(s3_place: Place, tmp_path: Path) -> None:
+    spec = {"driver": "s3", "bucket": BUCKET, "path": s3_place.prefix, "endpoint": s3_place.server, "aws_region": "x"}
+    keys = {f"AWS_{name.upper()}": CREDENTIALS[name] for name in ("access_key_id", "secret_access_key")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    command = [sys.executable, "-c", QUIET, json.dumps(spec)]
+    done = subprocess.run(
+        command,
+        env=environment | keys | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    (line,) = done.stderr.splitlines()
+    assert "use kind = 's3'" in line
+    assert "about 30 times" in line
+    assert s3_place.bucket.sizes().keys() >= {"tieredckpt.json"}

@@ -18,7 +18,7 @@ from tieredckpt.blobs.posix.kind import POSIX
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.kind import RAM
 from tieredckpt.config import TierConfig, TierKind, kinds, load, to_toml
-from tieredckpt.config.kinds import GROUP, kind_named, kind_of, register
+from tieredckpt.config.kinds import GROUP, kind_named, kind_of, kind_of_url, register
 from tieredckpt.config.tiers import AbsolutePath, Capacity
 from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.testing.tiers import Opening, tiers_opened_by
@@ -46,6 +46,8 @@ async def open_shelf(tier: ShelfTier, *, read_only: bool = False) -> BlobStore:
 
 
 SHELF = TierKind(config=ShelfTier, open=open_shelf, survives=lambda tier: Survives.named(tier.survives))
+
+BOX = TierKind(config=BoxTier, open=open_shelf, survives=SHELF.survives, schemes=("s3", "gs", "box", "shelf"))
 
 HERE = __name__
 
@@ -178,6 +180,17 @@ def test_registering_makes_a_kind_known_and_takes_none_from_another(entries: lis
 
     with pytest.raises(Conflict, match="another kind"):
         register(replace(SHELF, config=Other))
+
+
+def test_a_scheme_that_several_kinds_have_is_of_the_registered_then_the_namesake_then_ours(
+    entries: list[EntryPoint],
+) -> None:
+    entries.append(entry("box", f"{HERE}:BOX"))  # which comes first by name
+    assert [kind_of_url(f"{scheme}://b/run").name for scheme in ("s3", "gs")] == ["s3", "gcs"]
+    assert kind_of_url("box://b/run").name == "box"
+    assert kind_of_url("shelf://b/run").name == "box"
+    register(replace(SHELF, schemes=("gs", "shelf")))
+    assert [kind_of_url(f"{scheme}://b/run").name for scheme in ("s3", "gs", "shelf")] == ["s3", "shelf", "shelf"]
 
 
 async def test_a_store_goes_through_a_kind_that_tensorstore_cannot_read(tmp_path: Path, shared_memory: Path) -> None:

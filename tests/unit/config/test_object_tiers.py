@@ -80,6 +80,26 @@ def test_two_tiers_are_not_in_one_place_and_endpoints_are_places() -> None:
     load({"tiers": {"a": one, "b": one | {"endpoint": "http://127.0.0.1:9000"}}})
 
 
+def test_the_endpoint_of_the_environment_is_part_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    (tier,) = load(tiers()).tiers
+    kind = kind_of(tier)
+    assert tier.location == "s3://bucket/run"
+    for variable in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # a later one comes first
+        monkeypatch.setenv(variable, f"https://{variable.lower().replace('_', '-')}.example.org/")
+        where = f"https://{variable.lower().replace('_', '-')}.example.org"
+        assert kind.location(tier) == tier.location == f"s3://bucket/run at {where}"
+        assert kind.tensorstore_spec is not None
+        assert kind.tensorstore_spec(tier, "")["endpoint"] == where
+    (named,) = load(tiers(endpoint="http://127.0.0.1:9000")).tiers
+    assert named.location == "s3://bucket/run at http://127.0.0.1:9000"
+    azure = {"kind": "azure", "url": "az://container/run"}
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "mine")
+    (tier,) = load({"tiers": {"az": azure}}).tiers
+    assert tier.location == "az://container/run at mine"
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "https://blobs.example.org")
+    assert tier.location == "az://container/run at https://blobs.example.org"
+
+
 async def test_without_obstore_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     for module in ("client", "probe", "store"):

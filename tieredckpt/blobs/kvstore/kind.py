@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from tieredckpt.config.tiers import KvstoreTier
 
 __all__ = ["KVSTORE"]
 
+_log = logging.getLogger("tieredckpt")
+
+_OBJECT_STORES = {"s3": "s3", "gcs": "gcs", "gs": "gcs"}
+"""By driver or scheme, the kind of tier that is made for it."""
+
 _MEMBERS_THAT_LOCATE = ("driver", "endpoint", "base_url", "address", "bucket", "database", "path", "base", "kvstore")
 """Of a TensorStore kvstore spec; others say how it is reached, and may hold secrets."""
 
@@ -22,6 +28,12 @@ _MEMBERS_THAT_LOCATE = ("driver", "endpoint", "base_url", "address", "bucket", "
 async def _open(tier: KvstoreTier, *, read_only: bool = False) -> BlobStore:
     from tieredckpt.blobs.kvstore.store import KvStoreBlobs  # loads tensorstore
 
+    if (kind := _OBJECT_STORES.get(_driver(tier))) is not None:
+        _log.warning(
+            "tier %r: TensorStore's driver %r tells no sizes, so opening the store and collecting ask for each object "
+            "about 30 times, and restores are slower; use kind = %r, which reads what is there already",
+            *(tier.name, _driver(tier), kind),
+        )
     stated = None if tier.survives is None else Survives.named(tier.survives)
     return await KvStoreBlobs.open(tier.spec, survives=stated)
 

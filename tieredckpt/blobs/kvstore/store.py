@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -79,6 +80,8 @@ class KvStoreBlobs:
         try:
             parsed = ts.KvStore.Spec(spec if isinstance(spec, str) else dict(spec))
             described = parsed.to_json()
+            if (quiet := _quiet(described)) is not described:
+                parsed = ts.KvStore.Spec(quiet)
         except (ValueError, TypeError) as error:
             told = _without_secrets(error, secrets)
             raise Invalid(f"TensorStore does not take {shown!r} as a kvstore: {told}") from told
@@ -237,6 +240,17 @@ class KvStoreBlobs:
         except Exception as error:
             told = _without_secrets(error, self._secrets)
             raise _foreign(told, self._at(key), doing) from told
+
+
+def _quiet(spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec, with credentials from the environment asked for where they are, and nothing was said of them.
+
+    They come first anyway; but where there is no profile, the SDK of AWS says so at each opening, on stderr.
+    """
+    said = {*spec, *spec.get("context", {})}
+    if spec.get("driver") != "s3" or "aws_credentials" in said or "AWS_ACCESS_KEY_ID" not in os.environ:
+        return spec
+    return spec | {"aws_credentials": {"type": "environment"}}
 
 
 async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:

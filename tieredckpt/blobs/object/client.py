@@ -16,10 +16,10 @@ from pydantic import SecretStr
 from tieredckpt._redact import redacted_text
 from tieredckpt.blobs.base import BlobInfo, Unanswered
 from tieredckpt.blobs.object.throttle import SlowDown
-from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier, check_endpoint
+from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
-__all__ = ["Client", "Denied", "NoRanges", "Range", "endpoint_of"]
+__all__ = ["Client", "Denied", "NoRanges", "Range"]
 
 _UNLIMITED = timedelta(days=365)
 """Of a request: how long one may take is decided by the deadline around the store alone."""
@@ -70,7 +70,8 @@ class Client:
         except Invalid:
             raise
         except (exceptions.BaseError, ValueError, TypeError) as error:
-            raise Invalid(f"tier {tier.name!r} at {tier.location}: {self._without_secrets(error)}") from None
+            told = self._without_secrets(error)
+            raise Invalid(f"tier {tier.name!r} at {tier.location}: {told}") from told
 
     async def put(self, key: str, views: Sequence[memoryview], *, create_only: bool = False) -> None:
         """One PUT, of memory that is not copied; it may be in use still for a moment when this ends."""
@@ -120,7 +121,8 @@ class Client:
         except TieredCkptError:
             raise
         except Exception as error:
-            raise self._foreign(error, key, doing, exclusive=exclusive) from None
+            told = self._without_secrets(error)
+            raise self._foreign(error, told, key, doing, exclusive=exclusive) from told
 
     def _check_process(self) -> None:
         if Client._used_by is None:
@@ -131,13 +133,14 @@ class Client:
                 f"whose threads it does not have; start processes by 'spawn', or fork before a store is opened"
             )
 
-    def _foreign(self, error: Exception, key: str, doing: str, *, exclusive: bool = False) -> TieredCkptError:
+    def _foreign(
+        self, error: Exception, told: Exception, key: str, doing: str, *, exclusive: bool = False
+    ) -> TieredCkptError:
         """The error of this library for one of obstore's, whose kinds and status are believed and whose words are not,
-        but where nothing else tells."""
+        but where nothing else tells. ``told`` is the same, as anybody may read it."""
         full = str(error)
-        text = self._without_secrets(error)
         status = int(found[1]) if (found := _STATUS.search(full)) else None
-        what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {text}"
+        what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {told}"
         if _NO_BUCKET.search(full):
             return Unanswered(f"{what}; make the bucket, or correct the tier's `url`")
         if _TOO_LARGE.search(full) or status == 413:
@@ -163,26 +166,17 @@ class Client:
             return NoRanges(f"{what}; the server answers a range with the whole object, which no tier can use")
         return TierUnavailable(what)
 
-    def _without_secrets(self, error: Exception) -> str:
+    def _without_secrets(self, error: Exception) -> Exception:
+        """The same error, with no more in its text than anybody may read."""
         text = redacted_text(str(error).partition("\n\nDebug source:")[0], self._secrets)
         # Of a body its code and message: other elements may repeat what was sent.
-        return " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
-
-
-def endpoint_of(tier: ObjectTier) -> str:
-    """Where requests go, as far as settings and environment say; empty for the provider's own. Raises `Invalid`."""
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if isinstance(tier, S3Tier) else ()
-    said = next((name for name in names if os.environ.get(name)), None)
-    if tier.endpoint or said is None:
-        return tier.endpoint or ""
-    try:
-        return check_endpoint(os.environ[said])
-    except Invalid as error:
-        raise Invalid(f"tier {tier.name!r}: the environment's {said} {error}") from None
+        text = " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
+        kind = type(error) if isinstance(error, exceptions.BaseError | FileNotFoundError) else ValueError
+        return kind(text)
 
 
 def _opened(tier: ObjectTier) -> Any:
-    endpoint = endpoint_of(tier)
+    endpoint = tier.service or ""
     common: dict[str, Any] = {
         "prefix": tier.prefix or None,
         "client_options": {

@@ -16,7 +16,7 @@ __all__ = ["AZURE", "GCS", "S3"]
 
 async def _open(tier: ObjectTier, *, read_only: bool = False) -> BlobStore:
     try:
-        from tieredckpt.blobs.object.client import Client, endpoint_of
+        from tieredckpt.blobs.object.client import Client
         from tieredckpt.blobs.object.probe import verdict_of
         from tieredckpt.blobs.object.store import ObjectStore
     except ImportError as error:
@@ -39,7 +39,7 @@ async def _open(tier: ObjectTier, *, read_only: bool = False) -> BlobStore:
     trial = store(create_only=True)
     try:
         asked = Retrying(Deadline(trial, tier.name, base=tier.deadline), attempts=tier.retries + 1)
-        verdict = await verdict_of(asked, endpoint_of(tier))
+        verdict = await verdict_of(asked, tier.service or "")
     finally:
         await trial.close()
     return store(create_only=verdict.create_only)
@@ -51,7 +51,7 @@ def _survives(tier: ObjectTier) -> Survives:
 
 def _s3_spec(tier: S3Tier, location: str) -> dict[str, Any]:
     spec = {"driver": "s3", "bucket": tier.bucket, "path": _folder(tier)}
-    given = {"endpoint": tier.endpoint, "aws_region": tier.region}
+    given = {"endpoint": tier.service, "aws_region": tier.region}
     return {**spec, **{name: value for name, value in given.items() if value is not None}}
 
 

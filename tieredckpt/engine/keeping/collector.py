@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tieredckpt.blobs.base import Sweep
 from tieredckpt.concurrency import together
@@ -148,7 +148,7 @@ class Collector:
             damaged, unreadable = tier.steps.damaged, limits.in_force.unreadable_commit
             own, any_packs = damaged.own_packs(), damaged.any_packs(unreadable)
             live = await self._live_packs(tier) | any_packs | damaged.any_packs(unreadable)
-            live |= self._state.membership.packs_streamed_to(tier)
+            live |= self._state.membership.packs_streamed_to(tier) | tier.steps.late_packs()
             kept = tier.packs.orphans | own | damaged.own_packs()
             oldest_kept = time.time() - self._state.config.grace
             dead = [
@@ -171,10 +171,33 @@ class Collector:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
 
     async def _take_back(self, tier: Tier) -> None:
-        """Undo first commits that failed, and may be there all the same: no step is held by their packs."""
-        for step in tuple(tier.steps.doubtful - tier.steps.held.keys() - tier.steps.damaged.keys()):
-            await tier.store.delete(layout.manifest_key(step.step, step.serial))
-            tier.steps.doubtful.discard(step)
+        """Undo first commits that failed, and may be there all the same: no step is held by their packs.
+
+        One that may come late is looked for at each collection until the store's ``grace`` is over. Of a step that is
+        held beside such a one, the commit that is there by then counts.
+        """
+        steps, grace = tier.steps, self._state.config.grace
+        for step in tuple(steps.doubtful.keys() - steps.held.keys() - steps.damaged.keys()):
+            async with steps.turn(step):
+                if step not in steps.held:
+                    await tier.store.delete(layout.manifest_key(step.step, step.serial))
+                    steps.believe(step, grace)
+        for step in tuple(steps.doubtful.keys() & steps.held.keys()):
+            if steps.doubtful[step].late and steps.doubtful[step].age >= grace:
+                await self._reread(tier, step)
+                steps.believe(step, grace)
+
+    async def _reread(self, tier: Tier, step: StepId) -> None:
+        """Learn which of several commits of a step is there."""
+        try:
+            btree_key = (await step_index.read(tier, step))[2]
+        except (Corrupt, NotFound) as error:
+            tier.quarantine(step, error)
+            return
+        if (held := tier.steps.held.get(step)) is not None and held.btree_key != btree_key:
+            tier.steps.indexes.forget(step)
+            tier.steps.catalogued.forget(step)
+            tier.steps.held[step] = replace(held, btree_key=btree_key)
 
     async def _find_strays(self, tier: Tier) -> None:
         """Get to know packs whose put failed after it had happened, and those of other writers."""
@@ -227,7 +250,9 @@ class Collector:
         known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.doubtful}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
         unsure = {*tier.steps.damaged, *tier.steps.doubtful}
-        for step in tier.steps.doubtful & tier.steps.held.keys():  # of its two commits, one is there by now
+        for step in tier.steps.doubtful.keys() & tier.steps.held.keys():  # of its two commits, one is there by now
+            if tier.steps.doubtful[step].late:
+                continue  # or both, one after the other
             with suppress(Corrupt, NotFound):
                 known.add((await step_index.read(tier, step))[2])
                 unsure.discard(step)

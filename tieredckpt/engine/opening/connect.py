@@ -82,12 +82,14 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
 
 async def _connect(tier: TierConfig, *, read_only: bool) -> BlobStore:
     store = await kind_of(tier).open(tier, read_only=read_only)
-    puts, object_size = (store.traits.parallel_puts, store.traits.object_size) if store.traits.remote else (1, 0)
+    traits = store.traits
+    puts = traits.parallel_puts if traits.remote else 1
     # Puts that are under way together share the link.
     store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth / puts)
     store = Retrying(store, attempts=tier.retries + 1)
-    # With room beside them, for leases that must not wait for packs.
-    operations, nbytes = max(_OPERATIONS_IN_FLIGHT, 2 * puts), max(_BYTES_IN_FLIGHT, 2 * puts * object_size)
+    # With room beside packs, for leases that must not wait for them.
+    operations = 2 * puts if traits.remote else _OPERATIONS_IN_FLIGHT
+    nbytes = max(_BYTES_IN_FLIGHT, 2 * puts * traits.object_size if traits.remote else 0)
     store = Limited(store, operations=operations, nbytes=nbytes)
     if tier.rate_limit is not None:
         store = Paced(store, Pace(tier.rate_limit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import ChainMap
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.concurrency import in_thread
+from tieredckpt.concurrency import in_thread, together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
@@ -24,7 +25,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.encoding import Encoding
+from tieredckpt.format.encoding import Encoded, Encoding
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
@@ -36,6 +37,8 @@ _SCRATCH_PACKS = 4
 
 _FIRST_PACK = 32 << 20
 """Bytes of the first pack on a device that takes the slab's own memory: it idles until that pack is sealed."""
+_READS_AT_A_TIME = 8
+"""Chunks of another tier than RAM: each request takes long there, or the device serves several at once."""
 _GROWTH = 4
 """How many times as large the next pack may be, which one thread seals while the one before is being written."""
 
@@ -52,6 +55,7 @@ async def copy_step(
     again: bool = False,
     leaving: AbstractSet[str] = frozenset(),
     lost: dict[bytes, Extent] | None = None,
+    origin: State | None = None,
 ) -> int:
     """Copy a step to a durable tier, and return the bytes of the packs that it took.
 
@@ -63,6 +67,7 @@ async def copy_step(
         again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
         leaving: packs of the tier to which the step committed anew is to refer no more.
         lost: chunks that are intact nowhere, and where the step committed anew goes on looking for them.
+        origin: of the store that the step is copied from, on the same loop; None for this one.
 
     Raises:
         NotFound: no tier holds the step, or it was evicted from this one before it was committed anew.
@@ -71,7 +76,9 @@ async def copy_step(
     """
     if step in tier.steps.held and not again:
         return 0
-    copy = partial(_copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {})
+    copy = partial(
+        _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
+    )
     with state.promoting(tier):
         return await (copy() if again else evicting_older(state, collector, step, tier, copy))
 
@@ -85,10 +92,11 @@ async def _copy(
     again: bool,
     leaving: AbstractSet[str],
     lost: dict[bytes, Extent],
+    origin: State,
 ) -> int:
     begin = time.monotonic()
     was_there = again or step in tier.steps.damaged
-    async with StepSource.open(state, step) as source:
+    async with StepSource.open(origin, step) as source:
         need = sum(map(tier.chunks.encoding.stored_size, _missing(source, tier, lost)[1].values()))
         await have_room(state, collector, step, tier, need)
         async with needing(need), tier.packs.guard:
@@ -103,7 +111,7 @@ async def _copy(
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
                 located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
-                encoded = await commit_file.encode(tier, record, located, layout.btree_key(record.step, record.serial))
+                encoded = await commit_file.encode(tier, record, located, commit_file.free_btree_key(tier, step))
 
             if needs:
                 try:
@@ -211,8 +219,7 @@ async def batches(
                 await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoding, behind, threads)
                 threads = 1
             else:
-                for digest, need in some:
-                    await _add_read(state, source, batch, need, sizes[digest], digest, encoding)
+                await _add_reads(state, source, batch, some, sizes, encoding)
         except BaseException:
             await batch.lent.aclose()
             raise
@@ -281,10 +288,31 @@ async def _add_from_slab(
             continue
         why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
         source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
-        await _add_read(state, source, batch, (key, ordinal), sizes[digest], digest, encoding, bad=source.tier)
+        batch.add(await _read(state, source, batch, (key, ordinal), sizes[digest], digest, encoding, bad=source.tier))
 
 
-async def _add_read(
+async def _add_reads(
+    state: State,
+    source: StepSource,
+    batch: Batch,
+    some: Sequence[tuple[bytes, Need]],
+    sizes: Mapping[bytes, int],
+    encoding: Encoding,
+) -> None:
+    """Add chunks that are read, a few at a time, in their order."""
+    turns = asyncio.Semaphore(_READS_AT_A_TIME)
+    found: dict[bytes, Encoded] = {}
+
+    async def read(digest: bytes, need: Need) -> None:
+        async with turns:
+            found[digest] = await _read(state, source, batch, need, sizes[digest], digest, encoding)
+
+    await together([read(digest, need) for digest, need in some])
+    for digest, _ in some:
+        batch.add(found[digest])
+
+
+async def _read(
     state: State,
     source: StepSource,
     batch: Batch,
@@ -293,8 +321,8 @@ async def _add_read(
     digest: bytes,
     encoding: Encoding,
     bad: Tier | None = None,
-) -> None:
-    """Add a chunk that is read into scratch memory, from any tier but ``bad``, and encoded there."""
+) -> Encoded:
+    """A chunk that is read into scratch memory, from any tier but ``bad``, and encoded there."""
     memory = await batch.borrow(state.scratch, encoding.stored_size(nbytes))
     await source.read(*need, memory, bad=bad)
     more = encoding.room(nbytes, behind=True)
@@ -302,7 +330,7 @@ async def _add_read(
     payload = Payload(digest, nbytes, source.index.arrays[need[0]].grid.itemsize, memory, room)
     if (encoded := await in_thread(seal, payload, encoding, pool=state.pool)) is None:
         raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
-    batch.add(encoded)
+    return encoded
 
 
 def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:

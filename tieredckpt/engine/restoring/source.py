@@ -261,7 +261,8 @@ class StepSource:
         chunk = self.index.arrays[key].chunks[ordinal]
         nbytes = self.index.arrays[key].grid.cell_nbytes
         last: TieredCkptError | None = None
-        silent = [tier.name for tier in self.state.tiers if tier.marker is None and tier.health.error is not None]
+        unread = (tier for tier in self.state.tiers if tier.marker is None and not self.state.is_unused(tier))
+        silent = [tier.name for tier in unread if tier.health.error is not None]
         async for tier, where in self.candidates(key, ordinal, chunk.digest):
             if tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal):
                 continue

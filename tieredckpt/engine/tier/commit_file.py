@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, encode_step
 
-__all__ = ["Encoded", "commit", "encode", "retract"]
+__all__ = ["Encoded", "commit", "encode", "free_btree_key", "retract"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,14 @@ class Encoded:
     arrays: Mapping[str, ArrayIndex]
     btree_key: str
     index: ocdbt.Index
+
+
+def free_btree_key(tier: Tier, step: StepId) -> str:
+    """Where the nodes of the next commit of a step may lie: nowhere that another one of it had them, or may yet."""
+    steps = tier.steps
+    if tier.store.traits.remote or step in steps.held or step in steps.damaged or step in steps.doubtful:
+        return f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
+    return layout.btree_key(step.step, step.serial)
 
 
 async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
@@ -45,7 +54,7 @@ async def commit(
     """Write the index of a step whose packs are written, its manifest last.
 
     A step that is committed already is replaced: its new nodes lie beside the old ones until the manifest points to
-    them.
+    them. A first commit to a store that others may reach as well replaces nothing, where the store can see to that.
 
     Args:
         tier: where to.
@@ -56,19 +65,21 @@ async def commit(
 
     Raises:
         NotFound: the step was to be committed anew, and has left.
+        Conflict: another writer has committed a step of this name, which stays.
         NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next.
     """
-    step = record.id
+    step, traits = record.id, tier.store.traits
     async with tier.steps.turn(step):
         before = tier.steps.held.get(step)
         if only_anew and before is None and step not in tier.steps.damaged:
             raise NotFound(f"tier {tier.name!r}: {step} was evicted before it could be committed anew")
-        btree_key = layout.btree_key(step.step, step.serial)
-        if before is not None or step in tier.steps.damaged or step in tier.steps.doubtful:
-            btree_key = f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
+        first = before is None and step not in tier.steps.damaged and step not in tier.steps.doubtful
+        btree_key = free_btree_key(tier, step)
+        if encoded is not None and traits.remote:
+            btree_key = encoded.btree_key  # which nobody else was given
         if encoded is None or encoded.arrays is not arrays or encoded.btree_key != btree_key:
             encoded = await encode(tier, record, arrays, btree_key)
-        if before is not None and not tier.store.traits.atomic_put:
+        if before is not None and not traits.atomic_put:
             # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
             size = 0
             with suppress(NotFound):
@@ -78,26 +89,32 @@ async def commit(
                 encoded = await encode(tier, record, arrays, btree_key)
         index = encoded.index
         await tier.store.put(btree_key, [index.btree])
+        exclusive = first and traits.remote and traits.create_only
         try:
-            await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest])
-        except (TieredCkptError, asyncio.CancelledError):  # of a put that was repeated, the first may have happened
-            await _doubt(tier, step)
+            await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest], create_only=exclusive)
+        except (TieredCkptError, asyncio.CancelledError) as error:
+            if exclusive and isinstance(error, Conflict):
+                raise Conflict(
+                    f"tier {tier.name!r}: another writer has committed {step} there, so this one does not; see that "
+                    f"each training has a prefix of its own, and open the store again to see what it holds"
+                ) from error
+            await _doubt(tier, step, packs_of(arrays))  # of a put that was repeated, the first may have happened
             raise
         for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):
             tier.packs.orphans.pop(key, None)
-        if before is not None and before.btree_key:
+        if before is not None and before.btree_key and step not in tier.steps.doubtful:
             await tier.store.delete(before.btree_key)
 
 
-async def _doubt(tier: Tier, step: StepId) -> None:
+async def _doubt(tier: Tier, step: StepId, packs: frozenset[str]) -> None:
     """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
-    tier.steps.doubt(step)
+    tier.steps.doubt(step, packs, late=tier.store.traits.remote)
     if step in tier.steps.held:
         return
     undoing = asyncio.ensure_future(tier.store.delete(layout.manifest_key(step.step, step.serial)))
     await outlast(undoing)
     if not undoing.cancelled() and undoing.exception() is None:
-        tier.steps.doubtful.discard(step)
+        tier.steps.believe(step)
 
 
 async def retract(tier: Tier, step: StepId) -> None:

@@ -14,7 +14,7 @@ from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
-__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateDelete", "Steps"]
+__all__ = ["DamagedSteps", "Doubt", "Held", "HeldSteps", "IndeterminateDelete", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,22 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         return {key for _, packs in self._any.values() for key in packs}
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A commit that failed: it may have succeeded all the same, or may yet."""
+
+    packs: frozenset[str]
+    """That it refers to."""
+    late: bool
+    """Whether it may yet: something between here and the store may pass it on after its sender has given it up."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def age(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self.since
+
+
 @dataclass
 class Steps:
     """What one tier knows of steps. Each method is a transition of a step from one state to another."""
@@ -152,8 +168,8 @@ class Steps:
     """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
-    doubtful: set[StepId] = field(default_factory=set)
-    """Steps whose last commit failed in a way that may have succeeded all the same."""
+    doubtful: dict[StepId, Doubt] = field(default_factory=dict)
+    """Steps with a commit that failed; one that may come late keeps its step here whatever else happens to that."""
     pins: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
     promotions: int = 0
@@ -167,8 +183,10 @@ class Steps:
     def clear(self) -> None:
         """Know nothing of what the tier holds, before that is found out anew."""
         read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
-        for known in (self.held, self.parts, self.damaged, self.doubtful, *read):
+        for known in (self.held, self.parts, self.damaged, *read):
             known.clear()
+        for step in tuple(self.doubtful):
+            self.believe(step)
 
     def has_own(self, step: StepId) -> bool:
         """Whether the step lies here, or a rank's part of it."""
@@ -201,7 +219,7 @@ class Steps:
         step = record.id
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
-        self.doubtful.discard(step)
+        self.believe(step)
         self.tombstones.discard(step)
         self.catalogued.forget(step)
         self.indexes.nbytes[step] = nbytes
@@ -209,10 +227,22 @@ class Steps:
         self.indexes.packs[step] = packs = packs_of(arrays)
         return packs
 
-    def doubt(self, step: StepId) -> None:
-        """Remember nothing of a step whose commit failed, perhaps after it had happened."""
-        self.doubtful.add(step)
+    def doubt(self, step: StepId, packs: frozenset[str], *, late: bool) -> None:
+        """Remember nothing of a step whose commit failed; the arguments are those of a `Doubt`."""
+        if (before := self.doubtful.get(step)) is not None:
+            packs |= before.packs
+        self.doubtful[step] = Doubt(packs, late)
         self.indexes.forget(step)
+
+    def believe(self, step: StepId, grace: float | None = None) -> None:
+        """Doubt a step no more, unless a commit of it may come late: then not before ``grace`` seconds, if ever."""
+        doubt = self.doubtful.get(step)
+        if doubt is not None and (not doubt.late or (grace is not None and doubt.age >= grace)):
+            del self.doubtful[step]
+
+    def late_packs(self) -> set[str]:
+        """The packs of commits that may come late."""
+        return {key for doubt in self.doubtful.values() if doubt.late for key in doubt.packs}
 
     def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
         """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""
@@ -224,7 +254,7 @@ class Steps:
     def drop(self, step: StepId) -> str | None:
         """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
         held = self.held.pop(step, self.parts.pop(step, None))
-        self.doubtful.discard(step)
+        self.believe(step)
         self.catalogued.forget(step)
         self.damaged.pop(step, None)
         self.indexes.forget(step)

@@ -41,6 +41,7 @@ async def test_the_first_writer_probes_and_the_next_believes_it(s3_place: Place,
     assert between.count == {"GET": 1}
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_a_server_that_ignores_conditions_loses_the_trait(s3_place: Place, between: Proxy) -> None:
     between.fail("PUT", ignore_conditions, times=None)
     assert not (await opened(s3_place, between)).traits.create_only
@@ -48,6 +49,7 @@ async def test_a_server_that_ignores_conditions_loses_the_trait(s3_place: Place,
     assert not (await opened(s3_place, between)).traits.create_only  # by the verdict, until the endpoint is another
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_a_server_that_ignores_ranges_is_unfit(s3_place: Place, between: Proxy) -> None:
     between.fail("GET", ignore_ranges, times=None)
     with pytest.raises(Invalid, match="cannot be a tier"):
@@ -56,6 +58,7 @@ async def test_a_server_that_ignores_ranges_is_unfit(s3_place: Place, between: P
         await opened(s3_place, between)
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_what_was_copied_to_another_endpoint_is_probed_there(
     s3_server: str, s3_place: Place, between: Proxy
 ) -> None:

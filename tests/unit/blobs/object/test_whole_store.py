@@ -24,6 +24,7 @@ from tieredckpt.cli.app import app
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import StepEvicted
+from tieredckpt.units import parse_size
 
 FIRST, LATER, WITH_STEPS = 14, 8, 12
 """Requests of an opening: of a new tier, of one that is known and empty, and of one with many steps."""
@@ -94,6 +95,38 @@ async def test_few_requests_are_made(settings: StoreConfig, between: Proxy) -> N
     async with CheckpointStore.open(settings, read_only=True) as store:
         assert [info.step for info in await store.steps()] == [1, 2]
         assert {verb for verb, _ in between.asked} <= {"GET", "LIST", "HEAD"}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "object_size"),
+    [(40 << 20, "5 MiB"), pytest.param(1 << 30, "64 MiB", marks=pytest.mark.slow)],
+    ids=["40 MiB", "1 GiB"],
+)
+async def test_a_large_save_takes_a_request_for_each_pack_and_few_more(
+    s3_place: Place,
+    between: Proxy,
+    shared_memory: Path,
+    nbytes: int,
+    object_size: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit(monkeypatch, catalog_interval=3600.0)  # what is due by time alone is not of the save
+    tiers = {
+        "ram": ram(shared_memory, capacity=nbytes + (64 << 20)),
+        "s3": s3_place.tier(between.url, object_size=object_size),
+    }
+    async with CheckpointStore.open(config(tiers, chunk_size="1 MiB", lease_ttl="20 min")) as store:
+        await total(between, store)
+        await store.save(1, {"w": np.random.default_rng(1).integers(0, 1 << 62, nbytes // 8)})
+        requests = await total(between, store)
+        packs = [size for key, size in s3_place.bucket.sizes().items() if key.startswith("packs/")]
+        assert sum(packs) >= nbytes
+        assert len(packs) <= 2 * nbytes // parse_size(object_size)
+        assert requests <= len(packs) + 4
+        await store.save(2, {"w": np.random.default_rng(1).integers(0, 1 << 62, nbytes // 8)})
+        assert await total(between, store) <= 3
+        await store.collect()
+        assert await total(between, store) <= 2
 
 
 async def test_an_empty_tier_that_is_known_is_opened_with_few_requests(settings: StoreConfig, between: Proxy) -> None:
@@ -233,6 +266,7 @@ async def test_a_reader_needs_no_right_to_write(settings: StoreConfig, between: 
         await CheckpointStore.open(far)
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_an_unfit_server_refuses_the_store(settings: StoreConfig, between: Proxy) -> None:
     between.fail("GET", ignore_ranges, times=None)
     with pytest.raises(Invalid, match="cannot be a tier"):
@@ -272,6 +306,7 @@ async def test_stock_tensorstore_opens_what_is_there(
     assert_same(found, tree(1)["params"]["w0"])
 
 
+@pytest.mark.usefixtures("no_signature")
 async def test_no_secret_is_stored_or_told(
     s3_place: Place, between: Proxy, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,141 @@
+"""Puts that something between a store and its server passes on long after they were given up, and other writers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from support.object_stores import Place
+from support.proxy import Postponed, Proxy, ignore_conditions, proxy
+from support.scenes import assert_same, config, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Conflict, TierUnavailable
+
+MANIFEST = "manifest.ocdbt"
+
+
+@pytest.fixture
+def between(s3_server: str) -> Iterator[Proxy]:
+    with proxy(s3_server) as between:
+        yield between
+
+
+@pytest.fixture
+def settings(shared_memory: Path, s3_place: Place, between: Proxy) -> StoreConfig:
+    far = s3_place.tier(between.url, promote="never", retain="all", deadline=0.5)
+    return config({"ram": ram(shared_memory), "s3": far})
+
+
+@pytest.fixture
+async def store(settings: StoreConfig) -> AsyncIterator[CheckpointStore]:
+    async with CheckpointStore.open(settings) as store:
+        yield store
+
+
+async def given_up(store: CheckpointStore, between: Proxy, step: int) -> Postponed:
+    """A commit of a step that fails, and is still on its way."""
+    postponed = Postponed()
+    between.fail("PUT", postponed, key=MANIFEST)
+    with pytest.raises(TierUnavailable):
+        await store.promote(step, "s3")
+    assert postponed.reached.is_set()
+    return postponed
+
+
+def manifests(place: Place) -> list[str]:
+    return [key for key in place.bucket.sizes() if key.endswith(MANIFEST)]
+
+
+async def test_a_commit_that_comes_late_is_taken_back(store: CheckpointStore, between: Proxy, s3_place: Place) -> None:
+    await store.save(1, tree(1))
+    postponed = await given_up(store, between, 1)
+    await store.flush()
+    await store.collect()
+    postponed.let_on()
+    assert manifests(s3_place)
+    await store.collect()
+    assert not manifests(s3_place)
+
+
+async def test_what_a_commit_refers_to_that_may_come_late_is_kept(
+    store: CheckpointStore, between: Proxy, s3_place: Place, settings: StoreConfig
+) -> None:
+    await store.save(1, tree(1))
+    await store.promote(1, "s3")
+    await store.save(2, tree(1))
+    postponed = await given_up(store, between, 2)
+    await store.flush()
+    await store.save(3, tree(3))
+    await store.promote(3, "s3")
+    await store.evict(1, "s3")
+    await store.collect()
+    postponed.let_on()
+    far = settings.model_copy(update={"tiers": settings.slower})
+    async with CheckpointStore.open(far, read_only=True) as reader:
+        restored = await reader.restore(2)
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+
+
+@pytest.mark.parametrize("honoured", [True, False], ids=["conditions", "no conditions"])
+@pytest.mark.usefixtures("no_signature")
+async def test_a_commit_that_comes_late_harms_none_that_came_since(
+    settings: StoreConfig, between: Proxy, honoured: bool
+) -> None:
+    if not honoured:
+        between.fail("PUT", ignore_conditions, key="tieredckpt-endpoint.json", times=None)
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        postponed = await given_up(store, between, 1)
+        await store.flush()
+        tier = store._life.engine.state.tier("s3")
+        tier.packs.index.clear()  # as of chunks that were found damaged: the next commit refers to others
+        await store.promote(1, "s3")
+        postponed.let_on()
+        await store.collect()
+        far = settings.model_copy(update={"tiers": settings.slower})
+        async with CheckpointStore.open(far, read_only=True) as reader:
+            assert_same((await reader.restore(1)).tree, tree(1))
+            assert all(found.intact for found in await reader.verify(1))
+
+
+async def test_doubt_ends_with_the_grace_period(settings: StoreConfig, between: Proxy, s3_place: Place) -> None:
+    brief = settings.model_copy(update={"grace": 0.1, "lease_ttl": 0.05})
+    async with CheckpointStore.open(brief) as store:
+        await store.save(1, tree(1))
+        postponed = await given_up(store, between, 1)
+        await store.promote(1, "s3")
+        postponed.let_on()
+        doubtful = store._life.engine.state.tier("s3").steps.doubtful
+        while doubtful:
+            await store.collect()
+        assert len([key for key in s3_place.bucket.sizes() if "/btree" in key]) == 1
+        assert all(found.intact for found in await store.verify(1))
+
+
+async def test_a_step_that_another_writer_has_committed_stays_as_it_is(store: CheckpointStore, s3_place: Place) -> None:
+    await store.save(1, tree(1))
+    key = "steps/0000000001-000001/manifest.ocdbt"
+    await s3_place.bucket.put(key, b"of another writer")
+    with pytest.raises(Conflict, match=r"tier 's3': another writer has committed step 1 .*a prefix of its own"):
+        await store.promote(1, "s3")
+    assert s3_place.bucket.read(key) == b"of another writer"
+    assert await store.where(1) == ("ram",)
+
+
+async def test_a_first_commit_replaces_nothing_and_its_index_has_a_name_of_its_own(
+    store: CheckpointStore, between: Proxy, s3_place: Place
+) -> None:
+    await store.save(1, tree(1))
+    await store.promote(1, "s3")
+    first = {key for key in s3_place.bucket.sizes() if "/btree" in key}
+    await store.save(2, tree(2))
+    await store.promote(2, "s3")
+    await store.evict(1, "s3")
+    await store.promote(1, "s3")
+    again = {key for key in s3_place.bucket.sizes() if "/btree" in key and "/0000000001" in key}
+    assert len(first) == len(again) == 1
+    assert first != again
