@@ -21,7 +21,8 @@ from tieredckpt.blobs import space
 from tieredckpt.blobs.base import ALIGNMENT, Stretch
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.blobs.posix import transfer
-from tieredckpt.blobs.posix.transfer import Bytes, EndOfFile, Stop, Stopped, aligned_batches, as_arrays, plain_batches
+from tieredckpt.blobs.posix.target import Bytes, Stop, Stopped, Target
+from tieredckpt.blobs.posix.transfer import EndOfFile, aligned_batches, as_arrays, plain_batches
 from tieredckpt.testing.backdoor import aligned, pattern
 
 KIB = 1 << 10
@@ -96,8 +97,28 @@ def test_no_call_moves_much_more_than_a_block(
     assert max(len(batch) for batch in batches(many)) <= 1024
 
 
+@given(
+    part_shapes.filter(bool),
+    st.sampled_from([1, 3, 16]).map(lambda pages: pages * ALIGNMENT),
+    st.sampled_from([1, 2]).map(lambda pages: pages * ALIGNMENT),
+)
+def test_no_call_crosses_the_end_of_a_block(shapes: list[tuple[int, int]], block: int, arena: int) -> None:
+    parts = memory(shapes)
+    for batches in (plain_batches(parts, block), aligned_batches(parts, arena_of(arena), block)):
+        position = 0
+        for batch in batches:
+            end = position + sum(map(len, batch))
+            assert position // block == (end - 1) // block
+            position = end
+        assert position >= sum(map(len, parts))
+
+
 def arena_of(nbytes: int) -> Bytes:
     return as_arrays([aligned(bytes(nbytes))])[0]
+
+
+def read(fd: int, offset: int, into: memoryview, *, direct: bool) -> None:
+    transfer.read(fd, Target([Stretch(offset, into.nbytes, into)], digested=False), direct=direct)
 
 
 def opened(path: Path, flags: int) -> int:
@@ -167,7 +188,7 @@ def test_short_reads_are_continued(
     into = aligned(bytes(nbytes), shift=shift)
     monkeypatch.setattr(os, "preadv", shortened(os.preadv, rng))
     fd = opened(tmp_path / "file", os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
-    transfer.fill(fd, offset, as_arrays([into])[0], Stop(), direct=direct)
+    read(fd, offset, into, direct=direct)
     os.close(fd)
     assert into == data[offset : offset + nbytes]
 
@@ -179,7 +200,7 @@ def test_the_end_of_the_file_tells_how_far_it_came(tmp_path: Path, direct: bool,
     into = aligned(bytes(5 * ALIGNMENT), shift=shift)
     fd = opened(tmp_path / "file", os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
     with pytest.raises(EndOfFile) as raised:
-        transfer.fill(fd, offset, as_arrays([into])[0], Stop(), direct=direct)
+        read(fd, offset, into, direct=direct)
     os.close(fd)
     assert raised.value.got == len(data) - offset
     assert into[: raised.value.got] == data[offset:]
@@ -192,10 +213,11 @@ def assert_digested(path: Path, stretches: list[tuple[int, int, int]], *, direct
     asked = [Stretch(offset, n, into[:-1]) for (offset, n, _), into in zip(stretches, rooms, strict=True)]
     fd = opened(path, os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
     try:
-        digests = transfer.fill_digested(fd, asked, Stop(), direct=direct)
+        target = Target(asked, digested=True)
+        transfer.read(fd, target, direct=direct)
     finally:
         os.close(fd)
-    for (offset, nbytes, kept), memory, found in zip(stretches, rooms, digests, strict=True):
+    for (offset, nbytes, kept), memory, found in zip(stretches, rooms, target.digests, strict=True):
         assert found == xxhash.xxh3_128_digest(data[offset : offset + nbytes])
         assert memory == data[offset : offset + kept] + b"\xa5"
 
@@ -255,7 +277,7 @@ def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
     for shift in (0, 1):
         into = aligned(bytes(len(data)), shift=shift)
         fd = opened(tmp_path / "file", os.O_RDONLY | transfer.O_DIRECT)
-        transfer.fill(fd, 0, as_arrays([into])[0], Stop(), direct=True)
+        read(fd, 0, into, direct=True)
         os.close(fd)
         assert into == data
     assert_digested(tmp_path / "file", [(0, 5000, 5000), (5000, len(data) - 5000, 7)], direct=True)
@@ -275,8 +297,11 @@ def test_a_transfer_stops_before_its_next_call(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Stopped):
         transfer.write(fd, memory([(3 * ALIGNMENT, 0)]), stop, direct=False)
     assert calls == [0]
+    into = memoryview(bytearray(ALIGNMENT))
+    target = Target([Stretch(0, ALIGNMENT, into)], digested=False)
+    target.stop.set()
     with pytest.raises(Stopped):
-        transfer.fill(fd, 0, arena_of(ALIGNMENT), stop, direct=False)
+        transfer.read(fd, target, direct=False)
     os.close(fd)
 
 
