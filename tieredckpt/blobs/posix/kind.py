@@ -69,7 +69,7 @@ def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
     from tieredckpt.blobs.posix.store import PosixStore
 
     try:
-        found = system.type_of(nearest(tier.path))
+        found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
     except OSError as error:
         raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
     if stated not in (None, found):
@@ -77,7 +77,7 @@ def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
             f"tier {tier.name!r}: {tier.path} is on {name_of(found)}, not on {name_of(stated or 0)}; is it mounted? "
             "If the folder is meant to be there, let the tier have kind = 'posix'"
         )
-    if read_only and not tier.path.is_dir():
+    if read_only and not is_there:
         raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")
     of_group = tier.access == "group"
     store = PosixStore(

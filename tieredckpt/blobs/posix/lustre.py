@@ -50,7 +50,8 @@ class Layout:
     """Offset in the file from which on it is striped so."""
 
     def __str__(self) -> str:
-        count = "all OSTs" if self.count == -1 else f"{self.count or 'the default number of'} stripes"
+        number = {-1: "stripes on all OSTs", 0: "the default number of stripes", 1: "1 stripe"}
+        count = number.get(self.count, f"{self.count} stripes")
         size = format_size(self.size) if self.size else "the default size"
         where = f" in pool {self.pool}" if self.pool else ""
         return f"{f'from {format_size(self.start)} on ' if self.start else ''}{count} of {size}{where}"

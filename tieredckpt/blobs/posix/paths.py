@@ -174,15 +174,20 @@ class Folders:
     _durable: set[Path] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        """Make the root where it is missing; its parents get the default mode. Raises `TieredCkptError`."""
+        """Make the root where it is missing. Its parents get the default mode, or its own if that is exact.
+
+        Raises `TieredCkptError`.
+        """
         try:
             if not self.root.is_dir():
-                self.root.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    self._make_one(self.root)
-                except FileExistsError:
-                    if not self.root.is_dir():
-                        raise
+                if not self.exact:
+                    self.root.parent.mkdir(parents=True, exist_ok=True)
+                for path in reversed([path for path in (self.root, *self.root.parents) if not path.is_dir()]):
+                    try:
+                        self._make_one(path)
+                    except FileExistsError:
+                        if not path.is_dir():
+                            raise
                 if self.fsync:
                     sync_folder(self.root.parent)
             found = os.stat(self.root)

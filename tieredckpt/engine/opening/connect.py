@@ -29,7 +29,7 @@ from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.events import RamLeftAlone
+from tieredckpt.events import Events, RamLeftAlone, TierHangs
 from tieredckpt.format.manifest import StepId, StoreMarker
 from tieredckpt.settings import explain
 from tieredckpt.units import format_size
@@ -45,15 +45,16 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
+def make_tiers(config: StoreConfig, *, read_only: bool, events: Events | None = None) -> tuple[Tier, ...]:
     """The tiers of a store, not connected yet. RAM waits for `connect_ram`: whose it is, the others tell.
 
     Args:
         config: of the store.
         read_only: to be looked at only.
+        events: where a tier whose calls hang is told of.
     """
     return tuple(
-        Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only))
+        Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only, events=events))
         for index, tier in enumerate(config.located)
     )
 
@@ -80,11 +81,15 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     first.connect = connect
 
 
-async def _connect(tier: TierConfig, *, read_only: bool) -> BlobStore:
+async def _connect(tier: TierConfig, *, read_only: bool, events: Events | None) -> BlobStore:
+    def tell(calls: int) -> None:
+        if events is not None:
+            events.emit(TierHangs(tier.name, calls))
+
     store = await kind_of(tier).open(tier, read_only=read_only)
     puts, object_size = (store.traits.parallel_puts, store.traits.object_size) if store.traits.remote else (1, 0)
     # Puts that are under way together share the link.
-    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth / puts)
+    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth / puts, tell=tell)
     store = Retrying(store, attempts=tier.retries + 1)
     # With room beside them, for leases that must not wait for packs.
     operations, nbytes = max(_OPERATIONS_IN_FLIGHT, 2 * puts), max(_BYTES_IN_FLIGHT, 2 * puts * object_size)
@@ -191,7 +196,7 @@ async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | 
     earlier = state.config.tiers[tier.index].earlier()
     if earlier is None or tier.config == earlier:
         return None
-    connect = partial(_connect, earlier, read_only=state.read_only)
+    connect = partial(_connect, earlier, read_only=state.read_only, events=state.events)
     try:
         blobs = await connect()
     except TierUnavailable as error:
