@@ -18,8 +18,7 @@ from tieredckpt import PosixTier, RamTier
 from tieredckpt.blobs.posix.kind import POSIX
 from tieredckpt.errors import Invalid
 
-from .users_program import GROUP
-
+GROUP = 54321
 KINDS = [kind_on(name, system_of(found)) for name, found in FILE_SYSTEMS.items()]
 
 
@@ -83,6 +82,6 @@ def test_another_user_of_the_group_reads_writes_and_deletes(
     folder_of_group: Path, access: str, evaluator: str, inner: str
 ) -> None:
     program = Path(__file__).with_name("users_program.py")
-    run = [sys.executable, str(program), str(folder_of_group / inner), access]
+    run = [sys.executable, str(program), str(folder_of_group / inner), access, str(GROUP)]
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
     assert [json.loads(line) for line in done.stdout.splitlines()] == ["saved", evaluator], done.stderr

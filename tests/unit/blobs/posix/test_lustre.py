@@ -172,7 +172,7 @@ class TestStriping:
         await store.close()
         assert (root / "packs/ab/1").read_bytes() == data
         crossed = {end - end % block for end in ends}
-        assert crossed >= {at for at in range(block, len(data), block)} <= {*ends}
+        assert crossed >= set(range(block, len(data), block)) <= {*ends}
 
 
 class TestErrors:

@@ -1,6 +1,6 @@
 """Two users of one group, each in a process of its own, use one folder: `test_access.py` runs this as root.
 
-``python users_program.py FOLDER ACCESS``. A line of JSON for each user says what came of it.
+``python users_program.py FOLDER ACCESS GROUP``. A line of JSON for each user says what came of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from tieredckpt import CheckpointStore, SyncStore, TieredCkptError
 
-GROUP = 54321
 TRAINER, EVALUATOR = 54322, 54323
 
 
@@ -44,7 +43,7 @@ def evaluate(folder: Path, access: str) -> str:
         return f"has {[info.step for info in store.steps()]}"
 
 
-def as_user(user: int, work: Any, folder: Path, access: str) -> None:
+def as_user(user: int, group: int, work: Any, folder: Path, access: str) -> None:
     """Run ``work`` in a process of that user, with a umask that is its alone."""
     process = os.fork()
     if process:
@@ -52,7 +51,7 @@ def as_user(user: int, work: Any, folder: Path, access: str) -> None:
         return
     try:
         os.setgroups([])
-        os.setgid(GROUP)
+        os.setgid(group)
         os.setuid(user)
         os.umask(0o077)
         try:
@@ -69,4 +68,4 @@ if __name__ == "__main__":
         train(Path(scratch), "private")
         evaluate(Path(scratch), "private")
     for user, work in ((TRAINER, train), (EVALUATOR, evaluate)):
-        as_user(user, work, Path(sys.argv[1]), sys.argv[2])
+        as_user(user, int(sys.argv[3]), work, Path(sys.argv[1]), sys.argv[2])
