@@ -49,7 +49,7 @@ def kind() -> str:
     return "nfs" if SYSTEM.type_of(MOUNTS[0]) == NFS else "posix"
 
 
-def tier(path: Path, **settings: Any) -> dict[str, Any]:
+def tier(path: Path | str, **settings: Any) -> dict[str, Any]:
     return {"kind": kind(), "path": path} | settings
 
 
@@ -139,7 +139,7 @@ async def test_a_reader_on_another_node_finds_each_step(folders: tuple[Path, Pat
 def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(
     folders: tuple[Path, Path], shared_memory: Path
 ) -> None:
-    found = kill_trainers(12, shared_memory, tier(folders[0] / "disk"), seed=3)
+    found = kill_trainers(12, shared_memory, tier(str(folders[0] / "disk")), seed=3)
     assert found.lost == []
     assert sum(found.kills.values()) == 12
     assert found.promoted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +62,9 @@ def system_of(kind: int, *, options: str = "", attributes: Attributes | None = N
 
 def kind_on(name: str, system: System) -> TierKind[Any]:
     """The kind of that name with other answers of the system."""
-    return {"posix": posix_kind, "nfs": nfs_kind, "lustre": lustre_kind}[name](system)
+    kinds: dict[str, Callable[[System], TierKind[Any]]]
+    kinds = {"posix": posix_kind, "nfs": nfs_kind, "lustre": lustre_kind}
+    return kinds[name](system)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import struct
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.system import SYSTEM, System
@@ -92,6 +93,7 @@ def _stripes(attribute: bytes, start: int) -> Layout:
 class LustreFolders(Folders):
     """`Folders` on Lustre; packs are striped as ``striping`` says, or as the folder above has it."""
 
+    over_network: ClassVar[bool] = True
     striping: Layout | None = None
     writes: bool = True
     """Whether a layout that is asked for is set."""

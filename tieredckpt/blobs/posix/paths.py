@@ -168,6 +168,8 @@ class Folders:
     exact: bool = False
     facts: dict[str, str] = field(init=False, default_factory=dict)
     """What a person should know of the file system, by name."""
+    over_network: ClassVar[bool] = False
+    """Whether a server may leave a call unanswered, for good."""
     _pruned: ClassVar[tuple[int, ...]] = (errno.ENOENT,)
     """What is said of a folder that somebody removes in the moment that it is used."""
     _identity: tuple[int, int] = field(init=False)
@@ -376,7 +378,8 @@ class Folders:
                 first = False
             try:
                 with os.scandir(f"{self.root}/{prefix}") as entries:
-                    for entry in entries:
+                    # By name: some file systems list one twice that is replaced meanwhile.
+                    for entry in {entry.name: entry for entry in entries}.values():
                         if not _KEY_PART.fullmatch(entry.name) or _UNLINKED.fullmatch(entry.name):
                             continue
                         if entry.is_dir(follow_symlinks=False):

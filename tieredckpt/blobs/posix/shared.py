@@ -24,6 +24,7 @@ class SharedFolders(Folders):
     """`Folders` that other nodes change too."""
 
     __slots__ = ()
+    over_network: ClassVar[bool] = True
     # A new name that is there already was made by a call of ours that was repeated.
     _pruned: ClassVar[tuple[int, ...]] = (errno.ENOENT, errno.ESTALE, errno.EEXIST)
 

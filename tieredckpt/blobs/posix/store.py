@@ -1,9 +1,10 @@
 """A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
 
 Small durable objects go through aiofiles, everything else through `transfer`; both on threads of the store's own, so
-that a file system that hangs starves no other tier. A cancelled put waits for its thread, which looks for that before
-every block, since until then the caller's memory is in use. Every other verb that is cancelled ends at once, and its
-thread when the device lets it: what it reads comes to memory of its own.
+that a file system that hangs starves no other tier. A put that is cancelled waits for its thread, which looks for that
+before every block, since until then the caller's memory is in use; so does a `get_into` on a local file system. Other
+verbs that read and are cancelled end at once, and their threads when the device lets them: they read into memory of
+their own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import aiofiles
 import aiofiles.os
+import numpy as np
 
 from tieredckpt.blobs.base import (
     BlobInfo,
@@ -150,13 +152,16 @@ class PosixStore:
         path = self._path(key)
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
-        await self._fill(path, Target([Stretch(offset, into.nbytes, into)], digested=False), self._pool)
+        if self._folders.over_network:
+            await self._read(path, Target([Stretch(offset, into.nbytes, into)], digested=False), self._pool)
+        else:
+            await self._on_thread(partial(self._fill, path, offset, into))
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
         path = self._path(key)
         check_stretches(key, stretches)
         target = Target(stretches, digested=True)
-        await self._fill(path, target, self._readers)
+        await self._read(path, target, self._readers)
         return target.digests
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
@@ -324,14 +329,19 @@ class PosixStore:
             raise ShortRead(f"{path} ended after {len(data)} of {size} bytes")
         return bytes(data)
 
-    async def _fill(self, path: Path, target: Target, pool: Threads) -> None:
-        def fill() -> None:
+    def _fill(self, path: Path, offset: int, into: memoryview, stop: transfer.Stop) -> None:
+        array = np.frombuffer(into, dtype=np.uint8)
+        with self._reading(path, offset, len(array)) as (fd, direct):
+            transfer.fill(fd, offset, array, stop, direct=direct)
+
+    async def _read(self, path: Path, target: Target, pool: Threads) -> None:
+        def read() -> None:
             target.restart()
             with self._reading(path, target.begin, target.end - target.begin) as (fd, direct):
                 transfer.read(fd, target, direct=direct)
 
         try:
-            await self._reopening(lambda: self._read_on_thread(fill, target.stop, pool))
+            await self._reopening(lambda: self._read_on_thread(read, target.stop, pool))
         except asyncio.CancelledError:
             await target.take_back()
             raise

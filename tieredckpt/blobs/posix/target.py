@@ -34,13 +34,13 @@ class Stopped(Exception):
 class Target:
     """Memory for stretches of a file, which are in order and do not overlap; with ``digested``, their digests too.
 
-    `take` and `restart` are for the thread that reads, `take_back` for the loop of the caller.
+    `take` and `restart` are for the thread that reads, `take_back` for the loop of the caller; ``stop`` is set by it.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], *, digested: bool) -> None:
+    def __init__(self, stretches: Sequence[Stretch], *, digested: bool, stop: Stop | None = None) -> None:
         self.begin = stretches[0].offset
         self.end = self.begin + span(stretches)
-        self.stop = Stop()
+        self.stop = stop or Stop()
         self._stretches = tuple(stretches)
         self._copier: type[_Copier | CopyDigester] = CopyDigester if digested else _Copier
         self._guards_memory = threading.Lock()

@@ -4,9 +4,9 @@ Everything here blocks and belongs on a thread. Memory is one-dimensional uint8 
 large copies release the GIL. A transfer looks at its `Stop` before every system call, and no call moves more
 than about `BLOCK` bytes.
 
-Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Written bytes that are not go through
-an *arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do all bytes that
-are read (see `target`). A file system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served
+Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Bytes that are not go through an
+*arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do bytes for a
+`Target`. A file system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served
 by buffered I/O.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tieredckpt.blobs.base import ALIGNMENT, Buffer
+from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.blobs.posix.target import Bytes, Stop, Stopped, Target
 
@@ -35,6 +35,7 @@ __all__ = [
     "aligned_batches",
     "as_arrays",
     "check",
+    "fill",
     "plain_batches",
     "read",
     "write",
@@ -52,6 +53,7 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _ARENA = 4 << 20
 """Bytes that are read before they are copied: the fewer, the more a fast device waits for the next request."""
 _BUFFERS_PER_CALL = 512  # half of Linux's IOV_MAX
+_EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
 _of_thread = threading.local()
 
@@ -80,6 +82,31 @@ def write(fd: int, parts: Sequence[Bytes], stop: Stop, *, direct: bool, block: i
         position = _write_batch(fd, batch, position, stop)
     total = sum(len(part) for part in parts)
     os.ftruncate(fd, total)
+
+
+def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None:
+    """Fill ``into`` with the bytes of a file from ``offset`` on, in place where alignment allows it.
+
+    With ``direct`` the descriptor was opened with `O_DIRECT`. Raises `OSError`, `EndOfFile`, `Stopped`.
+    """
+    if direct and (offset % ALIGNMENT or _address(into) % ALIGNMENT):
+        read(fd, Target([Stretch(offset, len(into), memoryview(into))], digested=False, stop=stop), direct=True)
+        return
+    done = 0
+    if direct:
+        try:
+            done = _fill_in_place(fd, offset, into, stop)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        if done < len(into):
+            _leave_direct(fd)
+    while done < len(into):
+        check(stop)
+        got = os.preadv(fd, [into[done : done + BLOCK].data], offset + done)
+        if got == 0:
+            raise EndOfFile(done)
+        done += got
 
 
 def read(fd: int, target: Target, *, direct: bool) -> None:
@@ -199,6 +226,23 @@ def _without(batch: list[Bytes], count: int) -> list[Bytes]:
             return [buffer[count:], *batch[index + 1 :]]
         count -= len(buffer)
     return []
+
+
+def _fill_in_place(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
+    done = 0
+    while done < len(into):
+        check(stop)
+        want = into[done : done + BLOCK]
+        whole = _down(len(want))
+        tail = _arena()[:ALIGNMENT] if whole < len(want) else _EMPTY
+        got = os.preadv(fd, [buffer.data for buffer in (want[:whole], tail) if len(buffer)], offset + done)
+        if got > whole:
+            over = min(got, len(want)) - whole
+            np.copyto(want[whole : whole + over], tail[:over])
+        done += min(got, len(want))
+        if got % ALIGNMENT or got == 0:
+            break  # the end of the file, or a short read that only buffered I/O can go on from
+    return done
 
 
 def _leave_direct(fd: int) -> bool:

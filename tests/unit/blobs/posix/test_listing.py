@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,21 @@ async def test_a_cancelled_listing_ends_at_once_and_its_threads_after_their_fold
     assert store.hanging == scans.under_way == 6
     go_on.set()
     await until_none_hangs(store)
+
+
+async def test_a_name_that_the_system_lists_twice_is_listed_once(
+    store: PosixStore, keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As JuiceFS does with one that is replaced meanwhile."""
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def twice(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with real(path) as entries, real(path) as again:
+            yield itertools.chain(entries, again)
+
+    monkeypatch.setattr(os, "scandir", twice)
+    assert await listed(store) == keys
 
 
 async def test_a_listing_says_that_its_store_was_closed_between_two_folders(store: PosixStore, scans: Scans) -> None:

@@ -19,6 +19,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 from tieredckpt.blobs.base import BlobStore, Stretch, Survives, Unanswered
 from tieredckpt.blobs.posix import target, threads, transfer
 from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.blobs.posix.shared import SharedFolders
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
@@ -125,9 +126,7 @@ class TestDirectIO:
         assert into == data
         assert set(written) == set(read) == {True}
 
-    async def test_aligned_memory_is_written_without_a_copy(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_aligned_memory_goes_without_a_copy(self, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
         if not store.traits.direct_io:
             pytest.skip("the file system refuses direct I/O")
         copied: list[int] = []
@@ -135,7 +134,8 @@ class TestDirectIO:
         monkeypatch.setattr(transfer.np, "copyto", lambda to, data: (copied.append(len(data)), real(to, data)))
         data = aligned(pattern(LARGE + 100))
         await store.put("key", [data])
-        assert copied == [100]
+        await store.get_into("key", 0, aligned(bytes(len(data))))
+        assert copied == [100, 100]
 
     async def test_it_is_off_when_the_user_says_so(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = await asyncio.to_thread(PosixStore, root, direct=False)
@@ -438,10 +438,29 @@ class TestCancellation:
         await store.put("key", [b"x"])
         assert files(root) == {"key"}
 
-    @pytest.mark.parametrize("digested", [False, True])
-    async def test_a_read_ends_at_once_and_leaves_the_memory_alone(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch, digested: bool
+    @pytest.fixture
+    async def network_store(self, root: Path) -> AsyncIterator[PosixStore]:
+        store = await asyncio.to_thread(PosixStore, root, folders=SharedFolders)
+        yield store
+        await store.close()
+
+    async def test_a_read_in_place_ends_when_its_thread_has_let_go(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        await store.put("key", [bytes(LARGE)])
+        calls, into = Calls(monkeypatch, "preadv"), aligned(bytes(LARGE))
+        task = await self.hang(store, calls, store.get_into("key", 0, into))
+        task.cancel()
+        assert not await self.settled(task)
+        calls.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    @pytest.mark.parametrize(("network", "digested"), [(False, True), (True, True), (True, False)])
+    async def test_a_read_ends_at_once_and_leaves_the_memory_alone(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, network: bool, digested: bool
+    ) -> None:
+        store = await asyncio.to_thread(PosixStore, root, folders=SharedFolders if network else Folders)
         await store.put("key", [b"\x01" * LARGE])
         calls, room = Calls(monkeypatch, "preadv"), bytearray(LARGE)
         into = memoryview(room)
@@ -458,6 +477,7 @@ class TestCancellation:
         calls.go_on.set()
         await self.until_none_hangs(store)
         assert not any(room)
+        await store.close()
 
     async def until_none_hangs(self, store: PosixStore) -> None:
         async with asyncio.timeout(30):
@@ -465,8 +485,9 @@ class TestCancellation:
                 await asyncio.sleep(0.001)
 
     async def test_a_read_that_is_copying_ends_when_the_copy_has(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+        self, network_store: PosixStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        store = network_store
         await store.put("key", [bytes(LARGE)])
         copying, go_on = threading.Event(), threading.Event()
         real = target.np.copyto
@@ -517,7 +538,7 @@ class TestCancellation:
         self, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(threads, "_HANGS_AFTER", 0.0)
-        store = await asyncio.to_thread(PosixStore, root, threads=2)
+        store = await asyncio.to_thread(PosixStore, root, threads=2, folders=SharedFolders)
         await store.put("key", [bytes(LARGE)])
         calls = Calls(monkeypatch, "preadv")
         for _ in range(2):

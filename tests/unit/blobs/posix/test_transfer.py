@@ -117,8 +117,17 @@ def arena_of(nbytes: int) -> Bytes:
     return as_arrays([aligned(bytes(nbytes))])[0]
 
 
+def fill(fd: int, offset: int, into: memoryview, *, direct: bool) -> None:
+    transfer.fill(fd, offset, as_arrays([into])[0], Stop(), direct=direct)
+
+
 def read(fd: int, offset: int, into: memoryview, *, direct: bool) -> None:
     transfer.read(fd, Target([Stretch(offset, into.nbytes, into)], digested=False), direct=direct)
+
+
+Reads = Callable[..., None]
+reads = pytest.mark.parametrize("reads", [fill, read])
+"""In place, and through memory of the thread."""
 
 
 def opened(path: Path, flags: int) -> int:
@@ -176,10 +185,11 @@ def test_short_writes_are_continued(tmp_path: Path, direct: bool, seed: int, mon
     assert (tmp_path / "file").read_bytes() == b"".join(part.tobytes() for part in parts)
 
 
+@reads
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("offset", "shift"), [(0, 0), (ALIGNMENT, 0), (0, 5), (77, 0), (77, 9)])
 def test_short_reads_are_continued(
-    tmp_path: Path, direct: bool, seed: int, offset: int, shift: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reads: Reads, direct: bool, seed: int, offset: int, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = pattern(300_007)
     (tmp_path / "file").write_bytes(data)
@@ -188,19 +198,22 @@ def test_short_reads_are_continued(
     into = aligned(bytes(nbytes), shift=shift)
     monkeypatch.setattr(os, "preadv", shortened(os.preadv, rng))
     fd = opened(tmp_path / "file", os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
-    read(fd, offset, into, direct=direct)
+    reads(fd, offset, into, direct=direct)
     os.close(fd)
     assert into == data[offset : offset + nbytes]
 
 
+@reads
 @pytest.mark.parametrize(("offset", "shift"), [(0, 0), (0, 5), (77, 0)])
-def test_the_end_of_the_file_tells_how_far_it_came(tmp_path: Path, direct: bool, offset: int, shift: int) -> None:
+def test_the_end_of_the_file_tells_how_far_it_came(
+    tmp_path: Path, reads: Reads, direct: bool, offset: int, shift: int
+) -> None:
     data = pattern(3 * ALIGNMENT + 9)
     (tmp_path / "file").write_bytes(data)
     into = aligned(bytes(5 * ALIGNMENT), shift=shift)
     fd = opened(tmp_path / "file", os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
     with pytest.raises(EndOfFile) as raised:
-        read(fd, offset, into, direct=direct)
+        reads(fd, offset, into, direct=direct)
     os.close(fd)
     assert raised.value.got == len(data) - offset
     assert into[: raised.value.got] == data[offset:]
@@ -260,9 +273,10 @@ def refusing(call: Callable[..., int], after: int) -> Callable[..., int]:
     return refuse
 
 
+@reads
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
-    tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reads: Reads, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not takes_direct(tmp_path):
         pytest.skip("the file system refuses direct I/O")
@@ -277,7 +291,7 @@ def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
     for shift in (0, 1):
         into = aligned(bytes(len(data)), shift=shift)
         fd = opened(tmp_path / "file", os.O_RDONLY | transfer.O_DIRECT)
-        read(fd, 0, into, direct=True)
+        reads(fd, 0, into, direct=True)
         os.close(fd)
         assert into == data
     assert_digested(tmp_path / "file", [(0, 5000, 5000), (5000, len(data) - 5000, 7)], direct=True)
@@ -298,10 +312,10 @@ def test_a_transfer_stops_before_its_next_call(tmp_path: Path, monkeypatch: pyte
         transfer.write(fd, memory([(3 * ALIGNMENT, 0)]), stop, direct=False)
     assert calls == [0]
     into = memoryview(bytearray(ALIGNMENT))
-    target = Target([Stretch(0, ALIGNMENT, into)], digested=False)
-    target.stop.set()
     with pytest.raises(Stopped):
-        transfer.read(fd, target, direct=False)
+        transfer.fill(fd, 0, as_arrays([into])[0], stop, direct=False)
+    with pytest.raises(Stopped):
+        transfer.read(fd, Target([Stretch(0, ALIGNMENT, into)], digested=False, stop=stop), direct=False)
     os.close(fd)
 
 
