@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from tieredckpt.blobs.base import BlobInfo
-from tieredckpt.blobs.posix.paths import Folders, describe
+from tieredckpt.blobs.posix.files import describe
+from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 
 __all__ = ["SharedFolders"]

@@ -14,10 +14,9 @@ import contextlib
 import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiofiles
 import aiofiles.os
@@ -34,11 +33,13 @@ from tieredckpt.blobs.base import (
     check_stretches,
 )
 from tieredckpt.blobs.posix import transfer
-from tieredckpt.blobs.posix.paths import Folders, Scanned, probe
+from tieredckpt.blobs.posix.calls import Calls, Followed
+from tieredckpt.blobs.posix.files import probe
+from tieredckpt.blobs.posix.paths import Folders, Scanned
 from tieredckpt.blobs.posix.target import Target
 from tieredckpt.blobs.posix.threads import Threads
 from tieredckpt.blobs.space import reserve
-from tieredckpt.concurrency import note, settle, together
+from tieredckpt.concurrency import together
 from tieredckpt.errors import (
     Closed,
     Corrupt,
@@ -112,12 +113,8 @@ class PosixStore:
             object_size=object_size,
             digested_reads=readers + readers // 2,  # for whichever thread is done, the next is there
         )
-        self._pool = Threads(threads, "posix", self.location)
-        # Of their own, so that nothing small waits behind them.
-        self._readers = Threads(readers, "posix-reader", self.location)
         self._most_scanners = 2 * threads
-        self._scanners = Threads(self._most_scanners, "posix-scanner", self.location)
-        self._active = 0
+        self._calls = Calls(threads, readers, self._most_scanners, self.location)
         self._closed = False
 
     @property
@@ -135,14 +132,14 @@ class PosixStore:
     @property
     def hanging(self) -> int:
         """How many threads are in calls that nobody waits for any more."""
-        return sum(threads.left for threads in (self._pool, self._readers, self._scanners))
+        return self._calls.hanging
 
     async def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
 
         async def read() -> bytes:
-            stop, pool = transfer.Stop(), _Followed(self._pool)
-            return await self._leaving(
+            stop, pool = transfer.Stop(), Followed(self._calls.pool)
+            return await self._calls.leaving(
                 asyncio.ensure_future(self._read_whole(path, limit, stop, pool)), stop, pool.leave
             )
 
@@ -153,15 +150,15 @@ class PosixStore:
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
         if self._folders.over_network:
-            await self._read(path, Target([Stretch(offset, into.nbytes, into)], digested=False), self._pool)
+            await self._read(path, Target([Stretch(offset, into.nbytes, into)], digested=False), self._calls.pool)
         else:
-            await self._on_thread(partial(self._fill, path, offset, into))
+            await self._calls.run(partial(self._fill, path, offset, into))
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
         path = self._path(key)
         check_stretches(key, stretches)
         target = Target(stretches, digested=True)
-        await self._read(path, target, self._readers)
+        await self._read(path, target, self._calls.readers)
         return target.digests
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
@@ -171,11 +168,11 @@ class PosixStore:
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if nbytes >= transfer.DIRECT_FROM or not self._fsync:
             # What waits for no device is written sooner than it is handed from one thread's turn to the next.
-            await self._on_thread(partial(self._write_in_one_turn, path, parts, nbytes))
+            await self._calls.run(partial(self._write_in_one_turn, path, parts, nbytes))
             return
         stop = transfer.Stop()
         write = self._write_and_sync(path, b"".join(parts), stop)
-        await self._settle(asyncio.ensure_future(write), stop.set)
+        await self._calls.settle(asyncio.ensure_future(write), stop.set)
 
     async def stat(self, key: str) -> BlobInfo:
         path = self._path(key)
@@ -184,7 +181,7 @@ class PosixStore:
             with self._errors(path, "looked at"):
                 return self._folders.info(path)
 
-        return await self._reopening(lambda: self._read_on_thread(look, transfer.Stop(), self._pool))
+        return await self._reopening(lambda: self._calls.read(look, transfer.Stop(), self._calls.pool))
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         check_prefix(prefix)
@@ -198,7 +195,7 @@ class PosixStore:
 
         async def scan_some() -> None:
             self._check_open()
-            found.append(await self._read_on_thread(scan, stop, self._scanners))
+            found.append(await self._calls.read(scan, stop, self._calls.scanners))
 
         threads = 1
         while pending:
@@ -220,7 +217,7 @@ class PosixStore:
             with self._errors(path, "deleted"):
                 self._folders.remove(path)
 
-        await self._on_thread(remove)
+        await self._calls.run(remove)
 
     async def sweep(self, age: float) -> int:
         """Remove what puts of dead writers left behind: temporary files unchanged for ``age`` seconds.
@@ -234,12 +231,12 @@ class PosixStore:
             with self._errors(self._root, "swept"):
                 return self._folders.sweep(age)
 
-        return await self._on_thread(sweep)
+        return await self._calls.run(sweep)
 
     async def close(self) -> None:
         """Refuse further verbs; those under way end as they would have, but for listings, which end as `Closed`."""
         self._closed = True
-        self._end_threads()
+        self._calls.end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -248,37 +245,6 @@ class PosixStore:
     def _path(self, key: str) -> Path:
         self._check_open()
         return self._root / check_key(key)
-
-    async def _on_thread(self, work: Callable[[transfer.Stop], T]) -> T:
-        """The result of ``work``; a cancellation is raised when its thread has ended."""
-        stop = transfer.Stop()
-        call = self._pool.submit(work, stop)
-
-        def give_up() -> None:
-            stop.set()
-            self._pool.leave(call)
-
-        return await self._settle(asyncio.wrap_future(call), give_up)
-
-    async def _settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
-        self._begin(running)
-        return await settle(running, give_up)
-
-    async def _read_on_thread(self, work: Callable[[], T], stop: transfer.Stop, pool: Threads) -> T:
-        """The result of ``work``, which touches no memory of a caller; a cancellation leaves its thread alone."""
-        call = pool.submit(work)
-        return await self._leaving(asyncio.wrap_future(call), stop, lambda: pool.leave(call))
-
-    async def _leaving(self, running: asyncio.Future[T], stop: transfer.Stop, leave: Callable[[], object]) -> T:
-        self._begin(running)
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError:
-            stop.set()
-            leave()
-            running.add_done_callback(note)
-            raise
-        return running.result()
 
     async def _reopening(self, read: Callable[[], Awaitable[T]]) -> T:
         """The result of ``read``, which is done once more where a file is another one than was opened by its name."""
@@ -289,19 +255,6 @@ class PosixStore:
                 raise
         return await read()
 
-    def _begin(self, running: asyncio.Future[T]) -> None:
-        self._active += 1
-        running.add_done_callback(self._ended)
-
-    def _ended(self, _: object) -> None:
-        self._active -= 1
-        self._end_threads()
-
-    def _end_threads(self) -> None:
-        if self._closed and not self._active:
-            for pool in (self._pool, self._readers, self._scanners):
-                pool.shutdown(wait=False)
-
     @contextlib.contextmanager
     def _errors(self, path: Path, doing: str) -> Iterator[None]:
         try:
@@ -309,7 +262,7 @@ class PosixStore:
         except OSError as error:
             raise self._folders.error(error, path, doing) from error
 
-    async def _read_whole(self, path: Path, limit: int, stop: transfer.Stop, pool: _Followed) -> bytes:
+    async def _read_whole(self, path: Path, limit: int, stop: transfer.Stop, pool: Followed) -> bytes:
         def opener(name: str, flags: int) -> int:
             return self._folders.open(Path(name), flags)
 
@@ -341,7 +294,7 @@ class PosixStore:
                 transfer.read(fd, target, direct=direct)
 
         try:
-            await self._reopening(lambda: self._read_on_thread(read, target.stop, pool))
+            await self._reopening(lambda: self._calls.read(read, target.stop, pool))
         except asyncio.CancelledError:
             await target.take_back()
             raise
@@ -372,7 +325,7 @@ class PosixStore:
         return self._folders.open(path, os.O_RDONLY), False
 
     async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop) -> None:
-        folders, pool = self._folders, self._pool
+        folders, pool = self._folders, self._calls.pool
         try:
             create = aiofiles.os.wrap(folders.create)
             temporary, fd = await create(path, 0, executor=pool)
@@ -421,23 +374,7 @@ class PosixStore:
 
     async def _mapped(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
         # On a thread, since it may have to look whether the root is still there.
-        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._pool)
-
-
-class _Followed(Executor):
-    """Threads as aiofiles uses them, for one verb: its call can be left when nobody waits for it any more."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-        self._call: Future[Any] | None = None
-
-    def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        self._call = call = self._threads.submit(work, *arguments, **named)
-        return call
-
-    def leave(self) -> None:
-        if self._call is not None:
-            self._threads.leave(self._call)
+        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._calls.pool)
 
 
 def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:

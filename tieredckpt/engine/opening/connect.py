@@ -45,7 +45,7 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool, events: Events | None = None) -> tuple[Tier, ...]:
+def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
     """The tiers of a store, not connected yet. RAM waits for `connect_ram`: whose it is, the others tell.
 
     Args:
@@ -81,15 +81,12 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     first.connect = connect
 
 
-async def _connect(tier: TierConfig, *, read_only: bool, events: Events | None) -> BlobStore:
-    def tell(calls: int) -> None:
-        if events is not None:
-            events.emit(TierHangs(tier.name, calls))
-
+async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> BlobStore:
     store = await kind_of(tier).open(tier, read_only=read_only)
     puts, object_size = (store.traits.parallel_puts, store.traits.object_size) if store.traits.remote else (1, 0)
     # Puts that are under way together share the link.
-    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth / puts, tell=tell)
+    limits = {"base": tier.deadline, "min_bandwidth": tier.min_bandwidth / puts}
+    store = Deadline(store, tier.name, **limits, tell=lambda calls: events.emit(TierHangs(tier.name, calls)))
     store = Retrying(store, attempts=tier.retries + 1)
     # With room beside them, for leases that must not wait for packs.
     operations, nbytes = max(_OPERATIONS_IN_FLIGHT, 2 * puts), max(_BYTES_IN_FLIGHT, 2 * puts * object_size)
