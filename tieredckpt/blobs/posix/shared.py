@@ -1,8 +1,8 @@
 """Folders of NFS and other file systems whose clients believe names and sizes for a while that others have changed.
 
 What another node has made may be missing here for a minute, if it was looked up before: a name counts as missing only
-when a listing of its folder, which asks the server, has not got it. Sizes are those of opened files. A call whose
-answer was lost is repeated by the client and then fails, although it has happened; whether it has is looked at.
+when a listing of its folder, which asks the server, has not got it. Sizes and times are those of opened files. A call
+whose answer was lost is repeated by the client and then fails, although it has happened; whether it has is looked at.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ class SharedFolders(Folders):
             os.close(fd)
 
     def _listed(self, key: str, entry: os.DirEntry[str]) -> BlobInfo:
+        # Opened, since leases are judged by their times, and what is listed has those that the client remembers.
+        path = self.root / key
         try:
+            return self._info(path)
+        except PermissionError:  # a stranger's file
             return super()._listed(key, entry)
-        except FileNotFoundError:
-            return self._info(self.root / key)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            return self._info(self.root / key)
+            return self._info(path)
 
     def _unlink(self, path: Path) -> None:
         try:

@@ -123,12 +123,22 @@ class TestNamesThatOthersMade:
 
     @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
     async def test_a_listing_is_not_short_of_a_name_that_the_client_doubts(
-        self, store: PosixStore, number: int, monkeypatch: pytest.MonkeyPatch
+        self, store: PosixStore, number: int, client: Client
     ) -> None:
         await store.put("a/key", [b"x"])
-        scandir = os.scandir
+        client.says("open", number, "a/key")
+        assert await listed(store) == {"a/key": 1}
+        assert client.said == ["open"]
 
-        class Doubted:
+    async def test_a_listing_has_the_sizes_and_times_of_opened_files(
+        self, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("leases/other", [b"old"])
+        await store.put("leases/strange", [b"x"])
+        scandir = os.scandir
+        old = os.stat(root / "leases/other")
+
+        class Remembered:
             def __init__(self, path: Any) -> None:
                 self._entries = scandir(path)
 
@@ -143,10 +153,15 @@ class TestNamesThatOthersMade:
                 self.name, self.path, self.is_dir, self.is_file = entry.name, entry.path, entry.is_dir, entry.is_file
 
             def stat(self, **_: Any) -> Any:
-                raise OSError(number, os.strerror(number))
+                return old
 
-        monkeypatch.setattr(os, "scandir", Doubted)
-        assert await listed(store) == {"a/key": 1}
+        await store.put("leases/other", [b"newer"])
+        os.utime(root / "leases/other", (old.st_mtime + 50,) * 2)
+        monkeypatch.setattr(os, "scandir", Remembered)
+        Client(monkeypatch).says("open", errno.EACCES, "strange")
+        found = {info.key: info async for info in store.list("")}
+        assert (found["leases/other"].size, found["leases/other"].modified) == (5, old.st_mtime + 50)
+        assert found["leases/strange"].size == 3  # what is remembered of a file that may not be opened
 
 
 class TestCallsThatWereRepeated:
