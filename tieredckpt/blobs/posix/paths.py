@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.blobs.posix.files import describe, foreign, new_temporary, open_regular, sync_folder
@@ -27,8 +27,6 @@ from tieredckpt.errors import (
 )
 
 __all__ = ["Folders", "Scanned"]
-
-T = TypeVar("T")
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 _KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
