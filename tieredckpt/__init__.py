@@ -31,7 +31,17 @@ from tieredckpt.errors import (
 if TYPE_CHECKING:
     from tieredckpt._copying import Copied, copy_steps
     from tieredckpt.checkpoint import Checkpoint, Restored, SyncCheckpoint, SyncRestored
-    from tieredckpt.config import ChfsTier, KvstoreTier, PosixTier, RamTier, StoreConfig, TierConfig
+    from tieredckpt.config import (
+        ChfsTier,
+        KvstoreTier,
+        LustreTier,
+        NfsTier,
+        PosixTier,
+        RamTier,
+        StoreConfig,
+        Striping,
+        TierConfig,
+    )
     from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.ranks.communicator import Communicator
@@ -58,6 +68,7 @@ if TYPE_CHECKING:
         StepRestored,
         StepSaved,
         TierFailed,
+        TierHangs,
         TierRecovered,
     )
     from tieredckpt.format.manifest import StepId
@@ -92,6 +103,8 @@ __all__ = [
     "Event",
     "Invalid",
     "KvstoreTier",
+    "LustreTier",
+    "NfsTier",
     "NoSpace",
     "NotFound",
     "Observed",
@@ -122,11 +135,13 @@ __all__ = [
     "StepRestored",
     "StepSaved",
     "StoreConfig",
+    "Striping",
     "SyncCheckpoint",
     "SyncRestored",
     "SyncStore",
     "TierConfig",
     "TierFailed",
+    "TierHangs",
     "TierInfo",
     "TierRecovered",
     "TierUnavailable",
@@ -151,9 +166,12 @@ _HOMES = {
     "tieredckpt.config": (
         "ChfsTier",
         "KvstoreTier",
+        "LustreTier",
+        "NfsTier",
         "PosixTier",
         "RamTier",
         "StoreConfig",
+        "Striping",
         "TierConfig",
     ),
     "tieredckpt.engine.inventory": (
@@ -189,6 +207,7 @@ _HOMES = {
         "StepRestored",
         "StepSaved",
         "TierFailed",
+        "TierHangs",
         "TierRecovered",
     ),
     "tieredckpt.format.manifest": ("StepId",),

@@ -33,6 +33,7 @@ __all__ = [
     "StepRestored",
     "StepSaved",
     "TierFailed",
+    "TierHangs",
     "TierRecovered",
 ]
 
@@ -216,6 +217,14 @@ class TierFailed(Event):
     tier: str
     error: Exception
     retry_in: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierHangs(Event):
+    """Calls of a tier, ``calls`` of them so far, hang in its device; told again only after none did."""
+
+    tier: str
+    calls: int
 
 
 @dataclass(frozen=True, slots=True)

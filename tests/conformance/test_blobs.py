@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 from blockbuster import BlockBuster, blockbuster_ctx
+from support.file_systems import FILE_SYSTEMS, kind_on, system_of
 from support.scenes import new_shared_folder
 
 from tieredckpt.blobs.base import BlobStore
@@ -76,6 +77,21 @@ class TestAllWrappers(TestPosixStoreInSharedMemory):
 
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Metered(Limited(Retrying(Deadline(Faulty(store), "disk")), operations=2, nbytes=1 << 20))
+
+
+class TestNfs(_Folder):
+    kind = "nfs"
+
+    @pytest.fixture
+    async def store(self, root: Path) -> AsyncIterator[BlobStore]:
+        kind = kind_on(self.kind, system_of(FILE_SYSTEMS[self.kind]))
+        store = await kind.open(kind.config(name="shared", path=root))
+        yield store
+        await store.close()
+
+
+class TestLustre(TestNfs):
+    kind = "lustre"
 
 
 class KvBackDoor:

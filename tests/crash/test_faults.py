@@ -13,6 +13,7 @@ from reliability.sweep import ERRORS, fail_each_call
 from reliability.system import failing_calls
 from reliability.tiers import FaultyTiers
 from support.agents import eventually
+from support.file_systems import FILE_SYSTEMS
 from support.scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -42,16 +43,19 @@ async def assert_all_intact(store: CheckpointStore) -> None:
 TIMES = (1, 2, 4, 9)
 
 
-async def test_a_call_of_the_system_that_fails_costs_no_step(shared_memory: Path) -> None:
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
+async def test_a_call_of_the_system_that_fails_costs_no_step(shared_memory: Path, kind: str) -> None:
     """Each call fails at its n-th time, for several n, while steps are promoted, evicted and collected."""
-    struck = await fail_each_call(shared_memory, [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES)])
+    failures = [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES)]
+    struck = await fail_each_call(shared_memory, failures, kind)
     assert struck.keys() >= {"open", "replace", "unlink", "mkdir", "fsync", "stat"}, struck
     assert list(shared_memory.iterdir()) == []
 
 
 @pytest.mark.slow
-async def test_whatever_error_a_call_of_the_system_gives_it_costs_no_step(shared_memory: Path) -> None:
-    assert await fail_each_call(shared_memory, [(nth, number) for nth in range(1, 16) for number in ERRORS])
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
+async def test_whatever_error_a_call_of_the_system_gives_it_costs_no_step(shared_memory: Path, kind: str) -> None:
+    assert await fail_each_call(shared_memory, [(nth, number) for nth in range(1, 16) for number in ERRORS], kind)
 
 
 async def test_a_file_that_was_not_synced_is_written_again_as_a_whole(shared_memory: Path, faults: FaultyTiers) -> None:

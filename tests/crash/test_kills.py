@@ -11,6 +11,7 @@ import pytest
 from reliability import kills
 from reliability.doomed import AGENT_POINTS, POINTS
 from reliability.kills import Killed, Story, kill_trainers
+from support.file_systems import played
 
 from tieredckpt.engine.agent.process import LOCK
 
@@ -26,6 +27,17 @@ def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(shar
     assert_nothing_lost(found, 8)
     assert len(found.kills) == len(POINTS)
     assert found.nodes
+
+
+@pytest.mark.parametrize("kind", ["nfs", "lustre"])
+def test_trainers_that_are_killed_lose_nothing_on_a_file_system_that_nodes_share(
+    shared_memory: Path, kind: str
+) -> None:
+    tier = {"kind": kind, "path": str(shared_memory / "disk"), "direct": False}
+    with played():
+        found = kill_trainers(5, shared_memory, tier, seed=6)
+    assert_nothing_lost(found, 5)
+    assert found.promoted
 
 
 def test_trainers_and_agents_that_are_killed_lose_nothing_that_they_were_told_is_saved(shared_memory: Path) -> None:

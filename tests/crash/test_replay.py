@@ -11,9 +11,12 @@ import pytest
 from reliability.journal import Failure, files_after
 from reliability.life import KINDS, SLOW, Life, live
 from reliability.replay import Lost, replay
+from support.file_systems import kind_on, system_of
 from support.limits import limit
 
 from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.blobs.posix.system import LUSTRE, NFS
+from tieredckpt.config.kinds import replaced
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
@@ -50,6 +53,17 @@ async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
     assert found.states > 9
     assert found.crashes > len(life.entries)
     assert found.steps > found.states
+
+
+@pytest.mark.parametrize("file_system", [NFS, LUSTRE], ids=["nfs", "lustre"])
+async def test_a_crash_at_any_change_on_a_file_system_that_nodes_share_costs_nothing_that_was_promised(
+    file_system: int, shared_memory: Path
+) -> None:
+    with replaced(kind_on("posix", system_of(file_system))):
+        life = await lived("posix", shared_memory)
+        assert files_after(life.entries, SLOW) == life.left[SLOW]
+        found = await replay(life, "node", shared_memory / "life", every=2 * EVERY["posix"])
+    assert found.states > 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

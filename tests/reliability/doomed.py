@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from support.file_systems import played
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap.forward import Forward, Operation
@@ -117,9 +118,14 @@ def _train(job: Job) -> None:
 
     # Or a tier that was full once is left alone for too long.
     limits.in_force = replace(limits.in_force, first_retry=0.01, last_retry=0.05)
+    with played(), tiers_opened_by(opened):
+        _live(job, chance, disks)
+
+
+def _live(job: Job, chance: random.Random, disks: list[Faulty]) -> None:
     opening = CheckpointStore.open(job.config)
     opening.subscribe(_hear)
-    with tiers_opened_by(opened), opening.sync() as store:
+    with opening.sync() as store:
         found = store.restore()
         first = found.step if found is not None else 0
         if found is not None and not is_state(found.tree, first):

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from support.file_systems import played
+
 from reliability.doomed import is_state, state
 from reliability.system import CALLS, SystemFaults, failing_calls
 from reliability.tiers import tried_again_soon
@@ -31,23 +33,24 @@ _PATIENCE = 60.0
 """Seconds after which a tier that works again counts as given up."""
 
 
-async def fail_each_call(place: Path, failures: Sequence[tuple[int, int]]) -> Counter[str]:
+async def fail_each_call(place: Path, failures: Sequence[tuple[int, int]], kind: str = "posix") -> Counter[str]:
     """Make every call of `CALLS` fail; returns how often each did.
 
     Args:
         place: an empty folder for the tiers, in memory; it is empty afterwards.
         failures: of each call, which one is to fail, counted from 1 on, and with what error of `errno`.
+        kind: of the slower tier.
 
     Raises:
         AssertionError: a step was lost, or the tier did not come back.
     """
     struck: Counter[str] = Counter()
-    with tried_again_soon():
+    with tried_again_soon(), played():
         for call in CALLS:
             for nth, number in failures:
                 with failing_calls(place / "disk") as system:
                     try:
-                        await _fail_once(system, _config(place), call, number, nth)
+                        await _fail_once(system, _config(place, kind), call, number, nth)
                     except (AssertionError, TieredCkptError, TimeoutError) as error:
                         error.add_note(f"the {nth}. {call} had failed with {errno.errorcode[number]}")
                         raise
@@ -58,8 +61,8 @@ async def fail_each_call(place: Path, failures: Sequence[tuple[int, int]]) -> Co
     return +struck
 
 
-def _config(place: Path) -> StoreConfig:
-    slower: dict[str, Any] = {"kind": "posix", "path": place / "disk", "retries": 0, "direct": False}
+def _config(place: Path, kind: str) -> StoreConfig:
+    slower: dict[str, Any] = {"kind": kind, "path": place / "disk", "retries": 0, "direct": False}
     nearest = {"kind": "ram", "path": place / "ram", "capacity": "1 MiB"}
     tiers = {"ram": nearest, "disk": slower | {"retain": {"kind": "last_n", "n": 2}}}
     return load({"store": {"chunk_size": 4096}, "tiers": tiers})

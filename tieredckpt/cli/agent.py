@@ -16,6 +16,7 @@ from tieredckpt.events import (
     StepEvicted,
     StepPromoted,
     TierFailed,
+    TierHangs,
     TierRecovered,
 )
 from tieredckpt.units import format_size
@@ -61,6 +62,8 @@ def _text(event: Event) -> str:
             return f"step {event.step}, {event.key}: mended on tier {event.tier} from {event.source}"
         case TierFailed():
             return f"tier {event.tier} failed, next try in {event.retry_in:.1f} s: {event.error}"
+        case TierHangs():
+            return f"tier {event.tier} does not answer: {event.calls} calls hang"
         case TierRecovered():
             return f"tier {event.tier} works again"
     return ""

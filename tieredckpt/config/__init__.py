@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 from tieredckpt.config.kinds import TierKind
+from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
 from tieredckpt.config.store import StoreConfig, dump_with_secrets, load, to_toml
 from tieredckpt.config.tiers import ChfsTier, KvstoreTier, PosixTier, RamTier, TierConfig
 
 __all__ = [
     "ChfsTier",
     "KvstoreTier",
+    "LustreTier",
+    "NfsTier",
     "PosixTier",
     "RamTier",
     "StoreConfig",
+    "Striping",
     "TierConfig",
     "TierKind",
     "dump_with_secrets",

@@ -26,6 +26,7 @@ __all__ = [
     "Capacity",
     "ChfsTier",
     "Flag",
+    "FolderTier",
     "Interval",
     "KvstoreTier",
     "PosixTier",
@@ -249,10 +250,9 @@ class RamTier(TierConfig):
         return None if self.path is None else normal(self.path)
 
 
-class PosixTier(TierConfig):
-    """A folder: NVMe, NFS, or anything else that is mounted."""
+class FolderTier(TierConfig):
+    """What the kinds of folders have in common."""
 
-    kind: Literal["posix"] = "posix"
     path: AbsolutePath
     capacity: Capacity | None = None
     """Bytes that the tier may use; None for all that the file system has."""
@@ -260,6 +260,8 @@ class PosixTier(TierConfig):
     """Whether to bypass the page cache; None to find out whether the file system can."""
     fsync: Flag = True
     """False gives up promise 3 on this tier: after a crash of the node it may hold nothing."""
+    access: Literal["private", "group"] = "private"
+    """Who may use what is made there: its user alone, or the group of the folder too, whatever the umask is."""
     survives: Literal["node", "site"] = "node"
     threads: Threads = 4
     """How many calls block at a time, and twice as many that read chunks."""
@@ -267,6 +269,12 @@ class PosixTier(TierConfig):
     @property
     def location(self) -> str:
         return normal(self.path)
+
+
+class PosixTier(FolderTier):
+    """A folder: NVMe, or anything else that is mounted."""
+
+    kind: Literal["posix"] = "posix"
 
 
 class ChfsTier(TierConfig):

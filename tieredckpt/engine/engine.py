@@ -122,7 +122,7 @@ class Engine:
         config = self._config
         self.state = State(
             config=config,
-            tiers=make_tiers(config, read_only=self._read_only),
+            tiers=make_tiers(config, read_only=self._read_only, events=self.events),
             events=self.events,
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(

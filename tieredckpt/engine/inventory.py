@@ -122,6 +122,8 @@ class TierInfo:
     steps: int
     """How many it holds."""
     damaged: tuple[DamagedStep, ...]
+    hanging: int = 0
+    """Calls of this process that hang in its device though nobody waits for them any more."""
 
 
 class Inventory:
@@ -229,6 +231,7 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         note=tier.health.note,
         steps=len(tier.steps.held),
         damaged=tuple(DamagedStep(step.step, step.serial, str(why)) for step, why in sorted(damaged.items())),
+        hanging=tier.hanging,
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 
 from tieredckpt.blobs.base import Stretch, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
+from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
 from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
@@ -222,6 +226,43 @@ class TestDeadline:
         async with asyncio.timeout(20):
             while store.left_behind:  # whoever asked for it has gone, and nobody else hears of it
                 await asyncio.sleep(0.001)
+
+    async def test_calls_that_hang_are_told_of_once_until_none_does(
+        self, faulty: Faulty, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        told: list[int] = []
+        store = Metered(Deadline(faulty, "lustre", base=0.01, tell=told.append))
+        for turn in (1, 2):
+            held = [faulty.hold(verb, stubborn=True) for verb in ("put", "stat")]
+            for call in (store.put("key", [b"x"]), store.stat("key")):
+                with pytest.raises(TierUnavailable):
+                    await call
+            assert store.hanging == 2
+            assert told == [1] * turn
+            assert caplog.text.count("hangs in the device") == turn
+            for each in held:
+                each.release()
+            async with asyncio.timeout(20):
+                while store.hanging:
+                    await asyncio.sleep(0.001)
+            await store.delete("key")
+
+    async def test_threads_that_hang_in_a_store_that_lets_go_are_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = asyncio.get_running_loop().create_future()
+        inner = await asyncio.to_thread(PosixStore, tmp_path)
+        await inner.put("key", [b"x"])
+        release = threading.Event()
+        monkeypatch.setattr(Folders, "info", lambda folders, path: release.wait(30))
+        store = Deadline(inner, "nfs", base=0.01, tell=told.set_result)
+        with pytest.raises(Overdue):
+            await store.stat("key")
+        async with asyncio.timeout(20):
+            assert await told == 1
+        assert store.hanging == 1
+        release.set()
+        await inner.close()
 
     @pytest.mark.parametrize("digested", [False, True])
     async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty, digested: bool) -> None:

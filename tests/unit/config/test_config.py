@@ -17,7 +17,17 @@ from tieredckpt_policies import promotion, retention, schedule
 
 from tieredckpt import CheckpointStore
 from tieredckpt._redact import redacted
-from tieredckpt.config import KvstoreTier, PosixTier, RamTier, StoreConfig, load, to_toml
+from tieredckpt.config import (
+    KvstoreTier,
+    LustreTier,
+    NfsTier,
+    PosixTier,
+    RamTier,
+    StoreConfig,
+    Striping,
+    load,
+    to_toml,
+)
 from tieredckpt.config.checks import doubtful
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.policy.base import Promotion, Retention, StoreView, TierView, register
@@ -245,8 +255,8 @@ policies = [
         "11: tiers.disk.capcity: `capcity` is not a setting of a posix tier; did you mean `capacity`?",
         "12: tiers.disk.retain.n: should be greater than or equal to 1, not 0",
         "14: tiers.Other.name: should match the pattern ^[a-z][a-z0-9_-]*$, not 'Other'",
-        "19: tiers.far.kind: `s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3; for "
-        "another one, install the package that offers it",
+        "19: tiers.far.kind: `s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, lustre, nfs, posix, "
+        "ram, s3; for another one, install the package that offers it",
         "29: tiers.kept.retain.policies[1].mode: should be 'min' or 'max', not 'mox'; did you mean `max`?",
     ]
 
@@ -259,7 +269,7 @@ policies = [
         ({"tiers": {"ram": {"kind": "ram"}}}, r"store\.name: is required"),
         (
             {"tiers": {"disk": {"path": "/d"}}},
-            r"tiers\.disk\.kind: is required: one of azure, chfs, gcs, kvstore, posix, ram, s3",
+            r"tiers\.disk\.kind: is required: one of azure, chfs, gcs, kvstore, lustre, nfs, posix, ram, s3",
         ),
         ({"tiers": {"disk": {"kind": "posix"}}}, r"tiers\.disk\.path: is required"),
         ({"tiers": {"disk": 3}}, r"tiers\.disk: should be a table"),
@@ -546,3 +556,23 @@ def test_a_url_is_ram_and_a_tier_there(url: str, kind: str, monkeypatch: pytest.
 def test_an_odd_name_of_a_folder_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load(name).tiers[1].location == str(Path(tmp_path, name))
+
+
+class TestSharedFileSystems:
+    def test_each_kind_has_deadlines_above_those_of_its_client(self) -> None:
+        assert NfsTier(name="nfs", path="/nfs").deadline > 60
+        assert LustreTier(name="lustre", path="/lustre").deadline > 100
+
+    def test_a_striping_is_a_table_or_inherited(self) -> None:
+        tier = LustreTier(name="lustre", path="/l", striping={"count": 4, "size": "16 MiB", "pool": "flash"})
+        assert tier.striping == Striping(count=4, size=16 << 20, pool="flash")
+        assert LustreTier(name="lustre", path="/l").striping == "inherit"
+        assert LustreTier(**tier.model_dump(mode="json")) == tier
+
+    @pytest.mark.parametrize(
+        "striping",
+        [{"count": 2001}, {"count": 4, "size": "100 KiB"}, {"count": 4, "size": "4 GiB"}, {"count": 4, "pool": "a b"}],
+    )
+    def test_one_that_lustre_refuses_is_refused(self, striping: dict[str, Any]) -> None:
+        with pytest.raises(Invalid, match="striping"):
+            LustreTier(name="lustre", path="/l", striping=striping)

@@ -87,7 +87,7 @@ def test_a_kind_is_found_by_its_entry_point_and_its_configuration_survives_a_tri
 
 
 def test_our_kinds_are_offered_as_those_of_others() -> None:
-    assert kinds.kinds() == ["azure", "chfs", "gcs", "kvstore", "posix", "ram", "s3"]
+    assert kinds.kinds() == ["azure", "chfs", "gcs", "kvstore", "lustre", "nfs", "posix", "ram", "s3"]
     assert (kind_named("ram"), kind_named("posix")) == (RAM, POSIX)
 
 
@@ -95,7 +95,10 @@ def test_our_kinds_are_offered_as_those_of_others() -> None:
     ("kind", "told"),
     [
         ("posx", "`posx` is not a kind of tier; did you mean `posix`?"),
-        ("s4", "`s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, posix, ram, s3; for another one, "),
+        (
+            "s4",
+            "`s4` is not a kind of tier; there are: azure, chfs, gcs, kvstore, lustre, nfs, posix, ram, s3; for ",
+        ),
         (3, "`3` is not a kind of tier; did you mean `s3`"),
         (["ram"], r"`\['ram'\]` is not a kind of tier; did you mean `ram`"),
     ],

@@ -1,47 +1,151 @@
-"""The kind of tier ``posix``: a folder."""
+"""The kinds of tier that are folders: ``posix``, ``nfs`` and ``lustre``.
+
+What NFS and Lustre need is done wherever a folder is there, whatever its kind. The kinds state where it is: a folder
+somewhere else, as where a file system is not mounted, is not touched.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.posix.system import CACHES_NAMES, LUSTRE, NFS, SYSTEM, System, name_of, nearest
 from tieredckpt.concurrency import left_behind_after
 from tieredckpt.config.kinds import TierKind
-from tieredckpt.config.tiers import PosixTier
-from tieredckpt.errors import NotFound
+from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
+from tieredckpt.config.tiers import FolderTier, PosixTier
+from tieredckpt.errors import Invalid, NotFound, TierUnavailable
 from tieredckpt.format.layout import MARKER
 
-__all__ = ["POSIX"]
+if TYPE_CHECKING:
+    from tieredckpt.blobs.posix.paths import Folders
+
+__all__ = ["LUSTRE_KIND", "NFS_KIND", "POSIX", "lustre_kind", "nfs_kind", "posix_kind"]
+
+C = TypeVar("C", bound=FolderTier)
+
+_log = logging.getLogger("tieredckpt")
+
+_OF_GROUP, _FILE_OF_GROUP = 0o2770, 0o660
+_KINDS = {NFS: "nfs", LUSTRE: "lustre"}
 
 
-async def _open(tier: PosixTier, *, read_only: bool = False) -> BlobStore:
+def posix_kind(system: System = SYSTEM) -> TierKind[PosixTier]:
+    """The kind ``posix`` with answers of ``system``."""
+    return _folder_kind(PosixTier, system)
+
+
+def nfs_kind(system: System = SYSTEM) -> TierKind[NfsTier]:
+    """The kind ``nfs`` with answers of ``system``."""
+    return _folder_kind(NfsTier, system, NFS)
+
+
+def lustre_kind(system: System = SYSTEM) -> TierKind[LustreTier]:
+    """The kind ``lustre`` with answers of ``system``."""
+    return _folder_kind(LustreTier, system, LUSTRE)
+
+
+def _folder_kind(config: type[C], system: System, stated: int | None = None) -> TierKind[C]:
+    async def open_folder(tier: C, /, *, read_only: bool = False) -> BlobStore:
+        make = partial(_make, tier, system, stated, read_only=read_only)
+        return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
+
+    return TierKind(
+        config=config,
+        open=open_folder,
+        survives=_survives,
+        exists=_exists,
+        location=lambda tier: tier.path,
+        transient=lambda tier: tier.model_copy(update={"fsync": False}),
+        tensorstore_spec=lambda tier, location: {"driver": "file", "path": location},
+    )
+
+
+def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bool) -> BlobStore:
     from tieredckpt.blobs.posix.store import PosixStore
 
-    def make() -> PosixStore:
-        if read_only and not tier.path.is_dir():
-            raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")
-        return PosixStore(
-            tier.path,
-            survives=_survives(tier),
-            fsync=tier.fsync,
-            direct=tier.direct,
-            threads=tier.threads,
-            tries=not read_only,
+    try:
+        found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
+    except OSError as error:
+        raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
+    if stated not in (None, found):
+        raise TierUnavailable(
+            f"tier {tier.name!r}: {tier.path} is on {name_of(found)}, not on {name_of(stated or 0)}; is it mounted? "
+            "If the folder is meant to be there, let the tier have kind = 'posix'"
         )
+    if read_only and not is_there:
+        raise NotFound(f"tier {tier.name!r}: there is no folder {tier.path}")
+    of_group = tier.access == "group"
+    store = PosixStore(
+        tier.path,
+        survives=_survives(tier),
+        fsync=tier.fsync,
+        direct=tier.direct,
+        threads=tier.threads,
+        folder_mode=_OF_GROUP if of_group else 0o700,
+        file_mode=_FILE_OF_GROUP if of_group else 0o600,
+        folders=_folders(tier, system, found, writes=not read_only),
+        facts=_facts(tier, system, found),
+        tries=not read_only,
+    )
+    if of_group and not read_only and (mode := tier.path.stat().st_mode) & _OF_GROUP != _OF_GROUP:
+        raise Invalid(
+            f"tier {tier.name!r}: the group of {tier.path} may not use it as `access = 'group'` says (its mode is "
+            f"{mode & 0o7777:o}); `chgrp GROUP {tier.path}` and `chmod 2770 {tier.path}` let it"
+        )
+    return store
 
-    return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
+
+def _folders(tier: FolderTier, system: System, found: int, *, writes: bool) -> Callable[..., Folders]:
+    from tieredckpt.blobs.posix.lustre import Layout, LustreFolders
+    from tieredckpt.blobs.posix.paths import Folders
+    from tieredckpt.blobs.posix.shared import SharedFolders
+
+    exact = tier.access == "group"
+    if found == LUSTRE:
+        layout = None
+        if isinstance(tier, LustreTier) and isinstance(tier.striping, Striping):
+            layout = Layout(tier.striping.count, tier.striping.size, tier.striping.pool or "")
+        return partial(LustreFolders, exact=exact, striping=layout, writes=writes, system=system)
+    return partial(SharedFolders if found in CACHES_NAMES else Folders, exact=exact)
 
 
-def _survives(tier: PosixTier) -> Survives:
+def _facts(tier: FolderTier, system: System, found: int) -> dict[str, str]:
+    """What a person should know of where the tier is; a mount that loses writes is told at once."""
+    if found not in CACHES_NAMES | {LUSTRE}:
+        return {}
+    try:
+        options = system.options_of(nearest(tier.path))
+    except OSError:
+        options = ""
+    told = f"{name_of(found)} ({options})" if options else name_of(found)
+    if "soft" in options.replace(" ", ",").split(","):
+        _log.warning(
+            "tier %r: %s is mounted `soft`: the loss of a write may go unnoticed; mount it `hard`", tier.name, tier.path
+        )
+        told += "; `soft` may lose writes, mount it `hard`"
+    if (kind := _KINDS.get(found, tier.kind)) != tier.kind:
+        told += f"; kind = {kind!r} says so, and has deadlines for it"
+    return {"file system": told}
+
+
+def _survives(tier: FolderTier) -> Survives:
     return Survives.named(tier.survives)
 
 
-POSIX = TierKind(
-    config=PosixTier,
-    open=_open,
-    survives=_survives,
-    exists=lambda tier: os.path.lexists(tier.path / MARKER),
-    location=lambda tier: tier.path,
-    transient=lambda tier: tier.model_copy(update={"fsync": False}),
-    tensorstore_spec=lambda tier, location: {"driver": "file", "path": location},
-)
+def _exists(tier: FolderTier) -> bool:
+    try:
+        return MARKER in os.listdir(tier.path)  # a client of NFS may say for a while that a name is missing
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # who knows
+
+
+POSIX = posix_kind()
+NFS_KIND = nfs_kind()
+LUSTRE_KIND = lustre_kind()

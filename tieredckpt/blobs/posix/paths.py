@@ -8,130 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
-from tieredckpt.blobs.posix.transfer import O_DIRECT
+from tieredckpt.blobs.base import BlobInfo
+from tieredckpt.blobs.posix.files import describe, foreign, new_temporary, open_regular, sync_folder
+from tieredckpt.blobs.posix.transfer import BLOCK
 from tieredckpt.errors import (
-    Conflict,
     Corrupt,
-    Invalid,
-    NoSpace,
-    NotFound,
     TieredCkptError,
     TierUnavailable,
 )
 
-__all__ = ["Folders", "Scanned", "foreign", "open_regular", "probe"]
+__all__ = ["Folders", "Scanned"]
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 _KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
+_UNLINKED = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
+"""What an NFS client calls a file that was deleted while it was open, until it is closed."""
+
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _TRIES = 32
 _SCAN_SECONDS = 0.05
 """A thread lists folders for so long, then whoever waits for it has a look: to hand over each alone takes longer."""
-
-
-def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
-    """The error of this library for an `OSError` met while ``doing`` something (a participle) to ``path``."""
-    what = f"{path} was not {doing}: {os.strerror(error.errno) if error.errno else error}"
-    match error.errno:
-        case errno.ENOENT | errno.ENOTDIR:
-            return NotFound(f"{path} does not exist")
-        case errno.ENOSPC | errno.EDQUOT:
-            return NoSpace(f"{what}; evict steps, or give the tier more room")
-        case errno.EEXIST:
-            return Conflict(f"{path} exists already")
-        case errno.ELOOP:
-            return Corrupt(f"{path} is a symbolic link, which this store neither writes nor follows")
-        case errno.ENAMETOOLONG:
-            return Invalid(what)
-        case _:
-            return TierUnavailable(f"{what}; check that the file system is mounted and healthy")
-
-
-def new_temporary() -> str:
-    """An unguessable file name that is no key."""
-    return f".{secrets.token_hex(16)}.tmp~"
-
-
-def open_regular(path: Path, flags: int, *, follow_symlinks: bool) -> int:
-    """A descriptor of the regular file ``path``. Raises `OSError`, `Corrupt` for any other kind of file."""
-    # O_NONBLOCK: opening a planted FIFO must not hang; regular files do not heed it.
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
-    fd = os.open(path, flags)
-    try:
-        kind = os.fstat(fd).st_mode
-        if stat.S_ISDIR(kind):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        if not stat.S_ISREG(kind):
-            raise Corrupt(f"{path} is no regular file; remove it")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def sync_folder(path: Path) -> None:
-    """Put the names in a folder on stable media."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def probe(root: Path, *, tries: bool = True) -> bool:
-    """Whether files in ``root`` take direct I/O; found out by trying.
-
-    A root that cannot be written to, or is not to be, promises direct I/O, since a read falls back by itself.
-    """
-    if not tries:
-        return bool(O_DIRECT)
-    path = root / new_temporary()
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return bool(O_DIRECT)
-    try:
-        os.close(fd)
-        return _takes_direct(path)
-    finally:
-        os.unlink(path)
-
-
-def _takes_direct(path: Path) -> bool:
-    if not O_DIRECT:
-        return False
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
-    except OSError:
-        return False
-    try:
-        return os.pwritev(fd, [mmap.mmap(-1, ALIGNMENT)], 0) == ALIGNMENT
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _described(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
-    """What is told of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
-    if stat.S_ISREG(found.st_mode):
-        return BlobInfo(key, found.st_size, found.st_mtime)
-    if stat.S_ISDIR(found.st_mode):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if stat.S_ISLNK(found.st_mode):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    raise Corrupt(f"{path} is no regular file; remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,27 +52,56 @@ class Scanned:
 
 @dataclass(slots=True)
 class Folders:
-    """The tree of folders below ``root``; safe to use from several threads."""
+    """The tree of folders below ``root``; safe to use from several threads.
+
+    Permissions of what is made are narrowed by the umask, unless they are ``exact``.
+    """
 
     root: Path
     folder_mode: int
     follow_symlinks: bool
     fsync: bool
+    file_mode: int = 0o600
+    exact: bool = False
+    facts: dict[str, str] = field(init=False, default_factory=dict)
+    """What a person should know of the file system, by name."""
+    over_network: ClassVar[bool] = False
+    """Whether a server may leave a call unanswered, for good."""
+    _pruned: ClassVar[tuple[int, ...]] = (errno.ENOENT,)
+    """What is said of a folder that somebody removes in the moment that it is used."""
     _identity: tuple[int, int] = field(init=False)
     _durable: set[Path] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        """Make the root where it is missing; its parents get the default mode. Raises `TieredCkptError`."""
+        """Make the root where it is missing. Its parents get the default mode, or its own if that is exact.
+
+        Raises `TieredCkptError`.
+        """
         try:
             if not self.root.is_dir():
-                self.root.parent.mkdir(parents=True, exist_ok=True)
-                self.root.mkdir(mode=self.folder_mode, exist_ok=True)
+                if not self.exact:
+                    self.root.parent.mkdir(parents=True, exist_ok=True)
+                for path in reversed([path for path in (self.root, *self.root.parents) if not path.is_dir()]):
+                    try:
+                        self._make_one(path)
+                    except FileExistsError:
+                        if not path.is_dir():
+                            raise
                 if self.fsync:
                     sync_folder(self.root.parent)
             found = os.stat(self.root)
         except OSError as error:
             raise TierUnavailable(f"{self.root} cannot be used as a tier: {error.strerror}") from error
         self._identity = (found.st_dev, found.st_ino)
+
+    @property
+    def block(self) -> int:
+        """Bytes of the file system at whose multiples a large write had better end."""
+        return BLOCK
+
+    def is_stale(self, error: TieredCkptError) -> bool:
+        """Whether a file failed because it is not the one any more that was opened by its name."""
+        return False
 
     def check_root(self) -> None:
         """`TierUnavailable` unless the root is the folder that was opened: a file system that was unmounted
@@ -210,7 +144,7 @@ class Folders:
                 return vanished
         return foreign(error, path, doing)
 
-    def create(self, path: Path, flags: int, mode: int) -> tuple[Path, int]:
+    def create(self, path: Path, flags: int) -> tuple[Path, int]:
         """A new temporary file in the folder of ``path``, which is made, and a descriptor to write it.
 
         Raises `OSError`.
@@ -223,20 +157,33 @@ class Folders:
             temporary = path.parent / new_temporary()
             try:
                 self._make(path.parent)
-                return temporary, os.open(temporary, flags, mode)
-            except FileNotFoundError:
+                fd = os.open(temporary, flags, self.file_mode)
+                break
+            except OSError as error:
                 # A delete has pruned a folder in between.
                 left -= 1
-                if not left:
+                if error.errno not in self._pruned or not left:
                     raise
+        if self.exact:
+            try:
+                os.fchmod(fd, self.file_mode)
+            except BaseException:
+                os.close(fd)
+                raise
+        return temporary, fd
 
     def _make(self, folder: Path) -> None:
         for path in self._below_root(folder):
             try:
-                os.mkdir(path, self.folder_mode)
+                self._make_one(path)
             except FileExistsError:
                 continue
             self._durable.discard(path)
+
+    def _make_one(self, path: Path) -> None:
+        os.mkdir(path, self.folder_mode)
+        if self.exact:
+            os.chmod(path, self.folder_mode)
 
     def _below_root(self, folder: Path) -> list[Path]:
         """``folder`` and its parents below the root, outermost first."""
@@ -247,7 +194,7 @@ class Folders:
 
         Raises `OSError`; `TierUnavailable` when the object is there and its name may not survive a crash.
         """
-        os.replace(temporary, path)
+        self._rename(temporary, path)
         if self.fsync:
             try:
                 self._sync_names(path.parent)
@@ -255,6 +202,9 @@ class Folders:
                 raise TierUnavailable(
                     f"{path} was written, but its folder was not synced: {error.strerror}; write it again"
                 ) from error
+
+    def _rename(self, temporary: Path, path: Path) -> None:
+        os.replace(temporary, path)
 
     def _sync_names(self, folder: Path) -> None:
         """Make the names in ``folder`` durable, and those of its parents that are not known to be."""
@@ -268,9 +218,9 @@ class Folders:
         """Delete a file and the folders that this leaves empty. Raises `OSError`, `Corrupt`."""
         self.check_way(path)
         try:
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                return
-            os.unlink(path)
+            self._unlink(path)
+        except IsADirectoryError:
+            return
         except OSError as error:
             if error.errno not in _NOT_THERE:
                 raise
@@ -288,6 +238,12 @@ class Folders:
             with contextlib.suppress(FileNotFoundError):
                 sync_folder(folder)
 
+    def _unlink(self, path: Path) -> None:
+        """Delete a file. Raises `OSError`, `IsADirectoryError` for a folder."""
+        if stat.S_ISDIR(os.lstat(path).st_mode):  # which some file systems unlink for a superuser
+            raise IsADirectoryError
+        os.unlink(path)
+
     def info(self, path: Path) -> BlobInfo:
         """Size and time of a file. Raises `OSError`, `Corrupt`."""
         self.check_way(path)
@@ -295,7 +251,10 @@ class Folders:
 
     def _info(self, path: Path) -> BlobInfo:
         found = os.stat(path, follow_symlinks=self.follow_symlinks)
-        return _described(path.relative_to(self.root).as_posix(), path, found)
+        return describe(self._key(path), path, found)
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
 
     def scan(self, pending: list[str], stopped: Callable[[], bool]) -> Scanned:
         """Objects in some of the folders ``pending`` (``"a/b/"``), which leave it; what folders they hold comes to it.
@@ -316,15 +275,15 @@ class Folders:
                 first = False
             try:
                 with os.scandir(f"{self.root}/{prefix}") as entries:
-                    for entry in entries:
-                        if not _KEY_PART.fullmatch(entry.name):
+                    # By name: some file systems list one twice that is replaced meanwhile.
+                    for entry in {entry.name: entry for entry in entries}.values():
+                        if not _KEY_PART.fullmatch(entry.name) or _UNLINKED.fullmatch(entry.name):
                             continue
                         if entry.is_dir(follow_symlinks=False):
                             pending.append(f"{prefix}{entry.name}/")
                         elif entry.is_file(follow_symlinks=self.follow_symlinks):
                             with contextlib.suppress(FileNotFoundError):
-                                found = entry.stat(follow_symlinks=self.follow_symlinks)
-                                infos.append(_described(prefix + entry.name, entry.path, found))
+                                infos.append(self._listed(prefix + entry.name, entry))
             except OSError as error:
                 if error.errno not in _NOT_THERE:
                     raise
@@ -332,16 +291,17 @@ class Folders:
         self.check_root()
         return Scanned(infos, time.monotonic() - began, time.thread_time() - worked)
 
+    def _listed(self, key: str, entry: os.DirEntry[str]) -> BlobInfo:
+        """Size and time of a file that was just listed. Raises `OSError`, `Corrupt`."""
+        return describe(key, entry.path, entry.stat(follow_symlinks=self.follow_symlinks))
+
     def sweep(self, age: float) -> int:
         """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.
 
         Raises `OSError`, `TierUnavailable`.
         """
         self.check_root()
-        clock = self.root / new_temporary()
-        os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        before = os.stat(clock).st_mtime - age
-        os.unlink(clock)
+        before = self.now() - age
         removed = 0
         for folder, _, names in os.walk(self.root):
             for name in filter(_TEMPORARY.fullmatch, names):
@@ -351,3 +311,13 @@ class Folders:
                         os.unlink(stale)
                         removed += 1
         return removed
+
+    def now(self) -> float:
+        """The time of the file system's own clock. Raises `OSError`."""
+        clock = self.root / new_temporary()
+        fd = os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            os.unlink(clock)

@@ -1,8 +1,10 @@
 """A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
 
 Small durable objects go through aiofiles, everything else through `transfer`; both on threads of the store's own, so
-that a file system that hangs starves no other tier. A cancelled verb waits for its thread, which looks for
-that before every block, since until then the caller's memory is in use.
+that a file system that hangs starves no other tier. A put that is cancelled waits for its thread, which looks for that
+before every block, since until then the caller's memory is in use; so does a `get_into` on a local file system. Other
+verbs that read and are cancelled end at once, and their threads when the device lets them: they read into memory of
+their own.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,12 +31,15 @@ from tieredckpt.blobs.base import (
     check_key,
     check_prefix,
     check_stretches,
-    span,
 )
 from tieredckpt.blobs.posix import transfer
-from tieredckpt.blobs.posix.paths import Folders, Scanned, probe
+from tieredckpt.blobs.posix.calls import Calls, Followed
+from tieredckpt.blobs.posix.files import probe
+from tieredckpt.blobs.posix.paths import Folders, Scanned
+from tieredckpt.blobs.posix.target import Target
+from tieredckpt.blobs.posix.threads import Threads
 from tieredckpt.blobs.space import reserve
-from tieredckpt.concurrency import settle, together
+from tieredckpt.concurrency import together
 from tieredckpt.errors import (
     Closed,
     Corrupt,
@@ -69,6 +73,8 @@ class PosixStore:
         object_size: the trait, in bytes.
         threads: how many calls block at a time. Twice as many besides read chunks, and as many as that list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
+        folders: makes the `Folders` of the root, for a file system that needs others.
+        facts: what `facts` tells besides.
         tries: find out by trying what the file system can do. False for who only reads, and makes nothing: a direct
             read that is refused falls back by itself.
     """
@@ -85,15 +91,17 @@ class PosixStore:
         threads: int = 4,
         folder_mode: int = 0o700,
         file_mode: int = 0o600,
+        folders: Callable[[Path, int, bool, bool, int], Folders] = Folders,
+        facts: Mapping[str, str] | None = None,
         tries: bool = True,
     ) -> None:
         self._root = Path(os.path.abspath(root))
-        self._folders = Folders(self._root, folder_mode, follow_symlinks, fsync)
+        self._folders = folders(self._root, folder_mode, follow_symlinks, fsync, file_mode)
         takes_direct = probe(self._root, tries=tries)
         if direct and not takes_direct:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")
         self._direct = takes_direct if direct is None else direct
-        self._fsync, self._file_mode, self._follow = fsync, file_mode, follow_symlinks
+        self._fsync, self._facts = fsync, {**(facts or {}), **self._folders.facts}
         readers = 2 * threads  # half of them copy while half of them read
         self._traits = Traits(
             survives=survives,
@@ -105,12 +113,8 @@ class PosixStore:
             object_size=object_size,
             digested_reads=readers + readers // 2,  # for whichever thread is done, the next is there
         )
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredckpt-posix")
-        # Of their own, so that nothing small waits behind them.
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="tieredckpt-posix-reader")
         self._most_scanners = 2 * threads
-        self._scanners = ThreadPoolExecutor(self._most_scanners, thread_name_prefix="tieredckpt-posix-scanner")
-        self._active = 0
+        self._calls = Calls(threads, readers, self._most_scanners, self.location)
         self._closed = False
 
     @property
@@ -121,21 +125,41 @@ class PosixStore:
     def location(self) -> str:
         return str(self._root)
 
+    def facts(self) -> Mapping[str, str]:
+        """What a person should know of the file system."""
+        return self._facts
+
+    @property
+    def hanging(self) -> int:
+        """How many threads are in calls that nobody waits for any more."""
+        return self._calls.hanging
+
     async def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
-        stop = transfer.Stop()
-        return await self._settle(asyncio.ensure_future(self._read_whole(path, limit)), stop.set)
+
+        async def read() -> bytes:
+            stop, pool = transfer.Stop(), Followed(self._calls.pool)
+            return await self._calls.leaving(
+                asyncio.ensure_future(self._read_whole(path, limit, stop, pool)), stop, pool.leave
+            )
+
+        return await self._reopening(read)
 
     async def get_into(self, key: str, offset: int, into: memoryview) -> None:
         path = self._path(key)
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
-        await self._on_thread(partial(self._fill, path, offset, into))
+        if self._folders.over_network:
+            await self._read(path, Target([Stretch(offset, into.nbytes, into)], digested=False), self._calls.pool)
+        else:
+            await self._calls.run(partial(self._fill, path, offset, into))
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
         path = self._path(key)
         check_stretches(key, stretches)
-        return await self._on_thread(partial(self._fill_digested, path, stretches), self._readers)
+        target = Target(stretches, digested=True)
+        await self._read(path, target, self._calls.readers)
+        return target.digests
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         path = self._path(key)
@@ -144,33 +168,34 @@ class PosixStore:
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if nbytes >= transfer.DIRECT_FROM or not self._fsync:
             # What waits for no device is written sooner than it is handed from one thread's turn to the next.
-            await self._on_thread(partial(self._write_in_one_turn, path, parts, nbytes))
+            await self._calls.run(partial(self._write_in_one_turn, path, parts, nbytes))
             return
         stop = transfer.Stop()
         write = self._write_and_sync(path, b"".join(parts), stop)
-        await self._settle(asyncio.ensure_future(write), stop.set)
+        await self._calls.settle(asyncio.ensure_future(write), stop.set)
 
     async def stat(self, key: str) -> BlobInfo:
         path = self._path(key)
 
-        def look(_: transfer.Stop) -> BlobInfo:
+        def look() -> BlobInfo:
             with self._errors(path, "looked at"):
                 return self._folders.info(path)
 
-        return await self._on_thread(look)
+        return await self._reopening(lambda: self._calls.read(look, transfer.Stop(), self._calls.pool))
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         check_prefix(prefix)
         pending = [prefix]
         found: list[Scanned] = []
+        stop = transfer.Stop()
 
-        def scan(stop: transfer.Stop) -> Scanned:
+        def scan() -> Scanned:
             with self._errors(self._root / prefix, "listed"):
                 return self._folders.scan(pending, stop.is_set)
 
         async def scan_some() -> None:
             self._check_open()
-            found.append(await self._on_thread(scan, self._scanners))
+            found.append(await self._calls.read(scan, stop, self._calls.scanners))
 
         threads = 1
         while pending:
@@ -192,7 +217,7 @@ class PosixStore:
             with self._errors(path, "deleted"):
                 self._folders.remove(path)
 
-        await self._on_thread(remove)
+        await self._calls.run(remove)
 
     async def sweep(self, age: float) -> int:
         """Remove what puts of dead writers left behind: temporary files unchanged for ``age`` seconds.
@@ -206,12 +231,12 @@ class PosixStore:
             with self._errors(self._root, "swept"):
                 return self._folders.sweep(age)
 
-        return await self._on_thread(sweep)
+        return await self._calls.run(sweep)
 
     async def close(self) -> None:
         """Refuse further verbs; those under way end as they would have, but for listings, which end as `Closed`."""
         self._closed = True
-        self._end_threads()
+        self._calls.end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -221,29 +246,14 @@ class PosixStore:
         self._check_open()
         return self._root / check_key(key)
 
-    async def _on_thread(self, work: Callable[[transfer.Stop], T], pool: ThreadPoolExecutor | None = None) -> T:
-        stop = transfer.Stop()
-        call = (pool or self._pool).submit(work, stop)
-
-        def give_up() -> None:
-            stop.set()
-            call.cancel()  # only if no thread has taken it yet
-
-        return await self._settle(asyncio.wrap_future(call), give_up)
-
-    async def _settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
-        self._active += 1
-        running.add_done_callback(self._ended)
-        return await settle(running, give_up)
-
-    def _ended(self, _: object) -> None:
-        self._active -= 1
-        self._end_threads()
-
-    def _end_threads(self) -> None:
-        if self._closed and not self._active:
-            for pool in (self._pool, self._readers, self._scanners):
-                pool.shutdown(wait=False)
+    async def _reopening(self, read: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``read``, which is done once more where a file is another one than was opened by its name."""
+        try:
+            return await read()
+        except TierUnavailable as error:
+            if not self._folders.is_stale(error):
+                raise
+        return await read()
 
     @contextlib.contextmanager
     def _errors(self, path: Path, doing: str) -> Iterator[None]:
@@ -252,16 +262,17 @@ class PosixStore:
         except OSError as error:
             raise self._folders.error(error, path, doing) from error
 
-    async def _read_whole(self, path: Path, limit: int) -> bytes:
+    async def _read_whole(self, path: Path, limit: int, stop: transfer.Stop, pool: Followed) -> bytes:
         def opener(name: str, flags: int) -> int:
             return self._folders.open(Path(name), flags)
 
         try:
-            file = await aiofiles.open(path, "rb", opener=opener, executor=self._pool)
+            file = await aiofiles.open(path, "rb", opener=opener, executor=pool)
             try:
-                size = (await aiofiles.os.stat(file.fileno(), executor=self._pool)).st_size
+                size = (await aiofiles.os.stat(file.fileno(), executor=pool)).st_size
                 if size > limit:
                     raise Corrupt(f"{path} has {size} bytes, and at most {limit} are acceptable")
+                transfer.check(stop)
                 data = await file.read(size)
             finally:
                 await file.close()
@@ -276,9 +287,17 @@ class PosixStore:
         with self._reading(path, offset, len(array)) as (fd, direct):
             transfer.fill(fd, offset, array, stop, direct=direct)
 
-    def _fill_digested(self, path: Path, stretches: Sequence[Stretch], stop: transfer.Stop) -> Sequence[bytes]:
-        with self._reading(path, stretches[0].offset, span(stretches)) as (fd, direct):
-            return transfer.fill_digested(fd, stretches, stop, direct=direct)
+    async def _read(self, path: Path, target: Target, pool: Threads) -> None:
+        def read() -> None:
+            target.restart()
+            with self._reading(path, target.begin, target.end - target.begin) as (fd, direct):
+                transfer.read(fd, target, direct=direct)
+
+        try:
+            await self._reopening(lambda: self._calls.read(read, target.stop, pool))
+        except asyncio.CancelledError:
+            await target.take_back()
+            raise
 
     @contextlib.contextmanager
     def _reading(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, bool]]:
@@ -306,10 +325,10 @@ class PosixStore:
         return self._folders.open(path, os.O_RDONLY), False
 
     async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop) -> None:
-        folders, pool = self._folders, self._pool
+        folders, pool = self._folders, self._calls.pool
         try:
             create = aiofiles.os.wrap(folders.create)
-            temporary, fd = await create(path, 0, self._file_mode, executor=pool)
+            temporary, fd = await create(path, 0, executor=pool)
             try:
                 file = await aiofiles.open(fd, "wb", executor=pool)
                 try:
@@ -334,11 +353,11 @@ class PosixStore:
         direct = self._direct and nbytes >= transfer.DIRECT_FROM
         flags = transfer.O_DIRECT if direct else 0
         try:
-            temporary, fd = folders.create(path, flags, self._file_mode)
+            temporary, fd = folders.create(path, flags)
             try:
                 try:
                     reserve(fd, nbytes)
-                    transfer.write(fd, transfer.as_arrays(parts), stop, direct=direct)
+                    transfer.write(fd, transfer.as_arrays(parts), stop, direct=direct, block=folders.block)
                     if self._fsync:
                         os.fsync(fd)
                 finally:
@@ -355,7 +374,7 @@ class PosixStore:
 
     async def _mapped(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
         # On a thread, since it may have to look whether the root is still there.
-        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._pool)
+        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._calls.pool)
 
 
 def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:

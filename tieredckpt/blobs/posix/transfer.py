@@ -4,9 +4,9 @@ Everything here blocks and belongs on a thread. Memory is one-dimensional uint8 
 large copies release the GIL. A transfer looks at its `Stop` before every system call, and no call moves more
 than about `BLOCK` bytes.
 
-Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Bytes that are not go through
-an *arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do bytes that
-are digested as they come. A file system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served
+Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Bytes that are not go through an
+*arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do bytes for a
+`Target`. A file system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served
 by buffered I/O.
 """
 
@@ -16,15 +16,13 @@ import errno
 import fcntl
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch, span
+from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch
 from tieredckpt.blobs.mapping import private_memory
-from tieredckpt.format.digest import CopyDigester
+from tieredckpt.blobs.posix.target import Bytes, Stop, Stopped, Target
 
 __all__ = [
     "BLOCK",
@@ -36,14 +34,12 @@ __all__ = [
     "Stopped",
     "aligned_batches",
     "as_arrays",
+    "check",
     "fill",
-    "fill_digested",
     "plain_batches",
+    "read",
     "write",
 ]
-
-Bytes = npt.NDArray[np.uint8]
-Stop = threading.Event
 
 BLOCK = 16 << 20
 """Most bytes of one system call, hence how much a cancelled transfer may still move."""
@@ -62,10 +58,6 @@ _EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 _of_thread = threading.local()
 
 
-class Stopped(Exception):
-    """The transfer was asked to stop; internal, never leaves a store."""
-
-
 class EndOfFile(Exception):
     """The file ended after ``got`` bytes of the range; internal, stores raise `ShortRead`."""
 
@@ -79,113 +71,100 @@ def as_arrays(parts: Sequence[Buffer]) -> tuple[Bytes, ...]:
     return tuple(np.frombuffer(part, dtype=np.uint8) for part in parts if memoryview(part).nbytes)
 
 
-def write(fd: int, parts: Sequence[Bytes], stop: Stop, *, direct: bool) -> None:
+def write(fd: int, parts: Sequence[Bytes], stop: Stop, *, direct: bool, block: int = BLOCK) -> None:
     """Write ``parts`` from the start of an empty file, and cut it to their length.
 
-    With ``direct`` the descriptor was opened with `O_DIRECT`. Raises `OSError`, `Stopped`.
+    With ``direct`` the descriptor was opened with `O_DIRECT`. Calls end at multiples of ``block`` bytes, itself one of
+    `ALIGNMENT`, as far as they can. Raises `OSError`, `Stopped`.
     """
     position = 0
-    for batch in aligned_batches(parts, _arena()) if direct else plain_batches(parts):
+    for batch in aligned_batches(parts, _arena(), block) if direct else plain_batches(parts, block):
         position = _write_batch(fd, batch, position, stop)
     total = sum(len(part) for part in parts)
     os.ftruncate(fd, total)
 
 
 def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None:
-    """Fill ``into`` with the bytes of a file from ``offset`` on.
+    """Fill ``into`` with the bytes of a file from ``offset`` on, in place where alignment allows it.
 
     With ``direct`` the descriptor was opened with `O_DIRECT`. Raises `OSError`, `EndOfFile`, `Stopped`.
     """
+    if direct and (offset % ALIGNMENT or _address(into) % ALIGNMENT):
+        read(fd, Target([Stretch(offset, len(into), memoryview(into))], digested=False, stop=stop), direct=True)
+        return
     done = 0
     if direct:
         try:
-            if offset % ALIGNMENT == 0 and _address(into) % ALIGNMENT == 0:
-                done = _fill_in_place(fd, offset, into, stop)
-            else:
-                done = _fill_through_arena(fd, offset, into, stop)
+            done = _fill_in_place(fd, offset, into, stop)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
         if done < len(into):
             _leave_direct(fd)
     while done < len(into):
-        _check(stop)
+        check(stop)
         got = os.preadv(fd, [into[done : done + BLOCK].data], offset + done)
         if got == 0:
             raise EndOfFile(done)
         done += got
 
 
-def fill_digested(fd: int, stretches: Sequence[Stretch], stop: Stop, *, direct: bool) -> list[bytes]:
-    """Fill the memory of stretches of a file, which are in order and do not overlap; the digest of each.
+def read(fd: int, target: Target, *, direct: bool) -> None:
+    """Bring the bytes of a file that ``target`` wants to its memory, through the arena.
 
-    All from the first to the last passes through the arena, and from there past the caches. Raises as `fill`.
+    With ``direct`` the descriptor was opened with `O_DIRECT`. Raises `OSError`, `EndOfFile`, `Stopped`.
     """
-    digested = _Digested(stretches)
-
-    def take(unit: int) -> None:
-        for piece in _pieces(fd, digested.at, digested.end - digested.at, stop, unit):
-            digested.take(piece)
-
     if direct:
         try:
-            take(ALIGNMENT)
+            _take_pieces(fd, target, ALIGNMENT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        if digested.at < digested.end:
+        if target.at < target.end:
             _leave_direct(fd)
-    take(1)
-    if digested.at < digested.end:
-        raise EndOfFile(digested.at - stretches[0].offset)
-    return digested.digests
+    _take_pieces(fd, target, 1)
+    if target.at < target.end:
+        raise EndOfFile(target.at - target.begin)
 
 
-class _Digested:
-    """Brings the bytes of a file to the stretches that they belong to, and digests them there."""
-
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
-        self._waiting = deque(stretches)
-        self._digester: CopyDigester | None = None
-        self.digests: list[bytes] = []
-        self.at = stretches[0].offset
-        """Offset of the next byte that is wanted."""
-        self.end = self.at + span(stretches)
-
-    def take(self, piece: Bytes) -> None:
-        begin, self.at = self.at, self.at + len(piece)
-        while self._waiting and self._waiting[0].offset < self.at:
-            offset, nbytes, into = self._waiting[0]
-            first, end = max(offset, begin), min(offset + nbytes, self.at)
-            if self._digester is None:
-                self._digester = CopyDigester(nbytes)
-            target = np.frombuffer(into, dtype=np.uint8)
-            self._digester.copy(piece[first - begin : end - begin], target[first - offset : end - offset])
-            if end < offset + nbytes:
-                return
-            self.digests.append(self._digester.digest())
-            self._digester = None
-            self._waiting.popleft()
+def _take_pieces(fd: int, target: Target, unit: int) -> None:
+    """Take what there is up to the end of the file; reads begin at multiples of ``unit``, and a short one that does not
+    end there was the last.
+    """
+    arena = _arena()
+    while target.at < target.end:
+        check(target.stop)
+        skip, nbytes = target.at % unit, target.end - target.at
+        wanted = -(-(skip + nbytes) // unit) * unit
+        got = os.preadv(fd, [arena[:wanted].data], target.at - skip)
+        fresh = min(got - skip, nbytes)
+        if fresh <= 0:
+            break
+        target.take(arena[skip : skip + fresh])
+        if got % unit:
+            break
 
 
-def aligned_batches(parts: Sequence[Bytes], arena: Bytes) -> Iterator[list[Bytes]]:
+def aligned_batches(parts: Sequence[Bytes], arena: Bytes, block: int = BLOCK) -> Iterator[list[Bytes]]:
     """Cut ``parts`` into batches for direct writes: every buffer's address and length is aligned.
 
     Aligned stretches of the parts are passed on as they are, the rest is gathered in ``arena`` (aligned in
-    address and length). The last buffer is padded with zeros. A batch is valid until the next is asked for.
+    address and length). The last buffer is padded with zeros. A batch is valid until the next is asked for. One that
+    has to end before a multiple of ``block`` is followed by one that ends there.
     """
     batch: list[Bytes] = []
+    room = block
     size = used = gathered = 0  # bytes in batch; bytes of arena taken; of these, not yet in batch
     for part in parts:
         address, at = _address(part), 0
         while at < len(part):
             left = len(part) - at
             if gathered == 0 and (address + at) % ALIGNMENT == 0 and left >= ALIGNMENT:
-                take = min(_down(left), BLOCK - size)
+                take = min(_down(left), room - size)
                 batch.append(part[at : at + take])
                 size += take
             else:
-                take = min(left, len(arena) - used)
+                take = min(left, len(arena) - used, room - size - gathered)
                 if (address + at - gathered) % ALIGNMENT == 0:
                     # Source and arena reach a boundary together: stop there, and go on without a copy.
                     take = min(take, ALIGNMENT - gathered % ALIGNMENT)
@@ -195,8 +174,9 @@ def aligned_batches(parts: Sequence[Bytes], arena: Bytes) -> Iterator[list[Bytes
                     batch.append(arena[used - gathered : used])
                     size, gathered = size + gathered, 0
             at += take
-            if gathered == 0 and (size >= BLOCK or used == len(arena) or len(batch) == _BUFFERS_PER_CALL):
+            if gathered == 0 and (size == room or used == len(arena) or len(batch) == _BUFFERS_PER_CALL):
                 yield batch
+                room = room - size or block
                 batch, size, used = [], 0, 0
     if gathered:
         end = used - gathered + _down(gathered + ALIGNMENT - 1)
@@ -206,18 +186,19 @@ def aligned_batches(parts: Sequence[Bytes], arena: Bytes) -> Iterator[list[Bytes
         yield batch
 
 
-def plain_batches(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Cut ``parts`` into batches of at most `BLOCK` bytes for buffered writes."""
+def plain_batches(parts: Sequence[Bytes], block: int = BLOCK) -> Iterator[list[Bytes]]:
+    """Cut ``parts`` into batches for buffered writes, which end at multiples of ``block`` as `aligned_batches` do."""
     batch: list[Bytes] = []
-    size = 0
+    room, size = block, 0
     for part in parts:
         at = 0
         while at < len(part):
-            take = min(len(part) - at, BLOCK - size)
+            take = min(len(part) - at, room - size)
             batch.append(part[at : at + take])
             at, size = at + take, size + take
-            if size == BLOCK or len(batch) == _BUFFERS_PER_CALL:
+            if size == room or len(batch) == _BUFFERS_PER_CALL:
                 yield batch
+                room = room - size or block
                 batch, size = [], 0
     if batch:
         yield batch
@@ -225,7 +206,7 @@ def plain_batches(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 def _write_batch(fd: int, batch: list[Bytes], position: int, stop: Stop) -> int:
     while batch:
-        _check(stop)
+        check(stop)
         try:
             written = os.pwritev(fd, [buffer.data for buffer in batch], position)
         except OSError as error:
@@ -250,7 +231,7 @@ def _without(batch: list[Bytes], count: int) -> list[Bytes]:
 def _fill_in_place(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
     done = 0
     while done < len(into):
-        _check(stop)
+        check(stop)
         want = into[done : done + BLOCK]
         whole = _down(len(want))
         tail = _arena()[:ALIGNMENT] if whole < len(want) else _EMPTY
@@ -262,34 +243,6 @@ def _fill_in_place(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
         if got % ALIGNMENT or got == 0:
             break  # the end of the file, or a short read that only buffered I/O can go on from
     return done
-
-
-def _fill_through_arena(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
-    done = 0
-    for piece in _pieces(fd, offset, len(into), stop, ALIGNMENT):
-        np.copyto(into[done : done + len(piece)], piece)
-        done += len(piece)
-    return done
-
-
-def _pieces(fd: int, offset: int, nbytes: int, stop: Stop, unit: int) -> Iterator[Bytes]:
-    """Bytes of a file, each piece in the arena until the next is asked for, up to the end of the file.
-
-    Reads begin at multiples of ``unit``, and a short one that does not end there was the last.
-    """
-    arena, done = _arena(), 0
-    while done < nbytes:
-        _check(stop)
-        skip = (offset + done) % unit
-        wanted = -(-(skip + nbytes - done) // unit) * unit
-        got = os.preadv(fd, [arena[:wanted].data], offset + done - skip)
-        fresh = min(got - skip, nbytes - done)
-        if fresh <= 0:
-            break
-        yield arena[skip : skip + fresh]
-        done += fresh
-        if got % unit:
-            break
 
 
 def _leave_direct(fd: int) -> bool:
@@ -317,6 +270,7 @@ def _down(count: int) -> int:
     return count - count % ALIGNMENT
 
 
-def _check(stop: Stop) -> None:
+def check(stop: Stop) -> None:
+    """Raise `Stopped` when it was told to."""
     if stop.is_set():
         raise Stopped

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tieredckpt.blobs.posix.paths import open_regular
+from tieredckpt.blobs.posix.files import open_regular
 from tieredckpt.errors import Corrupt
 
 __all__ = ["read_json", "replace_json"]

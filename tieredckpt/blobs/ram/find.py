@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tieredckpt.blobs.posix.paths import open_regular
+from tieredckpt.blobs.posix.files import open_regular
 from tieredckpt.blobs.ram.folder import LOCK, RANK_FOLDER, check_owner, is_store_folder, unfinished_moves
 from tieredckpt.blobs.ram.owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ram.slab_meta import has_slab, slab_bytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tieredckpt.blobs.posix.paths import open_regular
+from tieredckpt.blobs.posix.files import open_regular
 from tieredckpt.errors import Corrupt
 
 __all__ = ["RETIRED", "Retired", "StillRead"]

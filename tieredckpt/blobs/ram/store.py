@@ -24,7 +24,8 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.locks import hold, let_go
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.blobs.posix.paths import Folders, foreign, open_regular
+from tieredckpt.blobs.posix.files import foreign, open_regular
+from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.folder import LOCK, check_owner, take
 from tieredckpt.blobs.ram.folder import remove as remove_folder

@@ -27,18 +27,30 @@ class Deadline(Forward):
     """Raises `Overdue` for a verb that has not ended after ``base + bytes / min_bandwidth`` seconds.
 
     The verb is cancelled then. One that does not end within ``base`` seconds even so hangs in the device and
-    is left behind, as the contract of a blob store allows; except a `get_into`, which is waited for (and
-    logged), since it may still write to the caller's memory.
+    is left behind, as the contract of a blob store allows; except a `get_into`, which is waited for, since it may still
+    write to the caller's memory. The first that hangs, or whose thread does in a store that lets go of its caller's
+    memory, is told; others are counted until none hangs any more.
 
     Args:
         tier: the name of the tier, for messages.
         base: seconds.
         min_bandwidth: bytes a second.
+        tell: called with the number of calls that hang, when there was none before.
     """
 
-    def __init__(self, inner: BlobStore, tier: str, *, base: float = 30.0, min_bandwidth: float = 10_000_000) -> None:
+    def __init__(
+        self,
+        inner: BlobStore,
+        tier: str,
+        *,
+        base: float = 30.0,
+        min_bandwidth: float = 10_000_000,
+        tell: Callable[[int], object] = lambda _: None,
+    ) -> None:
         super().__init__(inner)
         self._tier, self._base, self._min_bandwidth = tier, base, min_bandwidth
+        self._tell_of = tell
+        self._told = False
         self._left_behind: set[asyncio.Future[Any]] = set()
 
     @property
@@ -46,7 +58,14 @@ class Deadline(Forward):
         """How many verbs hang in the device, their deadline past."""
         return len(self._left_behind)
 
+    @property
+    def hanging(self) -> int:
+        return len(self._left_behind) + super().hanging
+
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        if self._told and not self.hanging:
+            self._told = False
+            _log.info("%s: no call hangs in the device any more", self._tier)
         seconds = self._base + operation.nbytes / self._min_bandwidth
         running = asyncio.ensure_future(call())
         try:
@@ -69,13 +88,21 @@ class Deadline(Forward):
             await asyncio.wait([running], timeout=self._base)
         finally:
             if not running.done():
-                _log.warning("%s: %s of %s hangs in the device", self._tier, operation.verb, operation.key)
                 self._left_behind.add(running)
                 running.add_done_callback(self._ended)
+                self._tell(operation)
+            elif self.hanging:
+                asyncio.get_running_loop().call_later(self._base, self._tell, operation)
             if operation.verb == "get_into":
                 await outlast(running)
             elif running.done():
                 note(running)
+
+    def _tell(self, operation: Operation) -> None:
+        if self.hanging and not self._told:
+            self._told = True
+            _log.warning("%s: %s of %s hangs in the device", self._tier, operation.verb, operation.key)
+            self._tell_of(self.hanging)
 
     def _ended(self, running: asyncio.Future[Any]) -> None:
         self._left_behind.discard(running)

@@ -56,6 +56,11 @@ class Forward:
         """Whether the store answers, as far as its last call tells, or one that is under way for too long."""
         return getattr(self._inner, "responsive", True)
 
+    @property
+    def hanging(self) -> int:
+        """How many calls hang in the device though nobody waits for them any more, in a store that counts them."""
+        return getattr(self._inner, "hanging", 0)
+
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         """Call ``call``, once or more; each call does the work of ``operation``."""
         return await call()

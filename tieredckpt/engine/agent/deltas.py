@@ -17,7 +17,16 @@ from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, HeldStep, brief
 from tieredckpt.errors import Corrupt
-from tieredckpt.events import ChunkRepaired, Event, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
+from tieredckpt.events import (
+    ChunkRepaired,
+    Event,
+    RetentionCut,
+    StepEvicted,
+    StepPromoted,
+    TierFailed,
+    TierHangs,
+    TierRecovered,
+)
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["VERSION", "RamDelta", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
@@ -29,7 +38,8 @@ _TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agen
 """Settings that an agent does not go by."""
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (ChunkRepaired, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered)
+    kind.__name__: kind
+    for kind in (ChunkRepaired, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierHangs, TierRecovered)
 }
 
 

@@ -19,6 +19,7 @@ from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound
+from tieredckpt.events import Events
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker, encode_marker
 
@@ -109,7 +110,7 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
     """The slower tiers with their markers, held against other writers meanwhile."""
     opened: list[tuple[Tier, StoreMarker | None]] = []
     async with AsyncExitStack() as until_done:
-        for tier in make_tiers(config, read_only=False):
+        for tier in make_tiers(config, read_only=False, events=Events()):
             if tier.in_memory:
                 continue
             until_done.push_async_callback(tier.disconnect)

@@ -29,7 +29,7 @@ from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.events import RamLeftAlone
+from tieredckpt.events import Events, RamLeftAlone, TierHangs
 from tieredckpt.format.manifest import StepId, StoreMarker
 from tieredckpt.settings import explain
 from tieredckpt.units import format_size
@@ -45,15 +45,16 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool) -> tuple[Tier, ...]:
+def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
     """The tiers of a store, not connected yet. RAM waits for `connect_ram`: whose it is, the others tell.
 
     Args:
         config: of the store.
         read_only: to be looked at only.
+        events: where a tier whose calls hang is told of.
     """
     return tuple(
-        Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only))
+        Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only, events=events))
         for index, tier in enumerate(config.located)
     )
 
@@ -80,12 +81,13 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     first.connect = connect
 
 
-async def _connect(tier: TierConfig, *, read_only: bool) -> BlobStore:
+async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> BlobStore:
     store = await kind_of(tier).open(tier, read_only=read_only)
     traits = store.traits
     puts = traits.parallel_puts if traits.remote else 1
     # Puts that are under way together share the link.
-    store = Deadline(store, tier.name, base=tier.deadline, min_bandwidth=tier.min_bandwidth / puts)
+    limits = {"base": tier.deadline, "min_bandwidth": tier.min_bandwidth / puts}
+    store = Deadline(store, tier.name, **limits, tell=lambda calls: events.emit(TierHangs(tier.name, calls)))
     store = Retrying(store, attempts=tier.retries + 1)
     # With room beside packs, for leases that must not wait for them.
     operations = 2 * puts if traits.remote else _OPERATIONS_IN_FLIGHT
@@ -193,7 +195,7 @@ async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | 
     earlier = state.config.tiers[tier.index].earlier()
     if earlier is None or tier.config == earlier:
         return None
-    connect = partial(_connect, earlier, read_only=state.read_only)
+    connect = partial(_connect, earlier, read_only=state.read_only, events=state.events)
     try:
         blobs = await connect()
     except TierUnavailable as error:

@@ -88,6 +88,11 @@ class Tier:
         return getattr(self.blobs, "responsive", True)
 
     @property
+    def hanging(self) -> int:
+        """How many of its calls hang in the device though nobody waits for them any more."""
+        return getattr(self.blobs, "hanging", 0)
+
+    @property
     def answers(self) -> bool:
         """Whether what it holds can be read and deleted: a full tier answers, though it is not healthy."""
         return self.blobs is not None and (self.health.error is None or isinstance(self.health.error, NoSpace))

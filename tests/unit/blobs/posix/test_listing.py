@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,7 @@ async def test_one_thread_goes_on_when_there_is_no_waiting_any_more(
     assert scans.at_once[-1] == 1
 
 
-async def test_one_failure_ends_the_listing_when_no_thread_is_at_work_any_more(store: PosixStore, scans: Scans) -> None:
+async def test_one_failure_ends_the_listing_at_once(store: PosixStore, scans: Scans) -> None:
     side_by_side, go_on = threading.Barrier(7), threading.Event()
 
     def meet(name: str) -> None:
@@ -132,28 +134,41 @@ async def test_one_failure_ends_the_listing_when_no_thread_is_at_work_any_more(s
     scans.meet = meet
     listing = asyncio.ensure_future(listed(store))
     await asyncio.to_thread(side_by_side.wait, 30)
-    while scans.under_way > 5:
-        await asyncio.sleep(0.001)
-    await _a_while()
-    assert not listing.done()
-    go_on.set()
     with pytest.raises(TierUnavailable, match="was not listed"):
         await listing
-    assert scans.under_way == 0
+    assert store.hanging == scans.under_way == 5
+    go_on.set()
+    await until_none_hangs(store)
 
 
-async def test_a_cancelled_listing_ends_when_no_thread_is_at_work_any_more(store: PosixStore, scans: Scans) -> None:
+async def test_a_cancelled_listing_ends_at_once_and_its_threads_after_their_folders(
+    store: PosixStore, scans: Scans
+) -> None:
     side_by_side, go_on = threading.Barrier(7), threading.Event()
     scans.meet = lambda name: name in "abcdef" and (side_by_side.wait(30), go_on.wait(30))
     listing = asyncio.ensure_future(listed(store))
     await asyncio.to_thread(side_by_side.wait, 30)
     listing.cancel()
-    await _a_while()
-    assert not listing.done()
-    go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await listing
-    assert scans.under_way == 0
+    assert store.hanging == scans.under_way == 6
+    go_on.set()
+    await until_none_hangs(store)
+
+
+async def test_a_name_that_the_system_lists_twice_is_listed_once(
+    store: PosixStore, keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As JuiceFS does with one that is replaced meanwhile."""
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def twice(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with real(path) as entries, real(path) as again:
+            yield itertools.chain(entries, again)
+
+    monkeypatch.setattr(os, "scandir", twice)
+    assert await listed(store) == keys
 
 
 async def test_a_listing_says_that_its_store_was_closed_between_two_folders(store: PosixStore, scans: Scans) -> None:
@@ -179,6 +194,7 @@ async def test_a_listing_says_that_its_store_was_closed_while_threads_were_at_wo
     assert scans.under_way == 0
 
 
-async def _a_while() -> None:
-    for _ in range(100):
-        await asyncio.sleep(0)
+async def until_none_hangs(store: PosixStore) -> None:
+    async with asyncio.timeout(30):
+        while store.hanging:
+            await asyncio.sleep(0.001)

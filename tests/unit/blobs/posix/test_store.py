@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from tieredckpt.blobs.base import BlobStore, Stretch, Survives
-from tieredckpt.blobs.posix import transfer
+from tieredckpt.blobs.base import BlobStore, Stretch, Survives, Unanswered
+from tieredckpt.blobs.posix import target, threads, transfer
 from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.blobs.posix.shared import SharedFolders
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
@@ -437,19 +438,121 @@ class TestCancellation:
         await store.put("key", [b"x"])
         assert files(root) == {"key"}
 
-    @pytest.mark.parametrize("digested", [False, True])
-    async def test_a_read_ends_when_its_thread_has_let_go(
-        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch, digested: bool
+    @pytest.fixture
+    async def network_store(self, root: Path) -> AsyncIterator[PosixStore]:
+        store = await asyncio.to_thread(PosixStore, root, folders=SharedFolders)
+        yield store
+        await store.close()
+
+    async def test_a_read_in_place_ends_when_its_thread_has_let_go(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await store.put("key", [bytes(LARGE)])
         calls, into = Calls(monkeypatch, "preadv"), aligned(bytes(LARGE))
-        read = store.get_digested("key", [Stretch(0, LARGE, into)]) if digested else store.get_into("key", 0, into)
-        task = await self.hang(store, calls, read)
+        task = await self.hang(store, calls, store.get_into("key", 0, into))
         task.cancel()
         assert not await self.settled(task)
         calls.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    @pytest.mark.parametrize(("network", "digested"), [(False, True), (True, True), (True, False)])
+    async def test_a_read_ends_at_once_and_leaves_the_memory_alone(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, network: bool, digested: bool
+    ) -> None:
+        store = await asyncio.to_thread(PosixStore, root, folders=SharedFolders if network else Folders)
+        await store.put("key", [b"\x01" * LARGE])
+        calls, room = Calls(monkeypatch, "preadv"), bytearray(LARGE)
+        into = memoryview(room)
+        read = store.get_digested("key", [Stretch(0, LARGE, into)]) if digested else store.get_into("key", 0, into)
+        task = await self.hang(store, calls, read)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert store.hanging == 1
+        del task, read
+        into.release()
+        room.clear()  # nothing refers to it
+        room.extend(bytes(LARGE))
+        calls.go_on.set()
+        await self.until_none_hangs(store)
+        assert not any(room)
+        await store.close()
+
+    async def until_none_hangs(self, store: PosixStore) -> None:
+        async with asyncio.timeout(30):
+            while store.hanging:
+                await asyncio.sleep(0.001)
+
+    async def test_a_read_that_is_copying_ends_when_the_copy_has(
+        self, network_store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = network_store
+        await store.put("key", [bytes(LARGE)])
+        copying, go_on = threading.Event(), threading.Event()
+        real = target.np.copyto
+
+        def copy(to: Any, data: Any) -> None:
+            copying.set()
+            assert go_on.wait(30)
+            real(to, data)
+
+        monkeypatch.setattr(target.np, "copyto", copy)
+        task = asyncio.ensure_future(store.get_into("key", 0, aligned(bytes(LARGE))))
+        await asyncio.to_thread(copying.wait, 30)
+        for _ in range(3):
+            task.cancel()
+            assert not await self.settled(task)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    @pytest.mark.parametrize(
+        ("name", "verb"),
+        [
+            ("open", lambda store: store.get("key", limit=10)),
+            ("stat", lambda store: store.stat("key")),
+            ("scandir", listed),
+        ],
+        ids=["get", "stat", "list"],
+    )
+    async def test_other_reading_verbs_end_at_once_too(
+        self,
+        store: PosixStore,
+        name: str,
+        verb: Callable[[PosixStore], Awaitable[Any]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        await store.put("key", [b"x"])
+        calls = Calls(monkeypatch, name)
+        task = await self.hang(store, calls, verb(store))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert store.hanging == 1
+        calls.go_on.set()
+        await self.until_none_hangs(store)
+        assert await store.get("key", limit=10) == b"x"
+
+    async def test_while_all_threads_hang_a_verb_is_refused_and_no_more_hang(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(threads, "_HANGS_AFTER", 0.0)
+        store = await asyncio.to_thread(PosixStore, root, threads=2, folders=SharedFolders)
+        await store.put("key", [bytes(LARGE)])
+        calls = Calls(monkeypatch, "preadv")
+        for _ in range(2):
+            calls.entered.clear()
+            task = await self.hang(store, calls, store.get_into("key", 0, memoryview(bytearray(LARGE))))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        with pytest.raises(Unanswered, match="all 2 threads hang"):
+            await store.get_into("key", 0, memoryview(bytearray(LARGE)))
+        calls.go_on.set()
+        await self.until_none_hangs(store)
+        await store.get_into("key", 0, memoryview(bytearray(LARGE)))
+        await store.close()
 
     async def test_a_verb_that_waits_for_a_thread_ends_at_once(
         self, root: Path, monkeypatch: pytest.MonkeyPatch

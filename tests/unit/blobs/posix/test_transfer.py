@@ -21,7 +21,8 @@ from tieredckpt.blobs import space
 from tieredckpt.blobs.base import ALIGNMENT, Stretch
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.blobs.posix import transfer
-from tieredckpt.blobs.posix.transfer import Bytes, EndOfFile, Stop, Stopped, aligned_batches, as_arrays, plain_batches
+from tieredckpt.blobs.posix.target import Bytes, Stop, Stopped, Target
+from tieredckpt.blobs.posix.transfer import EndOfFile, aligned_batches, as_arrays, plain_batches
 from tieredckpt.testing.backdoor import aligned, pattern
 
 KIB = 1 << 10
@@ -96,8 +97,37 @@ def test_no_call_moves_much_more_than_a_block(
     assert max(len(batch) for batch in batches(many)) <= 1024
 
 
+@given(
+    part_shapes.filter(bool),
+    st.sampled_from([1, 3, 16]).map(lambda pages: pages * ALIGNMENT),
+    st.sampled_from([1, 2]).map(lambda pages: pages * ALIGNMENT),
+)
+def test_no_call_crosses_the_end_of_a_block(shapes: list[tuple[int, int]], block: int, arena: int) -> None:
+    parts = memory(shapes)
+    for batches in (plain_batches(parts, block), aligned_batches(parts, arena_of(arena), block)):
+        position = 0
+        for batch in batches:
+            end = position + sum(map(len, batch))
+            assert position // block == (end - 1) // block
+            position = end
+        assert position >= sum(map(len, parts))
+
+
 def arena_of(nbytes: int) -> Bytes:
     return as_arrays([aligned(bytes(nbytes))])[0]
+
+
+def fill(fd: int, offset: int, into: memoryview, *, direct: bool) -> None:
+    transfer.fill(fd, offset, as_arrays([into])[0], Stop(), direct=direct)
+
+
+def read(fd: int, offset: int, into: memoryview, *, direct: bool) -> None:
+    transfer.read(fd, Target([Stretch(offset, into.nbytes, into)], digested=False), direct=direct)
+
+
+Reads = Callable[..., None]
+reads = pytest.mark.parametrize("reads", [fill, read])
+"""In place, and through memory of the thread."""
 
 
 def opened(path: Path, flags: int) -> int:
@@ -155,10 +185,11 @@ def test_short_writes_are_continued(tmp_path: Path, direct: bool, seed: int, mon
     assert (tmp_path / "file").read_bytes() == b"".join(part.tobytes() for part in parts)
 
 
+@reads
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("offset", "shift"), [(0, 0), (ALIGNMENT, 0), (0, 5), (77, 0), (77, 9)])
 def test_short_reads_are_continued(
-    tmp_path: Path, direct: bool, seed: int, offset: int, shift: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reads: Reads, direct: bool, seed: int, offset: int, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = pattern(300_007)
     (tmp_path / "file").write_bytes(data)
@@ -167,19 +198,22 @@ def test_short_reads_are_continued(
     into = aligned(bytes(nbytes), shift=shift)
     monkeypatch.setattr(os, "preadv", shortened(os.preadv, rng))
     fd = opened(tmp_path / "file", os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
-    transfer.fill(fd, offset, as_arrays([into])[0], Stop(), direct=direct)
+    reads(fd, offset, into, direct=direct)
     os.close(fd)
     assert into == data[offset : offset + nbytes]
 
 
+@reads
 @pytest.mark.parametrize(("offset", "shift"), [(0, 0), (0, 5), (77, 0)])
-def test_the_end_of_the_file_tells_how_far_it_came(tmp_path: Path, direct: bool, offset: int, shift: int) -> None:
+def test_the_end_of_the_file_tells_how_far_it_came(
+    tmp_path: Path, reads: Reads, direct: bool, offset: int, shift: int
+) -> None:
     data = pattern(3 * ALIGNMENT + 9)
     (tmp_path / "file").write_bytes(data)
     into = aligned(bytes(5 * ALIGNMENT), shift=shift)
     fd = opened(tmp_path / "file", os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
     with pytest.raises(EndOfFile) as raised:
-        transfer.fill(fd, offset, as_arrays([into])[0], Stop(), direct=direct)
+        reads(fd, offset, into, direct=direct)
     os.close(fd)
     assert raised.value.got == len(data) - offset
     assert into[: raised.value.got] == data[offset:]
@@ -192,10 +226,11 @@ def assert_digested(path: Path, stretches: list[tuple[int, int, int]], *, direct
     asked = [Stretch(offset, n, into[:-1]) for (offset, n, _), into in zip(stretches, rooms, strict=True)]
     fd = opened(path, os.O_RDONLY | (transfer.O_DIRECT if direct else 0))
     try:
-        digests = transfer.fill_digested(fd, asked, Stop(), direct=direct)
+        target = Target(asked, digested=True)
+        transfer.read(fd, target, direct=direct)
     finally:
         os.close(fd)
-    for (offset, nbytes, kept), memory, found in zip(stretches, rooms, digests, strict=True):
+    for (offset, nbytes, kept), memory, found in zip(stretches, rooms, target.digests, strict=True):
         assert found == xxhash.xxh3_128_digest(data[offset : offset + nbytes])
         assert memory == data[offset : offset + kept] + b"\xa5"
 
@@ -238,9 +273,10 @@ def refusing(call: Callable[..., int], after: int) -> Callable[..., int]:
     return refuse
 
 
+@reads
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
-    tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reads: Reads, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not takes_direct(tmp_path):
         pytest.skip("the file system refuses direct I/O")
@@ -255,7 +291,7 @@ def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
     for shift in (0, 1):
         into = aligned(bytes(len(data)), shift=shift)
         fd = opened(tmp_path / "file", os.O_RDONLY | transfer.O_DIRECT)
-        transfer.fill(fd, 0, as_arrays([into])[0], Stop(), direct=True)
+        reads(fd, 0, into, direct=True)
         os.close(fd)
         assert into == data
     assert_digested(tmp_path / "file", [(0, 5000, 5000), (5000, len(data) - 5000, 7)], direct=True)
@@ -275,8 +311,11 @@ def test_a_transfer_stops_before_its_next_call(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Stopped):
         transfer.write(fd, memory([(3 * ALIGNMENT, 0)]), stop, direct=False)
     assert calls == [0]
+    into = memoryview(bytearray(ALIGNMENT))
     with pytest.raises(Stopped):
-        transfer.fill(fd, 0, arena_of(ALIGNMENT), stop, direct=False)
+        transfer.fill(fd, 0, as_arrays([into])[0], stop, direct=False)
+    with pytest.raises(Stopped):
+        transfer.read(fd, Target([Stretch(0, ALIGNMENT, into)], digested=False, stop=stop), direct=False)
     os.close(fd)
 
 

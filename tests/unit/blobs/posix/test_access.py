@@ -1,0 +1,87 @@
+"""Who may use what a folder tier makes: its user alone, or a group, whatever the umask is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.file_systems import FILE_SYSTEMS, kind_on, system_of
+
+from tieredckpt import PosixTier, RamTier
+from tieredckpt.blobs.posix.kind import POSIX
+from tieredckpt.errors import Invalid
+
+GROUP = 54321
+KINDS = [kind_on(name, system_of(found)) for name, found in FILE_SYSTEMS.items()]
+
+
+def modes(root: Path) -> dict[str, int]:
+    paths = [root, *root.rglob("*")]
+    return {path.relative_to(root).as_posix(): path.stat().st_mode & 0o7777 for path in paths}
+
+
+@pytest.fixture(params=[0o022, 0o077], ids=["022", "077"])
+def _umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_umask")
+@pytest.mark.parametrize("kind", KINDS, ids=FILE_SYSTEMS)
+@pytest.mark.parametrize(("access", "folder", "file"), [("private", 0o700, 0o600), ("group", 0o2770, 0o660)])
+async def test_permissions_are_what_is_configured(
+    tmp_path: Path, kind: type, access: str, folder: int, file: int
+) -> None:
+    root = tmp_path / "root"
+    store = await kind.open(kind.config(name="disk", path=root, access=access))
+    await store.put("packs/ab/small", [b"x"])
+    await store.put("packs/ab/large", [bytes(2 << 20)])
+    await store.close()
+    expected = {".": folder, "packs": folder, "packs/ab": folder, "packs/ab/small": file, "packs/ab/large": file}
+    assert modes(root) == expected
+
+
+async def test_a_folder_that_its_group_may_not_use_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    tier = PosixTier(name="disk", path=tmp_path, access="group")
+    with pytest.raises(Invalid, match="chmod 2770"):
+        await POSIX.open(tier)
+    await (await POSIX.open(tier, read_only=True)).close()  # who only reads may
+
+
+def test_memory_is_private() -> None:
+    with pytest.raises(Invalid, match="access"):
+        RamTier(name="ram", access="group")
+
+
+@pytest.fixture
+def folder_of_group() -> Iterator[Path]:
+    """A folder that users other than the one who runs the tests can reach."""
+    if os.geteuid():
+        pytest.skip("only root can be two users")
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    os.chown(folder, 0, GROUP)
+    folder.chmod(0o2770)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("access", "evaluator"), [("group", "has [2, 3]"), ("private", "TierUnavailable")], ids=["group", "private"]
+)
+@pytest.mark.parametrize("inner", ["", "made/by/the/store"], ids=["there", "made"])
+def test_another_user_of_the_group_reads_writes_and_deletes(
+    folder_of_group: Path, access: str, evaluator: str, inner: str
+) -> None:
+    program = Path(__file__).with_name("users_program.py")
+    run = [sys.executable, str(program), str(folder_of_group / inner), access, str(GROUP)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == ["saved", evaluator], done.stderr

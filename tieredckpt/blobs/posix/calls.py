@@ -1,0 +1,101 @@
+"""Runs the verbs of a posix store on threads; a cancelled verb waits for its thread, or leaves it in the device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+from tieredckpt.blobs.posix.target import Stop
+from tieredckpt.blobs.posix.threads import Threads
+from tieredckpt.concurrency import note, settle
+
+__all__ = ["Calls", "Followed"]
+
+T = TypeVar("T")
+
+
+class Calls:
+    """The calls of the store at ``place``, on so many threads; those that read chunks and those that list folders have
+    threads of their own, so that nothing small waits behind them.
+    """
+
+    def __init__(self, threads: int, readers: int, scanners: int, place: str) -> None:
+        self.pool = Threads(threads, "posix", place)
+        self.readers = Threads(readers, "posix-reader", place)
+        self.scanners = Threads(scanners, "posix-scanner", place)
+        self._active = 0
+        self._is_over = False
+
+    @property
+    def hanging(self) -> int:
+        """How many threads are in calls that nobody waits for any more."""
+        return sum(threads.left for threads in (self.pool, self.readers, self.scanners))
+
+    async def run(self, work: Callable[[Stop], T]) -> T:
+        """The result of ``work``; a cancellation is raised when its thread has ended."""
+        stop = Stop()
+        call = self.pool.submit(work, stop)
+
+        def give_up() -> None:
+            stop.set()
+            self.pool.leave(call)
+
+        return await self.settle(asyncio.wrap_future(call), give_up)
+
+    async def settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
+        """As `tieredckpt.concurrency.settle`, for a verb whose thread uses the caller's memory."""
+        self._begin(running)
+        return await settle(running, give_up)
+
+    async def read(self, work: Callable[[], T], stop: Stop, pool: Threads) -> T:
+        """The result of ``work``, which touches no memory of a caller; a cancellation leaves its thread alone."""
+        call = pool.submit(work)
+        return await self.leaving(asyncio.wrap_future(call), stop, lambda: pool.leave(call))
+
+    async def leaving(self, running: asyncio.Future[T], stop: Stop, leave: Callable[[], object]) -> T:
+        """The result of ``running``; a cancellation sets ``stop``, calls ``leave``, and waits for nothing."""
+        self._begin(running)
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            stop.set()
+            leave()
+            running.add_done_callback(note)
+            raise
+        return running.result()
+
+    def _begin(self, running: asyncio.Future[T]) -> None:
+        self._active += 1
+        running.add_done_callback(self._ended)
+
+    def _ended(self, _: object) -> None:
+        self._active -= 1
+        self._end_threads()
+
+    def end(self) -> None:
+        """End the threads when no call is under way any more."""
+        self._is_over = True
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        if self._is_over and not self._active:
+            for pool in (self.pool, self.readers, self.scanners):
+                pool.shutdown(wait=False)
+
+
+class Followed(Executor):
+    """Threads as aiofiles uses them, for one verb: its call can be left when nobody waits for it any more."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._call: Future[Any] | None = None
+
+    def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        self._call = call = self._threads.submit(work, *arguments, **named)
+        return call
+
+    def leave(self) -> None:
+        if self._call is not None:
+            self._threads.leave(self._call)

@@ -1,0 +1,115 @@
+"""The files of a posix store: temporary names, opening, what the system says of them, and whether it takes direct I/O.
+
+Everything here blocks and belongs on a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
+from tieredckpt.blobs.posix.transfer import O_DIRECT
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
+
+__all__ = ["describe", "foreign", "new_temporary", "open_regular", "probe", "sync_folder"]
+
+
+def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
+    """The error of this library for an `OSError` met while ``doing`` something (a participle) to ``path``."""
+    what = f"{path} was not {doing}: {os.strerror(error.errno) if error.errno else error}"
+    match error.errno:
+        case errno.ENOENT | errno.ENOTDIR:
+            return NotFound(f"{path} does not exist")
+        case errno.ENOSPC:
+            return NoSpace(f"{what}; evict steps, or give the tier more room")
+        case errno.EDQUOT:
+            return NoSpace(f"{what}; evict steps, or have the quota of this user, group or project raised")
+        case errno.EEXIST:
+            return Conflict(f"{path} exists already")
+        case errno.ELOOP:
+            return Corrupt(f"{path} is a symbolic link, which this store neither writes nor follows")
+        case errno.ENAMETOOLONG:
+            return Invalid(what)
+        case _:
+            return TierUnavailable(f"{what}; check that the file system is mounted and healthy")
+
+
+def new_temporary() -> str:
+    """An unguessable file name that is no key."""
+    return f".{secrets.token_hex(16)}.tmp~"
+
+
+def open_regular(path: Path, flags: int, *, follow_symlinks: bool) -> int:
+    """A descriptor of the regular file ``path``. Raises `OSError`, `Corrupt` for any other kind of file."""
+    # O_NONBLOCK: opening a planted FIFO must not hang; regular files do not heed it.
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
+    fd = os.open(path, flags)
+    try:
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISDIR(kind):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        if not stat.S_ISREG(kind):
+            raise Corrupt(f"{path} is no regular file; remove it")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on stable media."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def probe(root: Path, *, tries: bool = True) -> bool:
+    """Whether files in ``root`` take direct I/O; found out by trying.
+
+    A root that cannot be written to, or is not to be, promises direct I/O, since a read falls back by itself.
+    """
+    if not tries:
+        return bool(O_DIRECT)
+    path = root / new_temporary()
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return bool(O_DIRECT)
+    try:
+        os.close(fd)
+        return _takes_direct(path)
+    finally:
+        os.unlink(path)
+
+
+def _takes_direct(path: Path) -> bool:
+    if not O_DIRECT:
+        return False
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.pwritev(fd, [mmap.mmap(-1, ALIGNMENT)], 0) == ALIGNMENT
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def describe(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
+    """What is told of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
+    if stat.S_ISREG(found.st_mode):
+        return BlobInfo(key, found.st_size, found.st_mtime)
+    if stat.S_ISDIR(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    raise Corrupt(f"{path} is no regular file; remove it")
