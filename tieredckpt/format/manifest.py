@@ -30,7 +30,7 @@ from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.step_keys import entry_keys, in_parts, join_parts
+from tieredckpt.format.step_keys import entries_of, in_parts, join_parts
 from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
@@ -140,8 +140,8 @@ class Chunk(NamedTuple):
     where: Extent | bytes
 
 
-class ArrayIndex(msgspec.Struct, frozen=True):
-    """The chunks of one array, in row-major order of its grid."""
+class ArrayIndex(msgspec.Struct, frozen=True, gc=False):
+    """The chunks of one array, in row-major order of its grid; like an `Extent` it is in no cycle."""
 
     grid: Grid
     dtype: np.dtype[Any]
@@ -157,9 +157,10 @@ class StepIndex:
     _blocks: dict[str, list[tuple[Box, str]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, array in self.arrays.items():
+        for name in [name for name in self.arrays if name.startswith(layout.BLOCKS)]:
             if (block := layout.parse_block_key(name)) is not None:
                 key, offset = block
+                array = self.arrays[name]
                 self._blocks.setdefault(key, []).append((Box(offset, array.grid.shape), name))
 
     def blocks(self, key: str) -> list[tuple[Box, str]]:
@@ -204,29 +205,31 @@ def encode_step(
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
     """
-    names = sorted(arrays)  # by code points, which is the order of their UTF-8
-    values: list[bytes | Extent] = []
-    digest_parts: list[bytes] = []
-    described: dict[tuple[int, int], bytes] = {}  # arrays of one form share grid and dtype
-    plain = encoding.raw and not encoding.overhead
-    for array in map(arrays.__getitem__, names):
-        grid = array.grid
-        form = id(grid), id(array.dtype)
-        metadata = described.get(form)
-        if metadata is None:
-            metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, encoding)
-        values.append(metadata)
-        if len(array.chunks) != grid.size:
-            raise ValueError(f"an array of {grid.size} cells has {len(array.chunks)} chunks")
-        for digest, where in array.chunks:
-            values.append(where if plain or type(where) is not bytes else encoding.encode_inline(where, grid.itemsize))
-            digest_parts.append(digest)
-    parts = in_parts(_encode_record(record)), in_parts(b"".join(digest_parts))
-    values += parts[0] + parts[1]
-    keys, order = entry_keys(tuple(names), tuple([arrays[name].grid for name in names]), len(parts[0]), len(parts[1]))
+    found = list(arrays.values())
+    record_parts = in_parts(_encode_record(record))
+    entries = entries_of(tuple(arrays), tuple([array.grid for array in found]), len(record_parts))
+    for array, count in zip(found, entries.counts, strict=True):
+        if len(array.chunks) != count:
+            raise ValueError(f"an array of {count} cells has {len(array.chunks)} chunks")
+    forms = [(id(array.grid), id(array.dtype)) for array in found]  # arrays of one form share grid and dtype
+    described = {
+        form: zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, encoding)
+        for form, array in dict(zip(forms, found, strict=True)).items()
+    }
+    values: list[bytes | Extent] = [described[form] for form in forms]
+    if encoding.raw and not encoding.overhead:
+        values += [where for array in found for _, where in array.chunks]
+    else:
+        values += [
+            encoding.encode_inline(where, array.grid.itemsize) if type(where) is bytes else where
+            for array in found
+            for _, where in array.chunks
+        ]
+    table = entries.chunks_in_name_order([digest for array in found for digest, _ in array.chunks])
+    values += record_parts + in_parts(b"".join(table))
     return ocdbt.encode_values(
-        keys,
-        order(values),
+        entries.keys,
+        entries.in_key_order(values),
         btree_path,
         uuid=bytes.fromhex(record.store.replace("-", "")),
         commit_time_ns=time.time_ns(),

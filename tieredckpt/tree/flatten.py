@@ -46,6 +46,8 @@ class Flat:
     arrays: tuple[ArrayLeaf, ...]
     in_pieces: bool = False
     """Whether some array is given in pieces."""
+    form: object = None
+    """What trees that differ in values alone have in common; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

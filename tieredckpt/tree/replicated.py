@@ -86,7 +86,7 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
             cells = _cells(grid, begins[line_of[i]], found.nbytes, found.shares.of, share)
             arrays += _parts(leaf, grid, cells)
         begins[line_of[i]] += grid.size * grid.cell_nbytes
-    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True)
+    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True, form=None)
 
 
 def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:

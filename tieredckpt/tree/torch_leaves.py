@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,16 @@ import torch
 from tieredckpt.errors import Invalid
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["as_array_leaf", "as_template", "host_view", "made", "restored", "restored_pieces", "writable_view"]
+__all__ = [
+    "as_array_leaf",
+    "as_template",
+    "host_view",
+    "made",
+    "restored",
+    "restored_pieces",
+    "small_bytes",
+    "writable_view",
+]
 
 _NATIVE: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype(np.bool_),
@@ -43,6 +53,8 @@ _CARRIED: dict[torch.dtype, tuple[np.dtype[Any], torch.dtype]] = {
 }
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
     _CARRIED[torch.float8_e8m0fnu] = (np.dtype(ml_dtypes.float8_e8m0fnu), torch.uint8)
+
+_LOOK = attrgetter("dtype", "shape", "layout", "is_nested", "is_meta")
 
 _DTYPES = _NATIVE | {dtype: numpy_dtype for dtype, (numpy_dtype, _) in _CARRIED.items()}
 
@@ -91,6 +103,12 @@ def _template(key: str, value: object) -> ArrayLeaf:
     return ArrayLeaf(key, value, "torch", tuple(value.shape), dtype, False, None)
 
 
+def looks(values: Sequence[Any]) -> list[object]:
+    """As `tieredckpt.tree.arrays.looks`, of tensors; one whose storage was freed looks like no other."""
+    stored = [tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0 or object() for tensor in values]
+    return list(zip(map(_LOOK, values), stored, strict=True))
+
+
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The tensor's array: a view of CPU memory, else a copy by torch, of no more than the leaf."""
     tensor = _tensor(leaf)
@@ -102,6 +120,26 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
         return native
     integers: npt.NDArray[Any] = tensor.detach().cpu().view(carried[1]).numpy()
     return integers.view(carried[0])
+
+
+def small_bytes(leaves: Sequence[ArrayLeaf]) -> list[bytes]:
+    """The row-major bytes of each of many small tensors: those of one form are gathered where they lie."""
+    found = [b""] * len(leaves)
+    forms: dict[tuple[Any, ...], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        tensor = _tensor(leaf)
+        forms.setdefault((tensor.dtype, tensor.device, tensor.shape), []).append(i)
+    for (dtype, _, _), places in forms.items():
+        if dtype not in _NATIVE:  # which are not known to be gathered on every device
+            for i in places:
+                found[i] = host_view(leaves[i]).tobytes()
+            continue
+        with torch.no_grad():
+            together = torch.stack([_tensor(leaves[i]) for i in places]).cpu().numpy()
+        data, size = together.tobytes(), together[0].nbytes
+        for i, start in zip(places, range(0, len(data), size), strict=True):
+            found[i] = data[start : start + size]
+    return found
 
 
 def writable_view(key: str, value: object) -> npt.NDArray[Any]:

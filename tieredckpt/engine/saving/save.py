@@ -28,7 +28,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
-from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.saving.snapshot import Plan, Snapshot
 from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream, usable_ram
 from tieredckpt.engine.state.branch import Continued, Origin
 from tieredckpt.engine.state.state import State
@@ -72,8 +72,12 @@ class Writer:
         self._slower = slower
         self._guards_saves = asyncio.Lock()
         """Held by the save under way: the next one continues what becomes of it."""
+        self._planned: object = None
+        """The form of the last tree, as of `Flat`."""
+        self._plan: Plan | None = None
+        """Of the last tree."""
         self._digests: dict[str, list[bytes]] = {}
-        """Of the last save, by key of the array."""
+        """Of the last save, by key of the array; of arrays whose chunks take pages."""
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
 
@@ -111,7 +115,7 @@ class Writer:
             tier = None
             try:
                 while tier is None:
-                    snapshot = await self._in_pool(Snapshot.of, flat.arrays, state.config.chunk_size, self._unchanged)
+                    snapshot = await self._snapshot(flat)
                     try:
                         tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
                     except Refused as refused:
@@ -130,7 +134,7 @@ class Writer:
                 state.branch.failed(identity)
                 raise
             state.branch.count_from(origin)
-            self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
+            self._learn(snapshot.digests(arrays))
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
@@ -164,6 +168,13 @@ class Writer:
                     ram.index.drop({done.digest for done in snapshot.copied})
                 raise
         return tier, record, arrays
+
+    async def _snapshot(self, flat: Flat) -> Snapshot:
+        plan = self._plan if flat.form is not None and flat.form is self._planned else None
+        arguments = flat.arrays, self._state.config.chunk_size, self._unchanged, plan
+        snapshot = await self._in_pool(Snapshot.of, *arguments)
+        self._planned, self._plan = flat.form, snapshot.plan
+        return snapshot
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)

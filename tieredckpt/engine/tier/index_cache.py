@@ -63,4 +63,4 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
 
 def packs_of(arrays: Mapping[str, ArrayIndex]) -> frozenset[str]:
     """The packs that a step refers to."""
-    return frozenset(extent.path for extent in unique_extents(arrays).values())
+    return frozenset([where.path for array in arrays.values() for _, where in array.chunks if type(where) is Extent])
