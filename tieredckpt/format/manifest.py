@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -133,19 +133,25 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
         return StoreMarker(store=store, forked_from=(self.store, *self.ancestors))
 
 
-class Chunk(NamedTuple):
-    """One cell of an array: its digest, and where its bytes are (an extent, or the bytes themselves)."""
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """One cell of an array: its digest, and where its bytes are (an extent, or the bytes themselves).
+
+    As with an `Extent`, the collector of cycles need not look at the many that a step has.
+    """
 
     digest: bytes
     where: Extent | bytes
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.digest, self.where))
+
 
 class ArrayIndex(msgspec.Struct, frozen=True, gc=False):
-    """The chunks of one array, in row-major order of its grid; like an `Extent` it is in no cycle."""
+    """The chunks of one array, in row-major order of its grid."""
 
     grid: Grid
     dtype: np.dtype[Any]
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +224,14 @@ def encode_step(
     }
     values: list[bytes | Extent] = [described[form] for form in forms]
     if encoding.raw and not encoding.overhead:
-        values += [where for array in found for _, where in array.chunks]
+        values += [chunk.where for array in found for chunk in array.chunks]
     else:
         values += [
-            encoding.encode_inline(where, array.grid.itemsize) if type(where) is bytes else where
+            encoding.encode_inline(where, array.grid.itemsize) if isinstance(where := chunk.where, bytes) else where
             for array in found
-            for _, where in array.chunks
+            for chunk in array.chunks
         ]
-    table = entries.chunks_in_name_order([digest for array in found for digest, _ in array.chunks])
+    table = entries.chunks_in_name_order([chunk.digest for array in found for chunk in array.chunks])
     values += record_parts + in_parts(b"".join(table))
     return ocdbt.encode_values(
         entries.keys,

@@ -142,7 +142,7 @@ class ObjectNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
     """What makes it, as JSON."""
 
 
-class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="array"):
+class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False, tag="array"):
     """An array: key, and dtype and shape as stored; of a typed PRNG key those of its data, and ``prng``."""
 
     key: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal
@@ -100,13 +100,13 @@ def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
             return _numpy_leaf(key, value, family)
 
 
-def looks(kind: Kind, values: Sequence[object]) -> list[object]:
+def looks(kind: Kind, values: Sequence[object]) -> Iterator[object]:
     """What `as_array_leaf` sees of each of these NumPy arrays or torch tensors: equal for arrays of equal leaves."""
     if kind == "torch":
         from tieredckpt.tree import torch_leaves
 
         return torch_leaves.looks(values)
-    return list(map(_LOOK, values))
+    return map(_LOOK, values)
 
 
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:

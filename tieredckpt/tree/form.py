@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import eq
 from typing import Any, Final
 
 import msgspec
@@ -93,13 +94,19 @@ class _Level:
         return opened.children
 
 
-@dataclass(frozen=True, slots=True)
 class _Column:
     """The arrays of one kind: their numbers among all, and what they looked like."""
 
-    numbers: list[int]
-    types: list[type]
-    looks: list[object]
+    def __init__(self, kind: Kind, numbers: list[int], sources: Sequence[object]) -> None:
+        self._numbers = numbers
+        which = [sources[number] for number in numbers]
+        self._types = list(map(type, which))
+        self._looks = list(looks(kind, which))
+
+    def fits(self, kind: Kind, sources: Sequence[object]) -> bool:
+        """Whether the arrays among ``sources`` look the same."""
+        which = [sources[number] for number in self._numbers]
+        return list(map(type, which)) == self._types and all(map(eq, looks(kind, which), self._looks))
 
 
 class _Form:
@@ -136,7 +143,7 @@ class _Form:
             numbers.setdefault(leaf.kind, []).append(number)
         self._one_by_one = [number for kind in _ONE_BY_ONE for number in numbers.pop(kind, ())]
         sources = [found[place] for place in self._places]
-        self._columns = {kind: _column(kind, which, sources) for kind, which in numbers.items()}
+        self._columns = {kind: _Column(kind, which, sources) for kind, which in numbers.items()}
 
     def flatten(self, tree: object) -> Flat | None:
         """As `Flattener.flatten`; None for a tree of another form."""
@@ -151,7 +158,7 @@ class _Form:
         return None if arrays is None or structure is None else Flat(structure, tuple(arrays), form=self)
 
     def _arrays(self, sources: Sequence[object]) -> list[ArrayLeaf] | None:
-        if any(_column(kind, column.numbers, sources) != column for kind, column in self._columns.items()):
+        if not all(column.fits(kind, sources) for kind, column in self._columns.items()):
             return None
         arrays = [
             ArrayLeaf(leaf.key, source, leaf.kind, leaf.shape, leaf.dtype, leaf.immutable, None)
@@ -180,12 +187,6 @@ class _Form:
             children = nodes[level.first : level.first + len(level.names)]
             nodes[level.place] = with_children(level.node, level.names, children)
         return nodes[0]
-
-
-def _column(kind: Kind, numbers: list[int], sources: Sequence[object]) -> _Column:
-    which = [sources[number] for number in numbers]
-    types = list(map(type, which))
-    return _Column(numbers, types, looks(kind, which))
 
 
 def _are_texts(keys: Iterable[object]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -103,10 +103,10 @@ def _template(key: str, value: object) -> ArrayLeaf:
     return ArrayLeaf(key, value, "torch", tuple(value.shape), dtype, False, None)
 
 
-def looks(values: Sequence[Any]) -> list[object]:
+def looks(values: Sequence[Any]) -> Iterator[object]:
     """As `tieredckpt.tree.arrays.looks`, of tensors; one whose storage was freed looks like no other."""
-    stored = [tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0 or object() for tensor in values]
-    return list(zip(map(_LOOK, values), stored, strict=True))
+    stored = (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0 or object() for tensor in values)
+    return zip(map(_LOOK, values), stored, strict=True)
 
 
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:

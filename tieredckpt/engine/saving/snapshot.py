@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,8 +108,10 @@ class Snapshot:
     leaves: Sequence[ArrayLeaf]
     plan: Plan
     pending: deque[Cell]
+    gathered: list[bytes]
+    """The bytes of the leaves that the plan has gathered."""
     inline: dict[int, list[bytes]]
-    """Cells of small arrays, by index of the leaf: their bytes, padding included."""
+    """Cells of the other small arrays, by index of the leaf: their bytes, padding included."""
     copied: list[Copied] = field(default_factory=list)
     full: bool = False
     """The slab had no room for the next cell; `work` may go on when some was made."""
@@ -137,8 +139,7 @@ class Snapshot:
         """
         plan = plan or Plan.of(leaves, chunk_size)
         gathered = small_bytes([leaves[i] for i in plan.gathered])
-        inline = {i: [value] for i, value in zip(plan.gathered, gathered, strict=True)}
-        inline |= {i: _inline(_in_0_and_1(host_view(leaves[i])), plan.grids[i]) for i in plan.inline}
+        inline = {i: _inline(_in_0_and_1(host_view(leaves[i])), plan.grids[i]) for i in plan.inline}
         pending: deque[Cell] = deque()
         for i in plan.paged:
             leaf, grid = leaves[i], plan.grids[i]
@@ -150,7 +151,7 @@ class Snapshot:
             shape = None if flat is not None else grid.cell
             for ordinal, source in enumerate(_sources(view, flat, grid)):
                 pending.append(Cell(i, ordinal, grid.cell_nbytes, source, shape, known[ordinal]))
-        return cls(leaves, plan, pending, inline)
+        return cls(leaves, plan, pending, gathered, inline)
 
     @property
     def grids(self) -> list[Grid]:
@@ -160,7 +161,7 @@ class Snapshot:
     @property
     def inline_nbytes(self) -> int:
         """Bytes of the cells that lie in the index, which every save writes."""
-        return sum(map(len, chain.from_iterable(self.inline.values())))
+        return sum(map(len, chain(self.gathered, *self.inline.values())))
 
     @property
     def nbytes(self) -> int:
@@ -213,9 +214,10 @@ class Snapshot:
 
     def index(self, extent_of: dict[tuple[int, int], Chunk]) -> dict[str, ArrayIndex]:
         """The arrays' chunks by key; ``extent_of`` has those of the cells, by leaf and ordinal."""
-        values = list(chain.from_iterable(self.inline.values()))
-        small = map(Chunk, digest_each(values), values)
-        chunks = {i: list(islice(small, len(cells))) for i, cells in self.inline.items()}
+        small = map(Chunk, digest_each(self.gathered), self.gathered)
+        chunks: dict[int, Sequence[Chunk]] = dict(zip(self.plan.gathered, zip(small, strict=True), strict=True))
+        for i, values in self.inline.items():
+            chunks[i] = list(map(Chunk, digest_each(values), values))
         for i in self.plan.paged:
             chunks[i] = [extent_of[i, ordinal] for ordinal in range(self.grids[i].size)]
         return {

@@ -63,4 +63,5 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
 
 def packs_of(arrays: Mapping[str, ArrayIndex]) -> frozenset[str]:
     """The packs that a step refers to."""
-    return frozenset([where.path for array in arrays.values() for _, where in array.chunks if type(where) is Extent])
+    wheres = [chunk.where for array in arrays.values() for chunk in array.chunks]
+    return frozenset([where.path for where in wheres if isinstance(where, Extent)])
