@@ -105,7 +105,7 @@ def looks(kind: Kind, values: Sequence[object]) -> Iterator[object]:
     if kind == "torch":
         from tieredckpt.tree import torch_leaves
 
-        return torch_leaves.looks(values)
+        return map(torch_leaves.look, values)
     return map(_LOOK, values)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -54,8 +53,6 @@ _CARRIED: dict[torch.dtype, tuple[np.dtype[Any], torch.dtype]] = {
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
     _CARRIED[torch.float8_e8m0fnu] = (np.dtype(ml_dtypes.float8_e8m0fnu), torch.uint8)
 
-_LOOK = attrgetter("dtype", "shape", "layout", "is_nested", "is_meta")
-
 _DTYPES = _NATIVE | {dtype: numpy_dtype for dtype, (numpy_dtype, _) in _CARRIED.items()}
 
 
@@ -103,10 +100,11 @@ def _template(key: str, value: object) -> ArrayLeaf:
     return ArrayLeaf(key, value, "torch", tuple(value.shape), dtype, False, None)
 
 
-def looks(values: Sequence[Any]) -> Iterator[object]:
-    """As `tieredckpt.tree.arrays.looks`, of tensors; one whose storage was freed looks like no other."""
-    stored = (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0 or object() for tensor in values)
-    return zip(map(_LOOK, values), stored, strict=True)
+def look(tensor: Any) -> object:
+    """As of `tieredckpt.tree.arrays.looks`, of a tensor."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    stored = plain and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
+    return stored, tensor.dtype, tensor.shape
 
 
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
