@@ -224,11 +224,10 @@ def walk(structure: Node, path: str = ROOT) -> Iterator[tuple[str, Node]]:
         path, node = stack.pop()
         yield path, node
         if isinstance(node, CONTAINERS):
-            names = names_of(node)
-            stack.extend(
-                (child_key(path, name), child)
-                for name, child in zip(reversed(names), reversed(node.children), strict=True)
-            )
+            children = zip(reversed(names_of(node)), reversed(node.children), strict=True)
+            stack += [
+                (child.key if type(child) is ArrayNode else child_key(path, name), child) for name, child in children
+            ]
 
 
 def array_nodes(structure: Node) -> Iterator[ArrayNode]:

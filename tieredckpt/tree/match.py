@@ -176,6 +176,8 @@ def _is_end(node: Node) -> bool:
 
 def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, object]) -> str:
     """Why ``stored`` is not as ``like``; empty when it is."""
+    if type(stored) is ArrayNode and like == stored:  # as most are
+        return ""
     if not _fits(like, stored):
         return f"like: {_show(like)}, step: {_show(stored)}"
     if isinstance(stored, ObjectNode):
