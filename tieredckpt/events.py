@@ -52,6 +52,7 @@ class StepSaved(Event):
     tier: str
     nbytes: int
     new_bytes: int
+    """As of `Saved`."""
     seconds: float
 
 

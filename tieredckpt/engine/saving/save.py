@@ -58,6 +58,7 @@ class Saved:
     """Where it was committed first; None when it was skipped."""
     nbytes: int
     new_bytes: int
+    """Bytes that its tier did not have: of chunks, and of small arrays that were not the same in the save before."""
     seconds: float
     skipped: str = ""
     """Why the save was not made, if it was not."""
@@ -76,6 +77,8 @@ class Writer:
         """The form of the last tree, as of `Flat`."""
         self._plan: Plan | None = None
         """Of the last tree."""
+        self._small: dict[str, bytes] = {}
+        """The arrays of the last save that lie in the index, by key."""
         self._digests: dict[str, list[bytes]] = {}
         """Of the last save, by key of the array; of arrays whose chunks take pages."""
         self._unchanged: dict[str, list[bytes | None]] = {}
@@ -135,11 +138,14 @@ class Writer:
                 raise
             state.branch.count_from(origin)
             self._learn(snapshot.digests(arrays))
+            before, self._small = self._small, snapshot.small()
+            changed = sum([len(value) for key, value in self._small.items() if before.get(key) != value])
+            new_bytes = snapshot.new_bytes + changed
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
-        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
+        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
         state.changed.notify()
-        return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
+        return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
 
     async def _save_once(
         self,

@@ -158,10 +158,10 @@ class Snapshot:
         """By index of the leaf."""
         return self.plan.grids
 
-    @property
-    def inline_nbytes(self) -> int:
-        """Bytes of the cells that lie in the index, which every save writes."""
-        return sum(map(len, chain(self.gathered, *self.inline.values())))
+    def small(self) -> dict[str, bytes]:
+        """The bytes of the arrays that lie in the index, by key."""
+        found = {self.leaves[i].key: value for i, value in zip(self.plan.gathered, self.gathered, strict=True)}
+        return found | {self.leaves[i].key: b"".join(values) for i, values in self.inline.items()}
 
     @property
     def nbytes(self) -> int:
