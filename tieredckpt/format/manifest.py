@@ -217,12 +217,7 @@ def encode_step(
     for array, count in zip(found, entries.counts, strict=True):
         if len(array.chunks) != count:
             raise ValueError(f"an array of {count} cells has {len(array.chunks)} chunks")
-    forms = [(id(array.grid), id(array.dtype)) for array in found]  # arrays of one form share grid and dtype
-    described = {
-        form: zarr.array_metadata(array.grid.shape, array.dtype, array.grid.cell, encoding)
-        for form, array in dict(zip(forms, found, strict=True)).items()
-    }
-    values: list[bytes | Extent] = [described[form] for form in forms]
+    values: list[bytes | Extent] = [*entries.metadata([array.dtype for array in found], encoding)]
     if encoding.raw and not encoding.overhead:
         values += [chunk.where for array in found for chunk in array.chunks]
     else:

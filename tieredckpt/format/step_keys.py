@@ -8,9 +8,12 @@ from itertools import accumulate, count
 from operator import itemgetter
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tieredckpt.errors import Corrupt
-from tieredckpt.format import layout, ocdbt
+from tieredckpt.format import layout, ocdbt, zarr
 from tieredckpt.format.digest import SIZE
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
 
@@ -34,6 +37,8 @@ class Entries:
     """
 
     def __init__(self, names: Sequence[str], grids: Sequence[Grid], record_parts: int) -> None:
+        self._grids = grids
+        self._metadata: dict[str, tuple[list[np.dtype[Any]], list[bytes]]] = {}
         self.counts = [grid.size for grid in grids]
         """Chunks of each array."""
         prefixes = [name.encode() + b"/" for name in names]
@@ -49,6 +54,15 @@ class Entries:
         starts = list(accumulate(self.counts, initial=0))
         by_name = sorted(range(len(names)), key=names.__getitem__)  # by code points, the order of their UTF-8
         self._chunks = _picker([chunk for i in by_name for chunk in range(starts[i], starts[i + 1])])
+
+    def metadata(self, dtypes: list[np.dtype[Any]], encoding: Encoding) -> list[bytes]:
+        """The ``zarr.json`` of each array, for these dtypes."""
+        kept = self._metadata.get(encoding.name)
+        if kept is None or kept[0] != dtypes:
+            forms = zip(self._grids, dtypes, strict=True)
+            made = [zarr.array_metadata(grid.shape, dtype, grid.cell, encoding) for grid, dtype in forms]
+            kept = self._metadata[encoding.name] = dtypes, made
+        return kept[1]
 
     def in_key_order(self, values: Sequence[T]) -> Sequence[T]:
         """Values in the order of the keys: given are the arrays' metadata, all chunks, the record and the digests."""
