@@ -138,9 +138,8 @@ class Writer:
                 raise
             state.branch.count_from(origin)
             self._learn(snapshot.digests(arrays))
-            before, self._small = self._small, snapshot.small()
-            changed = sum([len(value) for key, value in self._small.items() if before.get(key) != value])
-            new_bytes = snapshot.new_bytes + changed
+            self._small = snapshot.small
+            new_bytes = snapshot.new_bytes + snapshot.new_small
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
@@ -228,6 +227,7 @@ class Writer:
     ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
         """The record of a step, its arrays as this rank has them, and as they are stored."""
         arrays = snapshot.index(located)
+        snapshot.compare_small(self._small)
         stored = join(flat.structure, arrays) if flat.in_pieces and self._state.membership.size == 1 else arrays
         return self._record(identity, flat, snapshot, metrics), arrays, stored
 

@@ -116,6 +116,10 @@ class Snapshot:
     """The slab had no room for the next cell; `work` may go on when some was made."""
     new_bytes: int = 0
     """Bytes of the cells that take pages and were not in the slab before."""
+    small: dict[str, bytes] = field(default_factory=dict)
+    """The arrays that lie in the index, by key, after `compare_small`."""
+    new_small: int = 0
+    """Bytes of those of them that have changed."""
     error: BaseException | None = None
     _stop: bool = False
     _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
@@ -157,10 +161,11 @@ class Snapshot:
         """By index of the leaf."""
         return self.plan.grids
 
-    def small(self) -> dict[str, bytes]:
-        """The bytes of the arrays that lie in the index, by key."""
-        found = {self.leaves[i].key: value for i, value in zip(self.plan.gathered, self.gathered, strict=True)}
-        return found | {self.leaves[i].key: b"".join(values) for i, values in self.inline.items()}
+    def compare_small(self, before: Mapping[str, bytes]) -> None:
+        """Find out which of the arrays that lie in the index are others than ``before``."""
+        self.small = {self.leaves[i].key: value for i, value in zip(self.plan.gathered, self.gathered, strict=True)}
+        self.small |= {self.leaves[i].key: b"".join(values) for i, values in self.inline.items()}
+        self.new_small = sum([len(value) for key, value in self.small.items() if before.get(key) != value])
 
     @property
     def nbytes(self) -> int:

@@ -55,4 +55,5 @@ def test_small_cells_take_no_pages_of_their_own(first: int, rows: int) -> None:
     planned = Snapshot.of(flatten({"w": shard}).arrays, 16 << 20, {})
     paged = [cell.nbytes for cell in planned.pending]
     assert min(paged, default=4096) >= 4096
-    assert sum(paged) + sum(map(len, planned.small().values())) == shard.array.nbytes
+    planned.compare_small({})
+    assert sum(paged) + planned.new_small == shard.array.nbytes
