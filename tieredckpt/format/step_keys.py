@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate, count
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -36,8 +36,8 @@ class Entries:
         record_parts: into how many `in_parts` divides the record.
     """
 
-    def __init__(self, names: Sequence[str], grids: Sequence[Grid], record_parts: int) -> None:
-        self._grids = grids
+    def __init__(self, names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int) -> None:
+        self.names, self.grids, self.record_parts = names, grids, record_parts
         self._metadata: dict[str, tuple[list[np.dtype[Any]], list[bytes]]] = {}
         self.counts = [grid.size for grid in grids]
         """Chunks of each array."""
@@ -59,7 +59,7 @@ class Entries:
         """The ``zarr.json`` of each array, for these dtypes."""
         kept = self._metadata.get(encoding.name)
         if kept is None or kept[0] != dtypes:
-            forms = zip(self._grids, dtypes, strict=True)
+            forms = zip(self.grids, dtypes, strict=True)
             made = [zarr.array_metadata(grid.shape, dtype, grid.cell, encoding) for grid, dtype in forms]
             kept = self._metadata[encoding.name] = dtypes, made
         return kept[1]
@@ -79,12 +79,19 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return lambda values: [values[place] for place in places]
 
 
+_kept: deque[Entries] = deque(maxlen=2)
+"""Of the trees that are saved now; RAM and slower tiers have the same entries."""
+
+
 def entries_of(names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int) -> Entries:
     """The entries of a step, kept for the next save of such a tree."""
-    return (_kept if len(names) <= _KEPT_AT_MOST else Entries)(names, grids, record_parts)
-
-
-_kept = lru_cache(maxsize=2)(Entries)  # of the trees that are saved now; RAM and slower tiers have the same entries
+    for entries in tuple(_kept):
+        if (entries.record_parts, entries.names, entries.grids) == (record_parts, names, grids):
+            return entries
+    made = Entries(names, grids, record_parts)
+    if len(names) <= _KEPT_AT_MOST:
+        _kept.append(made)
+    return made
 
 
 def in_parts(value: bytes) -> list[bytes]:
