@@ -231,7 +231,8 @@ def _columns(keys: list[bytes], values: Sequence[Value]) -> _Columns:
         offsets = np.fromiter((extent.offset for extent in extents), np.int64, len(extents))
         lengths = np.empty(len(values), np.int64)
         lengths[far] = np.fromiter((extent.length for extent in extents), np.int64, len(extents))
-        lengths[~far] = [len(value) for value in values if isinstance(value, bytes)]
+        inline = [value for value in values if isinstance(value, bytes)]
+        lengths[~far] = np.fromiter(map(len, inline), np.int64, len(inline))
     except OverflowError as error:
         raise Invalid(f"an extent of an index ends beyond 2**63 bytes: {error}") from error
     wrong = (offsets < 0) | (lengths[far] < 0) | (offsets > MAX_LENGTH - lengths[far])
