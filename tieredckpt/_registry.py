@@ -46,16 +46,19 @@ def load(group: str, name: str, what: str, check: Callable[[Any], object]) -> An
         values = ", ".join(entry.value for entry in entries)
         raise Invalid(f"{what} is offered by {values}; uninstall all but one of them")
     (entry,) = entries
-    package = f"the package {entry.dist.name}" if entry.dist is not None else "a package"
-    told = f"{what}, which {package} offers as {entry.value},"
+
+    def told() -> str:  # of what fails alone: the name of a package is read from its files
+        package = f"the package {entry.dist.name}" if entry.dist is not None else "a package"
+        return f"{what}, which {package} offers as {entry.value},"
+
     try:
         found = entry.load()
     except Exception as error:
-        raise Invalid(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
+        raise Invalid(f"{told()} cannot be imported: {type(error).__name__}: {error}") from error
     try:
         check(found)
     except Invalid as error:
-        raise Invalid(f"{told} cannot be used: {error}") from error
+        raise Invalid(f"{told()} cannot be used: {error}") from error
     return found
 
 

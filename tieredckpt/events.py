@@ -54,6 +54,7 @@ class StepSaved(Event):
     tier: str
     nbytes: int
     new_bytes: int
+    """As of `Saved`."""
     seconds: float
 
 

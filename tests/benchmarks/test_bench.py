@@ -44,6 +44,13 @@ KEYS = {
     "interference",
     "tiny_save_us",
     "tiny_restore_us",
+    "leaves_first_save_us",
+    "leaves_save_us",
+    "leaves_restore_us",
+    "first_stall_over_fresh_copy",
+    "open_empty_s",
+    "save_one_s",
+    "close_s",
     "open_large_s",
     "save_large_extra_s",
 }
@@ -69,7 +76,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bench")
     page, result = folder / "report.html", folder / "report.json"
     arguments = ["bench", "--size", "4 MiB", "--folder", str(folder), "--peers", "torch.save", "--rounds", "1"]
-    arguments += ["--repeats", "1", "--steps", "5", "--html", str(page), "--json"]
+    arguments += ["--repeats", "1", "--steps", "5", "--leaves", "2000", "--html", str(page), "--json"]
     with pytest.MonkeyPatch.context() as patch:
         for module in (ours, tensor_file):  # a framework takes longer to load than all of this
             peers = [replace(each, missing=_GONE) if each.name in _SLOW else each for each in module.PEERS]
@@ -312,7 +319,7 @@ def test_a_file_that_goes_while_the_bench_looks_at_it_is_left_out(
 
 
 def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
-    options = ["--size", "1 MiB", "--peers", "none", "--steps", "0", "--folder", str(tmp_path)]
+    options = ["--size", "1 MiB", "--peers", "none", "--steps", "0", "--leaves", "0", "--folder", str(tmp_path)]
     command = [sys.executable, "-P", "-m", "tieredckpt", "bench", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         made = [tmp_path, shared_memory_root()]

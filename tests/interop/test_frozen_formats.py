@@ -90,7 +90,7 @@ async def test_a_store_of_format_1_can_be_saved_to(store_folder: Path) -> None:
     async with CheckpointStore.open(config) as store:
         saved = await store.save(22, _tree(3))
         assert saved.saved is not None
-        assert saved.saved.new_bytes == 0
+        assert saved.saved.new_bytes == 189  # of the arrays that lie in the index
         restored = await store.restore()
     assert restored is not None
     assert restored.step == 22

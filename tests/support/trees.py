@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.saving.snapshot import Plan, Snapshot
 from tieredckpt.format.manifest import ArrayIndex, Chunk
 from tieredckpt.tree import Flat
 
@@ -115,9 +115,9 @@ def trees(leaves: st.SearchStrategy[Any], *, max_leaves: int = 12) -> st.SearchS
 TREES = trees(arrays() | SCALARS)
 
 
-def indexed(flat: Flat, chunk_size: int) -> dict[str, ArrayIndex]:
+def indexed(flat: Flat, chunk_size: int, plan: Plan | None = None) -> dict[str, ArrayIndex]:
     """What a save of a tree stores by storage key, with the bytes of every chunk in place of where they lie."""
-    snapshot = Snapshot.of(flat.arrays, chunk_size, {})
+    snapshot = Snapshot.of(flat.arrays, chunk_size, {}, plan)
     located = {}
     for cell in snapshot.pending:
         memory = np.zeros(cell.nbytes, np.uint8)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tieredckpt.bench.workloads import State
 from tieredckpt.blobs.checkup import warm_memory
@@ -77,6 +78,17 @@ class Limits:
         size = min(_FRESH, self.nbytes)
         pages = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)[:: mmap.PAGESIZE]
         return seconds(lambda: pages.fill(1)) * self.nbytes / size
+
+    def fresh_copy(self) -> float:
+        """Seconds to copy the state with all threads into memory never touched before, extrapolated from a sample."""
+        sample: list[npt.NDArray[np.uint8]] = []
+        size = 0
+        for array in self._state.values():
+            sample.append(array.reshape(-1).view(np.uint8)[: _FRESH - size])
+            size += sample[-1].nbytes
+        memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+        places = np.split(memory, np.cumsum([part.nbytes for part in sample])[:-1])
+        return seconds(lambda: list(self._pool.map(np.copyto, places, sample))) * self.nbytes / size
 
     def write(self) -> float:
         """Seconds of a sequential write of as many bytes, fsync included; direct where the file system can."""

@@ -44,6 +44,13 @@ AIMS = (
     Aim("interference", "time that a compute loop loses for each GB promoted", 0.1, "s"),
     Aim("tiny_save_us", "save of 10,000 tiny arrays, each", 50, "us"),
     Aim("tiny_restore_us", "restore of 10,000 tiny arrays from RAM, each", 50, "us"),
+    Aim("leaves_first_save_us", "processor time of the first save of 100,000 leaves of 64 bytes, each", 20, "us"),
+    Aim("leaves_save_us", "processor time of a later save of them, each", 5, "us"),
+    Aim("leaves_restore_us", "processor time of a restore into them from RAM, each", 5, "us"),
+    Aim("first_stall_over_fresh_copy", "first save of a state, over a copy of it into fresh memory", None),
+    Aim("open_empty_s", "opening an empty store", None, "s"),
+    Aim("save_one_s", "stall of a save of one array", None, "s"),
+    Aim("close_s", "closing", None, "s"),
     Aim("open_large_s", "opening a history of many steps and chunks", 2.0, "s"),
     Aim("save_large_extra_s", "what a save takes longer on that history", 0.050, "s"),
 )
@@ -98,6 +105,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """This library's time over each peer's: below 1, it is the faster one."""
     rows: dict[str, list[Row]]
     """By workload."""
+    small: dict[str, dict[str, float]] = {}
+    """Seconds to open, to save one array, until it is durable, and to close, by peer."""
     missing: dict[str, str]
     failed: dict[str, str]
     samples: dict[str, dict[str, list[float]]]
@@ -129,6 +138,7 @@ def make_report(outcome: Outcome) -> Report:
         limits=_limits(samples.get(f"{main} {OURS}", {})),
         against=_against(rows.get(main, [])),
         rows=rows,
+        small=outcome.small,
         missing=outcome.missing,
         failed=outcome.failed,
         samples=samples,
@@ -205,6 +215,7 @@ def _ratios(outcome: Outcome, main: str, samples: Mapping[str, Mapping[str, list
     turns = outcome.turns.get((main, OURS), [])
     tiny = samples.get(f"tiny {OURS}", {})
     count = next((turn.arrays for turn in outcome.turns.get(("tiny", OURS), [])), 1)
+    small = outcome.small.get(OURS, {})
     peak_save, slab = _worst(turns, "peak_save"), _worst(turns, "slab")
     found = {
         "stall_over_memcpy": _over(_median(ours, "stall"), _median(ours, "memcpy")),
@@ -223,6 +234,11 @@ def _ratios(outcome: Outcome, main: str, samples: Mapping[str, Mapping[str, list
         "interference": _median(ours, "interference"),
         "tiny_save_us": _over(_median(tiny, "stall"), count / 1e6),
         "tiny_restore_us": _over(_median(tiny, "restore_ram"), count / 1e6),
+        "first_stall_over_fresh_copy": _over(_median(ours, "first_stall"), _median(ours, "fresh_copy")),
+        "open_empty_s": small.get("open_s"),
+        "save_one_s": small.get("save_s"),
+        "close_s": small.get("close_s"),
+        **{key: value for key, value in small.items() if key.startswith("leaves_")},
         **outcome.catalog,
     }
     return {key: value for key, value in found.items() if value is not None}
@@ -235,6 +251,7 @@ _LIMITS = {
     "write": "direct_write",
     "read": "direct_read",
     "fresh": "fresh_memory",
+    "fresh_copy": "copy_to_fresh_memory",
 }
 
 

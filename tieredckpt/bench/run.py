@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from tieredckpt.bench import catalog, turn
+from tieredckpt.bench import catalog, small, turn
 from tieredckpt.bench.catalog import CatalogSpec
 from tieredckpt.bench.isolate import Failed, places, run_isolated
 from tieredckpt.bench.machine import describe_machine, versions
 from tieredckpt.bench.peers import all_peers
 from tieredckpt.bench.peers.base import Peer
+from tieredckpt.bench.small import SmallSpec
 from tieredckpt.bench.turn import Part, Spec, Turn
 from tieredckpt.bench.workloads import workload_named
 from tieredckpt.config import StoreConfig
@@ -52,6 +53,8 @@ class Request:
     repeats: int = 3
     steps: int = 10_000
     """Of the long history; 0 for none."""
+    leaves: int = 100_000
+    """Of the tree of small leaves; 0 for none."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class Outcome:
     """Why a peer was not measured, by its name."""
     failed: dict[str, str] = field(default_factory=dict)
     """What ended a turn, by peer and workload."""
+    small: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Fixed costs, by peer."""
     catalog: dict[str, float] = field(default_factory=dict)
     took: float = 0.0
 
@@ -100,6 +105,9 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
             for peer in outcome.peers[shift:] + outcome.peers[:shift]:
                 tell(f"{workload}, round {number + 1} of {_rounds(request, workload)}: {peer.name}")
                 _take_turn(outcome, workload, peer)
+    for peer in outcome.peers:
+        tell(f"one array, and many leaves: {peer.name}")
+        _measure_small(outcome, peer)
     if request.steps:
         tell(f"a history of {request.steps} steps")
         _measure_catalog(outcome)
@@ -156,6 +164,25 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
             outcome.failed[place] = str(error)
             return
     outcome.turns.setdefault(key, []).append(msgspec.json.decode(data, type=Turn))
+
+
+def _measure_small(outcome: Outcome, peer: Peer) -> None:
+    request = outcome.request
+    with places(request.folder) as where:
+        spec = SmallSpec(
+            peer=peer.name,
+            folder=str(where.folder),
+            shared=str(where.shared),
+            result=str(where.result),
+            repeats=request.repeats,
+            leaves=request.leaves if peer.ours and peer.capture == "copy" else 0,
+        )
+        try:
+            data = run_isolated(small.__name__, spec, where.result, timeout=_PATIENCE)
+        except Failed as error:
+            outcome.failed[f"{peer.name}, one array"] = str(error)
+            return
+    outcome.small[peer.name] = msgspec.json.decode(data, type=dict[str, float])
 
 
 def _measure_catalog(outcome: Outcome) -> None:

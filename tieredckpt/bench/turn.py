@@ -247,6 +247,7 @@ class _Measurement:
             self._note("memcpy_by_one", self._limits.memcpy_by_one())
             self._note("hash", self._limits.hash())
             self._note("fresh", self._limits.fresh())
+            self._note("fresh_copy", self._limits.fresh_copy())
 
 
 def _equal(state: State, restored: State) -> bool:

@@ -45,6 +45,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="How often each peer takes its turn.")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="How often a turn does everything.")] = 3,
     steps: Annotated[int, typer.Option(min=0, help="Steps of the long history; 0 for none.")] = 10_000,
+    leaves: Annotated[int, typer.Option(min=0, help="Leaves of the tree of small ones; 0 for none.")] = 100_000,
     as_json: Json = False,
     html: Annotated[
         Path | None, typer.Option(help="Write the report as one HTML file.", dir_okay=False, show_default=False)
@@ -71,6 +72,7 @@ def bench(
         rounds=rounds,
         repeats=repeats,
         steps=steps,
+        leaves=leaves,
     )
     report = make_report(_run(request))
     if html is not None:
@@ -135,6 +137,17 @@ def _show(report: Report, before: Report | None, console: Console, *, bars: bool
         print_table("", ("", "called", "captures by", "durable means", "a snapshot"), ways, console=console)
         if bars:
             _show_bars(report, rows, console)
+    if report.small:
+        print_table(
+            "one array of 64 KiB",
+            ("", "opening", "stall", "durable", "closing"),
+            [
+                (peer, *(_figure(of.get(name), "s") for name in ("open_s", "save_s", "durable_s", "close_s")))
+                for peer, of in report.small.items()
+            ],
+            right=("opening", "stall", "durable", "closing"),
+            console=console,
+        )
     for name, why in report.missing.items():
         console.print(f"missing: {name}: {printable(why)}")
     for name, why in report.failed.items():

@@ -13,7 +13,7 @@ a chunk is the canonical (big-endian) form of https://github.com/Cyan4973/xxHash
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -36,6 +36,7 @@ __all__ = [
     "digest",
     "digest_and_checksum",
     "digest_array",
+    "digest_each",
 ]
 
 NAME: Final = "xxh3-128"
@@ -157,6 +158,14 @@ def digest(data: Bytes, padding: int = 0) -> bytes:
         digester.update(_ZEROS)
     digester.update(_ZEROS[: padding % BLOCK])
     return digester.digest()
+
+
+def digest_each(values: Iterable[bytes]) -> list[bytes]:
+    """The digest of each of many small values."""
+    if _native_digest is None:
+        return list(map(xxhash.xxh3_128_digest, values))
+    native, small = _native_digest, xxhash.xxh3_128_digest
+    return [small(value) if len(value) < _SHORTEST else native(value) for value in values]
 
 
 def digest_array(array: NDArray[np.uint8]) -> bytes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -30,7 +30,7 @@ from tieredckpt.format.boxes import Box, tile
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.step_keys import entry_keys, in_parts, join_parts
+from tieredckpt.format.step_keys import entries_of, in_parts, join_parts
 from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
@@ -133,19 +133,25 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
         return StoreMarker(store=store, forked_from=(self.store, *self.ancestors))
 
 
-class Chunk(NamedTuple):
-    """One cell of an array: its digest, and where its bytes are (an extent, or the bytes themselves)."""
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """One cell of an array: its digest, and where its bytes are (an extent, or the bytes themselves).
+
+    As with an `Extent`, the collector of cycles need not look at the many that a step has.
+    """
 
     digest: bytes
     where: Extent | bytes
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.digest, self.where))
 
-class ArrayIndex(msgspec.Struct, frozen=True):
+
+class ArrayIndex(msgspec.Struct, frozen=True, gc=False):
     """The chunks of one array, in row-major order of its grid."""
 
     grid: Grid
     dtype: np.dtype[Any]
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +163,10 @@ class StepIndex:
     _blocks: dict[str, list[tuple[Box, str]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, array in self.arrays.items():
+        for name in [name for name in self.arrays if name.startswith(layout.BLOCKS)]:
             if (block := layout.parse_block_key(name)) is not None:
                 key, offset = block
+                array = self.arrays[name]
                 self._blocks.setdefault(key, []).append((Box(offset, array.grid.shape), name))
 
     def blocks(self, key: str) -> list[tuple[Box, str]]:
@@ -204,29 +211,26 @@ def encode_step(
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
     """
-    names = sorted(arrays)  # by code points, which is the order of their UTF-8
-    values: list[bytes | Extent] = []
-    digest_parts: list[bytes] = []
-    described: dict[tuple[int, int], bytes] = {}  # arrays of one form share grid and dtype
-    plain = encoding.raw and not encoding.overhead
-    for array in map(arrays.__getitem__, names):
-        grid = array.grid
-        form = id(grid), id(array.dtype)
-        metadata = described.get(form)
-        if metadata is None:
-            metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, encoding)
-        values.append(metadata)
-        if len(array.chunks) != grid.size:
-            raise ValueError(f"an array of {grid.size} cells has {len(array.chunks)} chunks")
-        for digest, where in array.chunks:
-            values.append(where if plain or type(where) is not bytes else encoding.encode_inline(where, grid.itemsize))
-            digest_parts.append(digest)
-    parts = in_parts(_encode_record(record)), in_parts(b"".join(digest_parts))
-    values += parts[0] + parts[1]
-    keys, order = entry_keys(tuple(names), tuple([arrays[name].grid for name in names]), len(parts[0]), len(parts[1]))
+    found = list(arrays.values())
+    record_parts = in_parts(_encode_record(record))
+    entries = entries_of(tuple(arrays), tuple([array.grid for array in found]), len(record_parts))
+    for array, count in zip(found, entries.counts, strict=True):
+        if len(array.chunks) != count:
+            raise ValueError(f"an array of {count} cells has {len(array.chunks)} chunks")
+    values: list[bytes | Extent] = [*entries.metadata([array.dtype for array in found], encoding)]
+    if encoding.raw and not encoding.overhead:
+        values += [chunk.where for array in found for chunk in array.chunks]
+    else:
+        values += [
+            encoding.encode_inline(where, array.grid.itemsize) if isinstance(where := chunk.where, bytes) else where
+            for array in found
+            for chunk in array.chunks
+        ]
+    table = entries.chunks_in_name_order([chunk.digest for array in found for chunk in array.chunks])
+    values += record_parts + in_parts(b"".join(table))
     return ocdbt.encode_values(
-        keys,
-        order(values),
+        entries.keys,
+        entries.in_key_order(values),
         btree_path,
         uuid=bytes.fromhex(record.store.replace("-", "")),
         commit_time_ns=time.time_ns(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -216,10 +216,11 @@ def _check_keys(keys: list[bytes]) -> None:
 
 
 def _columns(keys: list[bytes], values: Sequence[Value]) -> _Columns:
-    if not {*map(type, values)} <= {bytes, Extent}:
+    types = list(map(type, values))
+    if not {*types} <= {bytes, Extent}:
         raise Invalid("the values of an index are bytes or Extent")
-    extents = [value for value in values if isinstance(value, Extent)]
-    far = np.fromiter((isinstance(value, Extent) for value in values), np.bool_, len(values))
+    extents = [value for value in values if isinstance(value, Extent)] if Extent in types else []
+    far = np.fromiter(map(operator.is_, types, repeat(Extent)), np.bool_, len(values))
     paths = sorted({extent.path for extent in extents})
     for path in paths:
         if not is_data_path(path):
@@ -228,8 +229,10 @@ def _columns(keys: list[bytes], values: Sequence[Value]) -> _Columns:
     files = np.fromiter((place[extent.path] for extent in extents), np.int64, len(extents))
     try:
         offsets = np.fromiter((extent.offset for extent in extents), np.int64, len(extents))
-        sizes = (value.length if isinstance(value, Extent) else len(value) for value in values)
-        lengths = np.fromiter(sizes, np.int64, len(values))
+        lengths = np.empty(len(values), np.int64)
+        lengths[far] = np.fromiter((extent.length for extent in extents), np.int64, len(extents))
+        inline = [value for value in values if isinstance(value, bytes)]
+        lengths[~far] = np.fromiter(map(len, inline), np.int64, len(inline))
     except OverflowError as error:
         raise Invalid(f"an extent of an index ends beyond 2**63 bytes: {error}") from error
     wrong = (offsets < 0) | (lengths[far] < 0) | (offsets > MAX_LENGTH - lengths[far])
@@ -262,12 +265,11 @@ def _leaf(keys: bytes, values: Sequence[Value], columns: _Columns, start: int, e
     first = int(columns.before[start])
     extents = slice(first, first + int(far.sum()))
     used, files = np.unique(columns.files[extents], return_inverse=True)
-    inline = [values[start + int(index)] for index in np.flatnonzero(~far)]
     body = (
         b"\0" + file_table([columns.paths[index] for index in used.tolist()]) + varint(end - start),
         keys,
         column(lengths) + far.tobytes() + column(files) + column(columns.offsets[extents]),
-        *(value for value in inline if isinstance(value, bytes)),
+        *[value for value in values[start:end] if isinstance(value, bytes)],
     )
     return b"".join(body), min(sum(lengths[far].tolist()), MAX_UINT64)
 

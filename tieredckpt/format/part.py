@@ -55,7 +55,7 @@ INLINE: Final = 1
 ELSEWHERE: Final = 2
 """Kind of a chunk that another rank writes: the merge finds its extent by its digest."""
 
-PartChunk: TypeAlias = tuple[bytes, Extent | bytes | None]
+PartChunk: TypeAlias = Chunk | tuple[bytes, Extent | bytes | None]
 """Digest of a chunk, and its extent, its bytes, or None where another rank writes it; a `Chunk` is one."""
 
 _MAGIC = b"tckpart\n"

@@ -2,49 +2,96 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import count
+from itertools import accumulate, count
 from operator import itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
 
 from tieredckpt.errors import Corrupt
-from tieredckpt.format import layout, ocdbt
+from tieredckpt.format import layout, ocdbt, zarr
+from tieredckpt.format.digest import SIZE
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["entry_keys", "in_parts", "join_parts"]
+__all__ = ["Entries", "entries_of", "in_parts", "join_parts"]
 
 _INLINE_VALUE_MAX = 1 << 20
 
-
 _KEPT_AT_MOST = 100_000
-"""Arrays of a tree whose keys are kept for the next save: 25 MB."""
+"""Arrays of a tree whose entries are kept for the next save: 30 MB."""
+
+T = TypeVar("T")
 
 
-def entry_keys(
-    names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int, digest_parts: int
-) -> tuple[ocdbt.Keys, Callable[[list[bytes | Extent]], Sequence[bytes | Extent]]]:
-    """The keys of a step's index, and what puts the values of its arrays, record and digests in their order.
+class Entries:
+    """The keys of a step's index, and the order of what belongs to them; the same for every step of such a tree.
 
-    They are kept for the next save of such a tree.
+    Args:
+        names: storage keys of the arrays.
+        grids: of the arrays.
+        record_parts: into how many `in_parts` divides the record.
     """
-    find = _entry_keys if len(names) <= _KEPT_AT_MOST else _entry_keys.__wrapped__
-    return find(names, grids, record_parts, digest_parts)
+
+    def __init__(self, names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int) -> None:
+        self.names, self.grids, self.record_parts = names, grids, record_parts
+        self._metadata: dict[str, tuple[list[np.dtype[Any]], list[bytes]]] = {}
+        self.counts = [grid.size for grid in grids]
+        """Chunks of each array."""
+        prefixes = [name.encode() + b"/" for name in names]
+        keys = [prefix + b"zarr.json" for prefix in prefixes]
+        for prefix, grid in zip(prefixes, grids, strict=True):
+            keys += [prefix + cell_key(cell.index) for cell in cells(grid)]
+        keys += [_part_key(layout.STEP_RECORD, part) for part in range(record_parts)]
+        digest_parts = -(-sum(self.counts) * SIZE // _INLINE_VALUE_MAX)
+        keys += [_part_key(layout.CHUNK_DIGESTS, part) for part in range(digest_parts or 1)]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        self.keys = ocdbt.Keys([keys[i] for i in order])
+        self._order = _picker(order)
+        starts = list(accumulate(self.counts, initial=0))
+        by_name = sorted(range(len(names)), key=names.__getitem__)  # by code points, the order of their UTF-8
+        self._chunks = _picker([chunk for i in by_name for chunk in range(starts[i], starts[i + 1])])
+
+    def metadata(self, dtypes: list[np.dtype[Any]], encoding: Encoding) -> list[bytes]:
+        """The ``zarr.json`` of each array, for these dtypes."""
+        kept = self._metadata.get(encoding.name)
+        if kept is None or kept[0] != dtypes:
+            forms = zip(self.grids, dtypes, strict=True)
+            made = [zarr.array_metadata(grid.shape, dtype, grid.cell, encoding) for grid, dtype in forms]
+            kept = self._metadata[encoding.name] = dtypes, made
+        return kept[1]
+
+    def in_key_order(self, values: Sequence[T]) -> Sequence[T]:
+        """Values in the order of the keys: given are the arrays' metadata, all chunks, the record and the digests."""
+        return self._order(values)
+
+    def chunks_in_name_order(self, values: Sequence[T]) -> Sequence[T]:
+        """One value for each chunk, the arrays in ascending order of their names."""
+        return self._chunks(values)
 
 
-@lru_cache(maxsize=2)  # of the trees that are saved now; RAM and slower tiers have the same keys
-def _entry_keys(
-    names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int, digest_parts: int
-) -> tuple[ocdbt.Keys, Callable[[list[bytes | Extent]], Sequence[bytes | Extent]]]:
-    keys: list[bytes] = []
-    for name, grid in zip(names, grids, strict=True):
-        prefix = name.encode() + b"/"
-        keys.append(prefix + b"zarr.json")
-        keys += [prefix + cell_key(cell.index) for cell in cells(grid)]
-    keys += [_part_key(layout.STEP_RECORD, part) for part in range(record_parts)]
-    keys += [_part_key(layout.CHUNK_DIGESTS, part) for part in range(digest_parts)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    return ocdbt.Keys([keys[i] for i in order]), itemgetter(*order)  # there are two keys at least
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[place] for place in places]
+
+
+_kept: deque[Entries] = deque(maxlen=2)
+"""Of the trees that are saved now; RAM and slower tiers have the same entries."""
+
+
+def entries_of(names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int) -> Entries:
+    """The entries of a step, kept for the next save of such a tree."""
+    for entries in tuple(_kept):
+        if (entries.record_parts, entries.names, entries.grids) == (record_parts, names, grids):
+            return entries
+    made = Entries(names, grids, record_parts)
+    if len(names) <= _KEPT_AT_MOST:
+        _kept.append(made)
+    return made
 
 
 def in_parts(value: bytes) -> list[bytes]:

@@ -142,7 +142,7 @@ class ObjectNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
     """What makes it, as JSON."""
 
 
-class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="array"):
+class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False, tag="array"):
     """An array: key, and dtype and shape as stored; of a typed PRNG key those of its data, and ``prng``."""
 
     key: str
@@ -224,11 +224,10 @@ def walk(structure: Node, path: str = ROOT) -> Iterator[tuple[str, Node]]:
         path, node = stack.pop()
         yield path, node
         if isinstance(node, CONTAINERS):
-            names = names_of(node)
-            stack.extend(
-                (child_key(path, name), child)
-                for name, child in zip(reversed(names), reversed(node.children), strict=True)
-            )
+            children = zip(reversed(names_of(node)), reversed(node.children), strict=True)
+            stack += [
+                (child.key if type(child) is ArrayNode else child_key(path, name), child) for name, child in children
+            ]
 
 
 def array_nodes(structure: Node) -> Iterator[ArrayNode]:

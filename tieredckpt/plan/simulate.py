@@ -6,7 +6,9 @@ are one trainer, one failure process and one tier of each kind (`cluster`, `scen
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable
 
 import simpy
@@ -26,6 +28,9 @@ Events = Generator[simpy.Event, object, None]
 
 _LOOK_AGAIN = 30.0
 """Seconds after which the engine's promoter asks the policies again though nothing happened."""
+
+_AT_ONCE = 30.0
+"""Seconds of training at most for which the schedule is asked at once: it is taken to want a save until one is made."""
 
 _WAIT_FOR_ROOM = 600.0
 """Seconds that the engine waits for room at most."""
@@ -157,16 +162,35 @@ class _Run:
                 running = False
 
     def _train(self) -> Events:
-        step_seconds, due, timeout = self.scenario.step_seconds, self.world.due, self.env.timeout
         while True:
             self._enter("train")
             self.begun = self.env.now
-            yield timeout(step_seconds)
-            self.step += 1
+            steps, due = self._uneventful()
+            yield self.env.timeout(steps * self.scenario.step_seconds)
+            self.step += steps
             self.begun = self.env.now
-            if due(self.step):
+            if self.world.due(self.step) if due is None else due:
                 self._enter("stall")
                 yield from self._save()
+
+    def _uneventful(self) -> tuple[int, bool | None]:
+        """Training steps to take at once, and whether a save is due after them; None: ask then.
+
+        Until anything else happens, only the clock and the step change for the schedule. So it is asked about the last
+        step before that, and where a save is due by then, about those that halve what is left.
+        """
+        step_seconds, now = self.scenario.step_seconds, self.env.now
+        until = min(self.env.peek(), now + _AT_ONCE)
+        steps = math.ceil((until - now) / step_seconds) - 1
+
+        def due(count: int) -> bool:
+            return self.world.due(self.step + count, count * step_seconds)
+
+        if steps < 2:
+            return 1, None
+        if not due(steps):
+            return steps, False
+        return bisect_left(range(steps), True, lo=1, key=due), True
 
     def _save(self) -> Events:
         begin = self.env.now

@@ -65,6 +65,8 @@ class World(State):
 
     def __init__(self, scenario: Scenario, clock: Callable[[], float], tell: Callable[[Action], None]) -> None:
         self.rungs = tuple(WorldTier(rung, index, scenario) for index, rung in enumerate(scenario.rungs))
+        self._ahead = 0.0
+        """Seconds from the clock to the time of the question that is being asked."""
         # The engine's threads and memory exist only in name: nothing is copied here.
         scratch = Scratch(4096)
         scratch.close()
@@ -75,7 +77,7 @@ class World(State):
             pool=ThreadPoolExecutor(1),
             scratch=scratch,
             read_only=False,
-            observation=Observation(clock),
+            observation=Observation(lambda: clock() + self._ahead),
         )
         self.scenario = scenario
         self.asked = 0
@@ -84,6 +86,8 @@ class World(State):
         self._seen: dict[StepId, _Seen] = {}
         """Every step that some tier holds, by age."""
         self._version = 0
+        self._views: tuple[StepView, ...] | None = None
+        """Those of `_seen`; None when one has changed."""
         self._kept_steps: tuple[float, StepViews] | None = None
         self._kept_view: tuple[object, StoreView] | None = None
         self._kept_tiers: dict[str, tuple[tuple[int, float | None, bool, bool], TierView]] = {}
@@ -101,8 +105,9 @@ class World(State):
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
         if self._kept_steps is None or self._kept_steps[0] != now:
-            seen = tuple([seen.view for seen in self._seen.values()])
-            self._kept_steps = now, StepViews(seen, now, {})  # a policy pays for the steps that it looks at
+            if self._views is None:
+                self._views = tuple([seen.view for seen in self._seen.values()])
+            self._kept_steps = now, StepViews(self._views, now, {})  # a policy pays for the steps that it looks at
         steps: Sequence[StepView] = self._kept_steps[1]
         if and_on is not None:
             serial, name = and_on[0].serial, and_on[1].name
@@ -143,19 +148,21 @@ class World(State):
         record = next((tier.steps.held[step].record for tier in self.rungs if step in tier.steps.held), None)
         if record is None:
             self._seen.pop(step, None)
+            for tier in self.rungs:
+                tier.steps.tombstones.discard(step)
         else:
             names = tuple(tier.name for tier in self.rungs if step in tier.steps.held)
             view = StepView(
                 step.step, step.serial, record.saved_at, 0.0, record.nbytes, {}, names, self.on_line(step.serial)
             )
             self._seen[step] = _Seen(record, view)
-        self._kept_steps = None
+        self._kept_steps = self._views = None
         self._version += 1
 
     def _look_again(self) -> None:
         """See all of it anew: much has changed."""
         self._seen.clear()
-        self._kept_steps = None
+        self._kept_steps = self._views = None
         for step in sorted({step for tier in self.rungs for step in tier.steps.held}):
             self._look(step)
         self._version += 1
@@ -163,9 +170,13 @@ class World(State):
     def _in_order(self, names: set[str]) -> tuple[str, ...]:
         return tuple(tier.name for tier in self.rungs if tier.name in names)
 
-    def due(self, step: int) -> bool:
-        """Whether the schedule wants a save of the step that was just trained."""
-        return self.config.schedule.due(step, self.view(), self.observe(step))
+    def due(self, step: int, later: float = 0.0) -> bool:
+        """Whether the schedule wants a save of the step trained just now, or ``later`` if nothing happens before."""
+        self._ahead = later
+        try:
+            return self.config.schedule.due(step, self.view(), self.observe(step))
+        finally:
+            self._ahead = 0.0
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -257,7 +268,8 @@ class World(State):
             return False
         del tier.steps.held[step]
         self._look(step)
-        tier.steps.tombstones = {gone for gone in (*tier.steps.tombstones, step) if gone in self._seen}
+        if step in self._seen:
+            tier.steps.tombstones.add(step)
         self._happened("evicted", step, tier)
         return True
 
@@ -267,9 +279,9 @@ class World(State):
         """The step to promote next: the newest that is due."""
         if not tier.index or not tier.healthy:
             return None
-        waiting = {step for nearer in self.tiers[: tier.index] for step in nearer.steps.held}
-        waiting -= tier.steps.held.keys() | tier.steps.tombstones
-        for step in sorted(waiting, reverse=True):
+        there, gone = tier.steps.held, tier.steps.tombstones
+        nearer = {step for nearer in self.tiers[: tier.index] for step in nearer.steps.held}
+        for step in sorted([step for step in nearer if step not in there and step not in gone], reverse=True):
             self.asked += 1
             if is_due(self, step, tier, self.view()):
                 return step

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -30,15 +31,19 @@ __all__ = [
     "host_view",
     "load_frameworks",
     "load_kinds",
+    "looks",
     "made",
     "restored",
     "restored_pieces",
     "row_major_bytes",
+    "small_bytes",
     "writable_part",
     "writable_view",
 ]
 
 _Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax", "shards"]
+
+_LOOK = attrgetter("dtype", "shape")
 
 MadeAs = Literal["saved", "numpy", "torch", "jax"]
 """The kind of the arrays that are made without an example: what each was, or one for all."""
@@ -95,6 +100,15 @@ def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
             return _numpy_leaf(key, value, family)
 
 
+def looks(kind: Kind, values: Sequence[object]) -> Iterator[object]:
+    """What `as_array_leaf` sees of each of these NumPy arrays or torch tensors: equal for arrays of equal leaves."""
+    if kind == "torch":
+        from tieredckpt.tree import torch_leaves
+
+        return map(torch_leaves.look, values)
+    return map(_LOOK, values)
+
+
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The array on the host, of the leaf's shape and dtype.
 
@@ -114,6 +128,29 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
         case _:
             view = np.asarray(leaf.source)
             return view if leaf.part is None else view[leaf.part]
+
+
+def small_bytes(leaves: Sequence[ArrayLeaf]) -> list[bytes]:
+    """The row-major bytes of each of many small arrays, none of which is a part of its source.
+
+    Tensors of one form leave their device together, in one copy. Raises `Invalid` as `host_view` does.
+    """
+    found: list[bytes] = []
+    tensors: list[int] = []
+    for i, leaf in enumerate(leaves):
+        source: Any = leaf.source
+        if leaf.kind == "torch":
+            tensors.append(i)
+            found.append(b"")
+        else:
+            found.append((source if leaf.kind == "numpy" else host_view(leaf)).tobytes())
+    if tensors:
+        from tieredckpt.tree import torch_leaves
+
+        values = torch_leaves.small_bytes([leaves[i] for i in tensors])
+        for i, value in zip(tensors, values, strict=True):
+            found[i] = value
+    return found
 
 
 def row_major_bytes(view: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:

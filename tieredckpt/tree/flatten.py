@@ -59,6 +59,8 @@ class Flat:
     """Whether some array is given in pieces."""
     replicated: tuple[Replicated, ...] = ()
     """What this rank stores a share of."""
+    form: object = None
+    """What trees that differ in values alone have in common; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

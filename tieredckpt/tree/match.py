@@ -136,8 +136,10 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
     """
     wanted = skeleton(like, as_template, _as_object)
     wanted_structure = wanted.structure
-    likes = dict(walk(wanted_structure))
     stored = dict(walk(structure))
+    if not wanted.objects and wanted_structure == structure:
+        return Match(wanted_structure, wanted.leaves, (), wanted.arrays, wanted.containers, stored, {})
+    likes = dict(walk(wanted_structure))
     unseen = [path for path, value in wanted.objects.items() if value is AS_SAVED and path in stored]
     as_saved = {path: node for top in unseen for path, node in walk(stored[top], top)}
     if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
@@ -176,6 +178,8 @@ def _is_end(node: Node) -> bool:
 
 def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, object]) -> str:
     """Why ``stored`` is not as ``like``; empty when it is."""
+    if type(stored) is ArrayNode and like == stored:  # as most are
+        return ""
     if not _fits(like, stored):
         return f"like: {_show(like)}, step: {_show(stored)}"
     if isinstance(stored, ObjectNode):

@@ -94,7 +94,7 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
                 elsewhere[ranks] += pieces
         begins[ranks] += grid.size * grid.cell_nbytes
     groups = tuple(Replicated(ranks, tuple(here[ranks]), tuple(elsewhere[ranks])) for ranks in lines)
-    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True, replicated=groups)
+    return dataclasses.replace(flat, arrays=tuple(arrays), in_pieces=True, form=None, replicated=groups)
 
 
 def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +14,16 @@ import torch
 from tieredckpt.errors import Invalid
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["as_array_leaf", "as_template", "host_view", "made", "restored", "restored_pieces", "writable_view"]
+__all__ = [
+    "as_array_leaf",
+    "as_template",
+    "host_view",
+    "made",
+    "restored",
+    "restored_pieces",
+    "small_bytes",
+    "writable_view",
+]
 
 _NATIVE: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype(np.bool_),
@@ -91,6 +100,13 @@ def _template(key: str, value: object) -> ArrayLeaf:
     return ArrayLeaf(key, value, "torch", tuple(value.shape), dtype, False, None)
 
 
+def look(tensor: Any) -> object:
+    """As of `tieredckpt.tree.arrays.looks`, of a tensor."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    stored = plain and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
+    return stored, tensor.dtype, tensor.shape
+
+
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The tensor's array: a view of CPU memory, else a copy by torch, of no more than the leaf."""
     tensor = _tensor(leaf)
@@ -102,6 +118,26 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
         return native
     integers: npt.NDArray[Any] = tensor.detach().cpu().view(carried[1]).numpy()
     return integers.view(carried[0])
+
+
+def small_bytes(leaves: Sequence[ArrayLeaf]) -> list[bytes]:
+    """The row-major bytes of each of many small tensors: those of one form are gathered where they lie."""
+    found = [b""] * len(leaves)
+    forms: dict[tuple[Any, ...], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        tensor = _tensor(leaf)
+        forms.setdefault((tensor.dtype, tensor.device, tensor.shape), []).append(i)
+    for (dtype, _, _), places in forms.items():
+        if dtype not in _NATIVE:  # which are not known to be gathered on every device
+            for i in places:
+                found[i] = host_view(leaves[i]).tobytes()
+            continue
+        with torch.no_grad():
+            together = torch.stack([_tensor(leaves[i]) for i in places]).cpu().numpy()
+        data, size = together.tobytes(), together[0].nbytes
+        for i, start in zip(places, range(0, len(data), size), strict=True):
+            found[i] = data[start : start + size]
+    return found
 
 
 def writable_view(key: str, value: object) -> npt.NDArray[Any]:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from tieredckpt.config import load
 from tieredckpt.errors import Invalid
+from tieredckpt.plan import simulate as simulation
 from tieredckpt.plan.cluster import Failure, failures
 from tieredckpt.plan.figures import Figures
 from tieredckpt.plan.model import Risk, daly, ettr, young
 from tieredckpt.plan.picture import Point, draw
 from tieredckpt.plan.scenario import Kind, Scenario, rungs
 from tieredckpt.plan.simulate import simulate
-from tieredckpt.plan.world import Action
+from tieredckpt.plan.world import Action, World
 from tieredckpt.policy.views import StepView, StepViews
 
 GB = 10**9
@@ -98,6 +99,41 @@ def test_every_second_is_spent_once(seed: int, mtbf: float, repair: float, chang
     assert parts(found) == pytest.approx(10_000.0)
     assert min(found.productive, found.lost, found.stalls, found.restarts, found.restoring) >= 0
     assert 0 <= found.ettr <= 1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"kind": "every", "interval": 60},
+        {"kind": "every_n_steps", "n": 70},
+        {"kind": "young_daly", "mtbf": "1 h"},
+        {"kind": "bounded_overhead", "percent": 2},
+        "always",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step", [0.7, 1])
+def test_steps_taken_at_once_give_the_figures_of_steps_taken_one_by_one(
+    schedule: Any, step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = scenario(
+        LADDER, {"process": 4000, "node": 7000}, schedule=schedule, rates=RATES, step=step, tier_mtbf={"far": 5000}
+    )
+    questions = []
+    due = World.due
+    monkeypatch.setattr(World, "due", lambda *about: questions.append(about) or due(*about))
+    coarse, coarsely = simulate(asked, 20_000, seed=1), len(questions)
+    questions.clear()
+    monkeypatch.setattr(simulation, "_AT_ONCE", 0.0)
+    fine, finely = simulate(asked, 20_000, seed=1), len(questions)
+    if schedule != "always":
+        assert coarsely < 0.6 * finely
+    if step == 1:  # whose multiples are exact
+        assert coarse == fine
+    assert coarse.failures == fine.failures
+    assert coarse.saves == pytest.approx(fine.saves, rel=0.01)
+    assert coarse.ettr == pytest.approx(fine.ettr, rel=1e-3)
+    assert coarse.tiers["far"].promoted == pytest.approx(fine.tiers["far"].promoted, rel=0.03)
 
 
 def test_the_same_seed_gives_the_same_figures_and_another_gives_others() -> None:

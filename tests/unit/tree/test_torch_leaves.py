@@ -9,6 +9,7 @@ import pytest
 
 from tieredckpt.errors import Invalid
 from tieredckpt.tree import as_array_leaf, flatten, host_view, match, unflatten, writable_view
+from tieredckpt.tree.arrays import small_bytes
 
 torch = pytest.importorskip("torch")
 
@@ -181,3 +182,26 @@ def freed() -> Any:
 def test_what_is_no_dense_array_is_refused_by_key(make: Any, why: str) -> None:
     with pytest.raises(Invalid, match=rf"'a/b'.*{why}"):
         flatten({"a": {"b": make()}})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_tensors_are_copied_with_their_bytes_whatever_their_layout(dtype: str) -> None:
+    one = tensor_of(dtype)
+    tensors = [one, one[1:2], one.T, torch.nn.Parameter(one, requires_grad=False), one.flip(0), one[0, 0]]
+    if dtype.startswith("complex"):
+        tensors.append(one.conj())
+    leaves = flatten(tensors).arrays
+    assert small_bytes(leaves) == [host_view(leaf).tobytes() for leaf in leaves]
+
+
+def test_a_thousand_scalars_of_an_optimizer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(1000)]
+    optimizer = torch.optim.Adam(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    copies = []
+    copied = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or copied(tensor))
+    leaves = [leaf for leaf in flatten(optimizer.state_dict()).arrays if leaf.key.endswith("/step")]
+    assert small_bytes(leaves) == [np.float32(1).tobytes()] * 1000
+    assert copies == [(1000,)]

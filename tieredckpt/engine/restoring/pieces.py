@@ -12,13 +12,14 @@ import numpy.typing as npt
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import grid as grids
 from tieredckpt.format.boxes import Box, Boxes
+from tieredckpt.format.digest import digest_each
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import cells
 from tieredckpt.format.layout import array_key, parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of"]
+__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of", "put_small"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -111,6 +112,28 @@ def box_of(name: str, shape: tuple[int, ...]) -> tuple[str, Box]:
     """The array of which an array of ``shape`` that is stored, or asked for, as ``name`` is a box, and that box."""
     key, offset = parse_block_key(name) or (name, (0,) * len(shape))
     return key, Box(offset, shape)
+
+
+def put_small(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, npt.NDArray[Any]], int]:
+    """Fill the targets that are one intact chunk which lies in the index; the others, and the bytes that were filled.
+
+    ``index`` and ``targets`` are those of `pieces_of`.
+    """
+    small: list[tuple[str, npt.NDArray[Any], Chunk, bytes]] = []
+    for name, target in targets.items():
+        array = index.arrays.get(name)
+        if array is None or len(array.chunks) != 1 or array.grid.cell != target.shape:
+            continue
+        chunk = array.chunks[0]
+        if isinstance(chunk.where, bytes) and len(chunk.where) == target.nbytes and array.grid.shape == target.shape:
+            small.append((name, target, chunk, chunk.where))
+    filled, nbytes = set(), 0
+    for found, (name, target, chunk, value) in zip(digest_each([each[3] for each in small]), small, strict=True):
+        if found == chunk.digest:
+            np.copyto(target, np.frombuffer(value, target.dtype).reshape(target.shape))
+            filled.add(name)
+            nbytes += len(value)
+    return {name: target for name, target in targets.items() if name not in filled} if filled else dict(targets), nbytes
 
 
 def pieces_of(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:

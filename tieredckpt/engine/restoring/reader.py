@@ -18,7 +18,7 @@ from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread, settle, together
 from tieredckpt.engine import limits
-from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of
+from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of, put_small
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
@@ -75,10 +75,11 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
         NotFound: the step does not have all of a target.
     """
     check_targets(source.index, targets, source.tier.name)
-    sources: dict[str, int] = {}
+    larger, nbytes = await in_thread(put_small, source.index, targets, pool=state.pool)
+    sources: dict[str, int] = {source.tier.name: nbytes} if nbytes else {}
     pieces: list[Piece] = []
     damaged: list[Piece] = []
-    for piece in pieces_of(source.index, targets):
+    for piece in pieces_of(source.index, larger):
         where = piece.chunk.where
         if not isinstance(where, bytes):
             pieces.append(piece)

@@ -16,7 +16,8 @@ from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Invalid
 from tieredckpt.events import SaveFailed
-from tieredckpt.tree.flatten import Flat, flatten
+from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.form import Flattener
 
 __all__ = ["Captures", "check_immutable"]
 
@@ -40,6 +41,7 @@ class Captures:
         """``save`` is `Engine.save`."""
         self._state = state
         self._save = save
+        self._flattener = Flattener()
         self.pending: set[asyncio.Task[Saved]] = set()
         """Saves that go on behind the trainer."""
         self._awaited: set[asyncio.Task[Any]] = set()
@@ -54,7 +56,7 @@ class Captures:
         self._awaited.add(task)
         try:
             origin = self._state.branch.origin  # a restore that is called from here on comes after this save
-            flat = await in_thread(flatten, tree)
+            flat = await in_thread(self._flattener.flatten, tree)
             return await self._save(step, flat, metrics, overwrite=overwrite, origin=origin, replicated=replicated)
         finally:
             self._awaited.discard(task)
@@ -71,7 +73,7 @@ class Captures:
     ) -> asyncio.Task[Saved]:
         """Begin a save, from the trainer's thread. Raises `Invalid` as flattening and `check_immutable` do."""
         called_at = time.monotonic()
-        flat = flatten(tree)
+        flat = self._flattener.flatten(tree)
         check_immutable(flat)
         origin = self._state.branch.origin
 

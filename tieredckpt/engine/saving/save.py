@@ -28,7 +28,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
-from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.saving.snapshot import Plan, Snapshot
 from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream, usable_ram
 from tieredckpt.engine.state.branch import Continued, Origin
 from tieredckpt.engine.state.state import State
@@ -58,6 +58,7 @@ class Saved:
     """Where it was committed first; None when it was skipped."""
     nbytes: int
     new_bytes: int
+    """Bytes that its tier did not have: of chunks, and of small arrays that were not the same in the save before."""
     seconds: float
     skipped: str = ""
     """Why the save was not made, if it was not."""
@@ -72,8 +73,14 @@ class Writer:
         self._slower = slower
         self._guards_saves = asyncio.Lock()
         """Held by the save under way: the next one continues what becomes of it."""
+        self._planned: object = None
+        """The form of the last tree, as of `Flat`."""
+        self._plan: Plan | None = None
+        """Of the last tree."""
+        self._small: dict[str, bytes] = {}
+        """The arrays of the last save that lie in the index, by key."""
         self._digests: dict[str, list[bytes]] = {}
-        """Of the last save, by key of the array."""
+        """Of the last save, by key of the array; of arrays whose chunks take pages."""
         self._unchanged: dict[str, list[bytes | None]] = {}
         """The same, None for chunks that were another one in the save before."""
 
@@ -111,7 +118,7 @@ class Writer:
             tier = None
             try:
                 while tier is None:
-                    snapshot = await self._in_pool(Snapshot.of, flat.arrays, state.config.chunk_size, self._unchanged)
+                    snapshot = await self._snapshot(flat)
                     try:
                         tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
                     except Refused as refused:
@@ -130,12 +137,14 @@ class Writer:
                 state.branch.failed(identity)
                 raise
             state.branch.count_from(origin)
-            self._learn({key: [chunk.digest for chunk in array.chunks] for key, array in arrays.items()})
+            self._learn(snapshot.digests(arrays))
+            self._small = snapshot.small
+            new_bytes = snapshot.new_bytes + snapshot.new_small
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
-        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, snapshot.new_bytes, seconds))
+        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
         state.changed.notify()
-        return Saved(identity, tier.name, record.nbytes, snapshot.new_bytes, seconds)
+        return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
 
     async def _save_once(
         self,
@@ -164,6 +173,13 @@ class Writer:
                     ram.index.drop({done.digest for done in snapshot.copied})
                 raise
         return tier, record, arrays
+
+    async def _snapshot(self, flat: Flat) -> Snapshot:
+        plan = self._plan if flat.form is not None and flat.form is self._planned else None
+        arguments = flat.arrays, self._state.config.chunk_size, self._unchanged, plan
+        snapshot = await self._in_pool(Snapshot.of, *arguments)
+        self._planned, self._plan = flat.form, snapshot.plan
+        return snapshot
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
@@ -211,6 +227,7 @@ class Writer:
     ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
         """The record of a step, its arrays as this rank has them, and as they are stored."""
         arrays = snapshot.index(located)
+        snapshot.compare_small(self._small)
         stored = join(flat.structure, arrays) if flat.in_pieces and self._state.membership.size == 1 else arrays
         return self._record(identity, flat, snapshot, metrics), arrays, stored
 

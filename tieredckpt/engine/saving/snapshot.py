@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.engine.tier.slab_index import slab_size
-from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest
+from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest, digest_each
 from tieredckpt.format.grid import Grid, cell_box, cells, plan, plan_block
 from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes
+from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes, small_bytes
 
-__all__ = ["Cell", "Copied", "Room", "Snapshot", "snapshot_size"]
+__all__ = ["Cell", "Copied", "Plan", "Room", "Snapshot", "snapshot_size"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -79,50 +79,99 @@ class Copied:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the arrays of a tree are cut; it serves every tree of the same form."""
+
+    grids: list[Grid]
+    """By index of the leaf."""
+    gathered: list[int]
+    """The leaves that lie in the index as one cell, whose bytes are those of the array."""
+    inline: list[int]
+    """The other leaves that lie in the index."""
+    paged: list[int]
+    """The leaves whose cells take pages."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[ArrayLeaf], chunk_size: int) -> Plan:
+        """Cut every array into cells of about ``chunk_size`` bytes."""
+        found = cls([_grid(leaf, chunk_size) for leaf in leaves], [], [], [])
+        for i, (leaf, grid) in enumerate(zip(leaves, found.grids, strict=True)):
+            if grid.size * grid.cell_nbytes > INLINE_MAX:
+                found.paged.append(i)
+            elif grid.cell == leaf.shape and leaf.part is None and leaf.dtype.kind != "b":
+                found.gathered.append(i)
+            else:
+                found.inline.append(i)
+        return found
+
+
 @dataclass
 class Snapshot:
     """A tree on its way into RAM."""
 
     leaves: Sequence[ArrayLeaf]
-    grids: list[Grid]
+    plan: Plan
     pending: deque[Cell]
+    gathered: list[bytes]
+    """The bytes of the leaves that the plan has gathered."""
     inline: dict[int, list[bytes]]
-    """Cells of small arrays, by index of the leaf: their bytes, padding included."""
+    """Cells of the other small arrays, by index of the leaf: their bytes, padding included."""
     copied: list[Copied] = field(default_factory=list)
     full: bool = False
     """The slab had no room for the next cell; `work` may go on when some was made."""
     new_bytes: int = 0
+    """Bytes of the cells that take pages and were not in the slab before."""
+    small: dict[str, bytes] = field(default_factory=dict)
+    """The arrays that lie in the index, by key, after `compare_small`."""
+    new_small: int = 0
+    """Bytes of those of them that have changed."""
     error: BaseException | None = None
     _stop: bool = False
     _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(
-        cls, leaves: Sequence[ArrayLeaf], chunk_size: int, expected: Mapping[str, Sequence[bytes | None]]
+        cls,
+        leaves: Sequence[ArrayLeaf],
+        chunk_size: int,
+        expected: Mapping[str, Sequence[bytes | None]],
+        plan: Plan | None = None,
     ) -> Snapshot:
-        """Plan the cells of ``leaves``, about ``chunk_size`` bytes each.
+        """Plan the cells of ``leaves``, about ``chunk_size`` bytes each, and copy those that lie in the index.
 
         Args:
             leaves: of the tree.
             chunk_size: the target, in bytes.
             expected: digests by key of the array, None for chunks that changed lately.
+            plan: of a tree of the same form, with the same target.
         """
-        snapshot = cls(leaves, [], deque(), {})
-        for i, leaf in enumerate(leaves):
+        plan = plan or Plan.of(leaves, chunk_size)
+        gathered = small_bytes([leaves[i] for i in plan.gathered])
+        inline = {i: _inline(_in_0_and_1(host_view(leaves[i])), plan.grids[i]) for i in plan.inline}
+        pending: deque[Cell] = deque()
+        for i in plan.paged:
+            leaf, grid = leaves[i], plan.grids[i]
             view = _in_0_and_1(host_view(leaf))
-            grid = _grid(leaf, chunk_size)
-            snapshot.grids.append(grid)
-            if grid.size * grid.cell_nbytes <= INLINE_MAX:
-                snapshot.inline[i] = _inline(view, grid)
-                continue
             flat = row_major_bytes(view) if leaf.place is None or grid.contiguous else None
             known = expected.get(leaf.key, ())
             if len(known) != grid.size or flat is None:
                 known = (None,) * grid.size
             shape = None if flat is not None else grid.cell
             for ordinal, source in enumerate(_sources(view, flat, grid)):
-                snapshot.pending.append(Cell(i, ordinal, grid.cell_nbytes, source, shape, known[ordinal]))
-        return snapshot
+                pending.append(Cell(i, ordinal, grid.cell_nbytes, source, shape, known[ordinal]))
+        return cls(leaves, plan, pending, gathered, inline)
+
+    @property
+    def grids(self) -> list[Grid]:
+        """By index of the leaf."""
+        return self.plan.grids
+
+    def compare_small(self, before: Mapping[str, bytes]) -> None:
+        """Find out which of the arrays that lie in the index are others than ``before``."""
+        self.small = {self.leaves[i].key: value for i, value in zip(self.plan.gathered, self.gathered, strict=True)}
+        self.small |= {self.leaves[i].key: b"".join(values) for i, values in self.inline.items()}
+        self.new_small = sum([len(value) for key, value in self.small.items() if before.get(key) != value])
 
     @property
     def nbytes(self) -> int:
@@ -175,14 +224,21 @@ class Snapshot:
 
     def index(self, extent_of: dict[tuple[int, int], Chunk]) -> dict[str, ArrayIndex]:
         """The arrays' chunks by key; ``extent_of`` has those of the cells, by leaf and ordinal."""
-        arrays = {}
-        for i, (leaf, grid) in enumerate(zip(self.leaves, self.grids, strict=True)):
-            if i in self.inline:
-                chunks = [Chunk(digest(value), value) for value in self.inline[i]]
-            else:
-                chunks = [extent_of[i, ordinal] for ordinal in range(grid.size)]
-            arrays[leaf.key] = ArrayIndex(grid, leaf.dtype, chunks)
-        return arrays
+        small = map(Chunk, digest_each(self.gathered), self.gathered)
+        chunks: dict[int, Sequence[Chunk]] = dict(zip(self.plan.gathered, zip(small, strict=True), strict=True))
+        for i, values in self.inline.items():
+            chunks[i] = list(map(Chunk, digest_each(values), values))
+        for i in self.plan.paged:
+            chunks[i] = [extent_of[i, ordinal] for ordinal in range(self.grids[i].size)]
+        return {
+            leaf.key: ArrayIndex(grid, leaf.dtype, chunks[i])
+            for i, (leaf, grid) in enumerate(zip(self.leaves, self.grids, strict=True))
+        }
+
+    def digests(self, arrays: Mapping[str, ArrayIndex]) -> dict[str, list[bytes]]:
+        """The digests of the chunks that take pages, by key; ``arrays`` are those of `index`."""
+        keys = [self.leaves[i].key for i in self.plan.paged]
+        return {key: [chunk.digest for chunk in arrays[key].chunks] for key in keys}
 
     def in_slab(self, pack: str) -> dict[tuple[int, int], Chunk]:
         """Where every copied cell lies, as extents of ``pack``."""

@@ -81,19 +81,20 @@ class Observation:
     def observe(self, step: int | None, branch: Branch, tiers: Sequence[Tier]) -> Observed:
         """What schedules see, of which one may be asked about ``step``."""
         observed = self.observed
+        at = observed.last_save_at
         last, newest = observed.last_save_step, branch.newest
         if last is None and newest is not None:
             last = newest.step
         if step is not None and (restored := branch.due_from(step)) is not None:
             last = restored
-        for saving, (at, origin) in tuple(self.saving.items()):  # at once: asked from the trainer's thread
-            last = saving if origin is branch.origin else last
-            observed = dataclasses.replace(observed, last_save_at=at)
-        observed = dataclasses.replace(observed, last_save_step=last)
+        for saving, (since, origin) in tuple(self.saving.items()):  # at once: asked from the trainer's thread
+            last, at = saving if origin is branch.origin else last, since
         known = (tier.steps.promotion_seconds for tier in tiers if tier.healthy)
         seen = [seconds for seconds in known if seconds is not None]
         return dataclasses.replace(
             observed,
+            last_save_step=last,
+            last_save_at=at,
             promotion_seconds=seen[-1] if seen else None,
             failures=self.history.failures,
             trained_seconds=self.history.trained_seconds + max(0.0, self.now() - observed.started_at),

@@ -63,4 +63,5 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
 
 def packs_of(arrays: Mapping[str, ArrayIndex]) -> frozenset[str]:
     """The packs that a step refers to."""
-    return frozenset(extent.path for extent in unique_extents(arrays).values())
+    wheres = [chunk.where for array in arrays.values() for chunk in array.chunks]
+    return frozenset([where.path for where in wheres if isinstance(where, Extent)])

@@ -35,7 +35,7 @@ def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> 
         patch.setattr(snapshot, "INLINE_MAX", inline_max)
         planned = Snapshot.of([leaf], 1 << 20, {})
     (grid,) = planned.grids
-    found = dict(enumerate(planned.inline.get(0, ())))
+    found = dict(enumerate(planned.inline.get(0, planned.gathered)))
     for cell in planned.pending:
         memory = np.full(cell.nbytes, 0xFF, np.uint8)
         assert cell.copy_to(memory) == digest(memory)
@@ -55,4 +55,5 @@ def test_small_cells_take_no_pages_of_their_own(first: int, rows: int) -> None:
     planned = Snapshot.of(flatten({"w": shard}).arrays, 16 << 20, {})
     paged = [cell.nbytes for cell in planned.pending]
     assert min(paged, default=4096) >= 4096
-    assert sum(paged) + sum(map(len, planned.inline.get(0, ()))) == shard.array.nbytes
+    planned.compare_small({})
+    assert sum(paged) + planned.new_small == shard.array.nbytes

@@ -1,0 +1,49 @@
+"""What lies in the index of a step is put into arrays where it is intact; all else is left to whoever reads chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from support.trees import indexed
+
+from tieredckpt.engine.restoring.pieces import pieces_of, put_small
+from tieredckpt.format.manifest import Chunk, StepIndex
+from tieredckpt.tree import flatten
+
+ARRAYS = {
+    "f4": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "time": np.arange(3).astype("<M8[ns]"),
+    "bf16": np.arange(5).astype(ml_dtypes.bfloat16),
+    "big": np.arange(3, dtype=">i4"),
+    "bool": np.array([True, False]),
+    "scalar": np.array(3.0),
+    "empty": np.empty((0, 3)),
+    "large": np.arange(1000.0),
+}
+
+
+@given(damaged=st.sets(st.sampled_from(sorted(ARRAYS.keys() - {"empty", "large"}))), boxes=st.booleans())
+def test_intact_small_arrays_are_put_and_no_others(damaged: set[str], boxes: bool) -> None:
+    arrays: dict[str, Any] = indexed(flatten(ARRAYS), 4096)
+    for key in damaged:
+        (chunk,) = arrays[key].chunks
+        arrays[key] = msgspec.structs.replace(arrays[key], chunks=[Chunk(bytes(16), chunk.where)])
+    index = StepIndex(Any, arrays)  # type: ignore[arg-type]
+    targets = {key: np.empty_like(array) for key, array in ARRAYS.items()}
+    if boxes:
+        targets["tieredckpt/blocks/f4/0.1"] = np.empty((2, 2), np.float32)
+        del targets["f4"]
+    left, nbytes = put_small(index, targets)
+    put = targets.keys() - left.keys()
+    assert put == targets.keys() & (ARRAYS.keys() - damaged - {"empty", "large"})
+    assert nbytes == sum(ARRAYS[key].nbytes for key in put)
+    for key in put:
+        assert targets[key].tobytes() == ARRAYS[key].tobytes()
+    for piece in pieces_of(index, left):
+        piece.put(np.frombuffer(piece.chunk.where, np.uint8))  # type: ignore[call-overload]
+    assert all(targets[key].tobytes() == ARRAYS[key].tobytes() for key in targets.keys() & ARRAYS.keys())

@@ -1,0 +1,122 @@
+"""What costs the same whatever the size: opening, closing, a save of one array; and what each leaf of a tree costs.
+
+``python -m tieredckpt.bench.small`` reads a `SmallSpec` from stdin as JSON, and writes its figures to a file.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tieredckpt.bench.isolate import asked
+from tieredckpt.bench.limits import seconds
+from tieredckpt.bench.peers import peer_named
+from tieredckpt.bench.peers.base import Peer, Setting
+from tieredckpt.bench.peers.ours import Stored
+from tieredckpt.bench.workloads import State, change
+
+__all__ = ["SmallSpec", "main", "measure_small"]
+
+_ONE = 64 << 10
+"""Bytes of the one array."""
+_SLAB = 64 << 20
+_FEWER = 100
+"""How many times fewer leaves the tree has that a larger one is compared with."""
+
+
+class SmallSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Which peer, and where."""
+
+    peer: str
+    folder: str
+    shared: str
+    result: str
+    repeats: int
+    leaves: int
+    """Of the larger tree, of this library; 0 for none."""
+
+
+def measure_small(spec: SmallSpec) -> dict[str, float]:
+    """Seconds to open, to save one array, until it is durable, and to close; microseconds of the processor a leaf."""
+    peer = peer_named(spec.peer)
+    one = {"array": np.zeros(_ONE, dtype=np.uint8)}
+    samples: dict[str, list[float]] = {}
+    for turn in range(spec.repeats + 1):
+        found = _session(peer, _setting(spec, f"one-{turn}", _ONE), one)
+        if turn:  # the first one loads the libraries
+            for name, took in found.items():
+                samples.setdefault(name, []).append(took)
+    figures = {name: statistics.median(took) for name, took in samples.items()}
+    return figures | (_each_leaf(spec, peer) if spec.leaves else {})
+
+
+def _setting(spec: SmallSpec, name: str, nbytes: int) -> Setting:
+    folder = Path(spec.folder, name)
+    folder.mkdir()
+    return Setting(folder, Path(spec.shared), nbytes)
+
+
+def _session(peer: Peer, setting: Setting, state: State) -> dict[str, float]:
+    gc.collect()  # what the session before has left would be collected meanwhile
+    begin = time.perf_counter()
+    session = peer.open(setting)
+    opened = time.perf_counter()
+    session.take(state)
+    took = seconds(lambda: session.save(0))
+    waited = seconds(session.wait)
+    closed = seconds(session.close)
+    return {"open_s": opened - begin, "save_s": took, "durable_s": took + waited, "close_s": closed}
+
+
+def _each_leaf(spec: SmallSpec, peer: Peer) -> dict[str, float]:
+    few, many = (_leaves(spec, peer, count) for count in (spec.leaves // _FEWER, spec.leaves))
+    more = spec.leaves - spec.leaves // _FEWER
+    return {name: (many[name] - few[name]) / more * 1e6 for name in many}
+
+
+def _leaves(spec: SmallSpec, peer: Peer, count: int) -> dict[str, float]:
+    """Seconds of the processor that trees of so many leaves of 64 bytes take: the first save, later ones, restores."""
+    state: State = {f"leaf{number}": np.full(16, number, np.float32) for number in range(count)}
+    session = peer.open(_setting(spec, f"leaves-{count}", _SLAB))
+    assert isinstance(session, Stored)
+    try:
+        session.take({"array": np.zeros(_ONE, dtype=np.uint8)})
+        session.save(0)
+        session.wait()
+        session.take(state)
+        took: list[float] = []
+        for step in range(spec.repeats + 2):
+            change(state, list(state))
+            gc.collect()
+            took.append(_processor_seconds(lambda step=step: session.save(step + 1)))  # type: ignore[misc]
+            session.wait()
+        restores = [_processor_seconds(lambda: session.restore_from_memory(state)) for _ in range(spec.repeats + 1)]
+    finally:
+        session.close()
+    return {
+        "leaves_first_save_us": took[0],
+        "leaves_save_us": statistics.median(took[2:]),
+        "leaves_restore_us": statistics.median(restores[1:]),
+    }
+
+
+def _processor_seconds(work: Callable[[], object]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def main() -> None:
+    """Measure what stdin describes."""
+    spec = asked(SmallSpec)
+    Path(spec.result).write_bytes(msgspec.json.encode(measure_small(spec)))
+
+
+if __name__ == "__main__":
+    main()

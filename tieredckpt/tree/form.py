@@ -1,0 +1,193 @@
+"""The form of a tree (containers, names, and the shapes and dtypes of arrays), and trees that have it again.
+
+A training saves the same tree over and over, with other values. What `flatten` found out about it once is then only
+compared, column by column, without a call for each leaf where that can be avoided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import eq
+from typing import Any, Final
+
+import msgspec
+
+from tieredckpt.format.keys import LEAF_KEY, ROOT, child_key
+from tieredckpt.format.structure import (
+    CONTAINERS,
+    ArrayNode,
+    ContainerNode,
+    DictNode,
+    Kind,
+    Node,
+    ObjectNode,
+    TypedNode,
+    scalar_node,
+    with_children,
+)
+from tieredckpt.tree.arrays import as_array_leaf, looks
+from tieredckpt.tree.containers import open_container
+from tieredckpt.tree.flatten import Flat, flatten
+from tieredckpt.tree.leaf import ArrayLeaf
+from tieredckpt.tree.objects import object_node
+
+__all__ = ["Flattener"]
+
+_DICTS: Final = (dict, OrderedDict, defaultdict)
+_ONE_BY_ONE: Final = ("jax", "jax-key")
+"""Kinds of arrays of which a leaf holds more than can be seen from outside: they are flattened anew."""
+
+
+class Flattener:
+    """Flattens the trees of one training, each by what it has in common with the one before.
+
+    No value of a tree is referred to afterwards. Calls may come from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Form | None = None
+
+    def flatten(self, tree: object) -> Flat:
+        """As `tieredckpt.tree.flatten`. Trees of one ``Flat.form`` differ in values alone."""
+        last = self._last
+        if last is not None and (flat := last.flatten(tree)) is not None:
+            return flat
+        flat = flatten(tree)
+        self._last = None if flat.in_pieces else _Form(tree, flat)
+        return dataclasses.replace(flat, form=self._last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A container. The nodes of a tree are numbered level by level, so that the children of one have a range."""
+
+    place: int
+    first: int
+    """Place of the first child."""
+    path: str
+    cls: type
+    node: ContainerNode
+    names: list[str | int]
+    by_key: bool
+    """It is a dict, whose keys are the names."""
+
+    def children(self, value: Any) -> Collection[object] | None:
+        """The children of ``value``; None if it is another container."""
+        cls: type = type(value)
+        if cls is not self.cls:
+            return None
+        if self.by_key:
+            same = list(value) == self.names and _are_texts(value)
+            return value.values() if same else None
+        if cls in (list, tuple):
+            return value if len(value) == len(self.names) else None
+        opened = open_container(self.path, value)
+        if opened is None or type(self.node) is not opened.kind or list(opened.names) != self.names:
+            return None
+        if isinstance(self.node, TypedNode):
+            about = opened.of, msgspec.json.encode(opened.about)
+            return opened.children if about == (self.node.of, msgspec.json.encode(self.node.about)) else None
+        return opened.children
+
+
+class _Column:
+    """The arrays of one kind: their numbers among all, and what they looked like."""
+
+    def __init__(self, kind: Kind, numbers: list[int], sources: Sequence[object]) -> None:
+        self._numbers = numbers
+        which = [sources[number] for number in numbers]
+        self._types = list(map(type, which))
+        self._looks = list(looks(kind, which))
+
+    def fits(self, kind: Kind, sources: Sequence[object]) -> bool:
+        """Whether the arrays among ``sources`` look the same."""
+        which = [sources[number] for number in self._numbers]
+        return list(map(type, which)) == self._types and all(map(eq, looks(kind, which), self._looks))
+
+
+class _Form:
+    def __init__(self, tree: object, flat: Flat) -> None:
+        """Of a tree that was flattened just now, none of whose arrays is in pieces."""
+        found, paths = [tree], [ROOT]
+        self._levels: list[_Level] = []
+        self._nodes: list[Node] = [flat.structure]
+        """By place; those of scalars and objects are made anew for every tree."""
+        self._scalars: list[tuple[int, str]] = []
+        self._objects: list[tuple[int, str, type]] = []
+        place_of: dict[str, int] = {}
+        for place, node in enumerate(self._nodes):  # which grows
+            value: Any = found[place]
+            if isinstance(node, ArrayNode):
+                place_of[node.key] = place
+            elif isinstance(node, CONTAINERS):
+                opened = open_container(paths[place], value)
+                assert opened is not None, "it was one just now"
+                by_key = type(node) is DictNode and type(value) in _DICTS and _are_texts(value)
+                names = list(opened.names)
+                self._levels.append(_Level(place, len(found), paths[place], type(value), node, names, by_key))
+                found += opened.children
+                self._nodes += node.children
+                paths += map(child_key, repeat(paths[place]), names)
+            elif isinstance(node, ObjectNode):
+                self._objects.append((place, paths[place] or LEAF_KEY, type(value)))
+            else:
+                self._scalars.append((place, paths[place] or LEAF_KEY))
+        self._places = [place_of[leaf.key] for leaf in flat.arrays]
+        self._leaves = [msgspec.structs.replace(leaf, source=None) for leaf in flat.arrays]
+        numbers: dict[Kind, list[int]] = {}
+        for number, leaf in enumerate(flat.arrays):
+            numbers.setdefault(leaf.kind, []).append(number)
+        self._one_by_one = [number for kind in _ONE_BY_ONE for number in numbers.pop(kind, ())]
+        sources = [found[place] for place in self._places]
+        self._columns = {kind: _Column(kind, which, sources) for kind, which in numbers.items()}
+
+    def flatten(self, tree: object) -> Flat | None:
+        """As `Flattener.flatten`; None for a tree of another form."""
+        found = [tree]
+        for level in self._levels:
+            children = level.children(found[level.place])
+            if children is None:
+                return None
+            found += children
+        arrays = self._arrays([found[place] for place in self._places])
+        structure = self._structure(found)
+        return None if arrays is None or structure is None else Flat(structure, tuple(arrays), form=self)
+
+    def _arrays(self, sources: Sequence[object]) -> list[ArrayLeaf] | None:
+        if not all(column.fits(kind, sources) for kind, column in self._columns.items()):
+            return None
+        arrays = [
+            ArrayLeaf(leaf.key, source, leaf.kind, leaf.shape, leaf.dtype, leaf.immutable, None)
+            for leaf, source in zip(self._leaves, sources, strict=True)
+        ]
+        for number in self._one_by_one:
+            leaf = as_array_leaf(self._leaves[number].key, sources[number])
+            if not isinstance(leaf, ArrayLeaf) or msgspec.structs.replace(leaf, source=None) != self._leaves[number]:
+                return None
+            arrays[number] = leaf
+        return arrays
+
+    def _structure(self, found: Sequence[object]) -> Node | None:
+        nodes = self._nodes.copy()
+        for place, key in self._scalars:
+            scalar = scalar_node(key, found[place])
+            if scalar is None:
+                return None
+            nodes[place] = scalar
+        for place, key, cls in self._objects:
+            small = object_node(key, found[place]) if type(found[place]) is cls else None
+            if small is None:
+                return None
+            nodes[place] = small
+        for level in reversed(self._levels):
+            children = nodes[level.first : level.first + len(level.names)]
+            nodes[level.place] = with_children(level.node, level.names, children)
+        return nodes[0]
+
+
+def _are_texts(keys: Iterable[object]) -> bool:
+    return {*map(type, keys)} <= {str}
