@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -115,6 +115,7 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
 
     store: _Uuid
     format_version: int = layout.FORMAT_VERSION
+    """Of the tier: `layout.ENCODED_VERSION` once it was given compressed chunks."""
     digest: str = digests.NAME
     forked_from: tuple[_Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
     """The stores of which this one is a copy that was given an identity of its own, the last first."""
@@ -131,6 +132,15 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     def fork(self, store: str) -> StoreMarker:
         """The marker of a copy that gets another identity."""
         return StoreMarker(store=store, forked_from=(self.store, *self.ancestors))
+
+    @property
+    def of_store(self) -> StoreMarker:
+        """What it says of the store, without what concerns its tier alone."""
+        return self.at_version(layout.FORMAT_VERSION)
+
+    def at_version(self, version: int) -> StoreMarker:
+        """The same on a tier of another format version."""
+        return self if version == self.format_version else msgspec.structs.replace(self, format_version=version)
 
 
 class Chunk(NamedTuple):
@@ -182,16 +192,21 @@ def decode_marker(data: bytes, where: str) -> StoreMarker:
         marker = msgspec.json.decode(data, type=StoreMarker)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corrupt(f"{where}/{layout.MARKER} does not mark a tieredckpt store: {error}") from error
-    if marker.format_version != layout.FORMAT_VERSION or marker.digest != digests.NAME:
+    if marker.format_version not in layout.FORMAT_VERSIONS or marker.digest != digests.NAME:
         raise Corrupt(
             f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "
-            f"format {layout.FORMAT_VERSION} with {digests.NAME!r}: use a newer tieredckpt"
+            f"formats {layout.FORMAT_VERSIONS} with {digests.NAME!r}: use a newer tieredckpt"
         )
     return marker
 
 
 def encode_step(
-    record: StepRecord, arrays: Mapping[str, ArrayIndex], *, btree_path: str, encoding: Encoding
+    record: StepRecord,
+    arrays: Mapping[str, ArrayIndex],
+    *,
+    btree_path: str,
+    encoding: Encoding,
+    others: Callable[[ArrayIndex], Encoding] | None = None,
 ) -> ocdbt.Index:
     """The two files that commit a step: the index nodes (``btree_path``) and the manifest.
 
@@ -200,6 +215,7 @@ def encode_step(
         arrays: every array; extents are relative to the tier's root.
         btree_path: where the nodes will be, relative to the tier's root.
         encoding: of the tier.
+        others: tells the encoding of each array, where a tier has had another one.
 
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
@@ -207,19 +223,20 @@ def encode_step(
     names = sorted(arrays)  # by code points, which is the order of their UTF-8
     values: list[bytes | Extent] = []
     digest_parts: list[bytes] = []
-    described: dict[tuple[int, int], bytes] = {}  # arrays of one form share grid and dtype
-    plain = encoding.raw and not encoding.overhead
+    described: dict[tuple[int, int, str], bytes] = {}  # arrays of one form share grid and dtype
+    in_ram = encoding.raw and not encoding.overhead
     for array in map(arrays.__getitem__, names):
         grid = array.grid
-        form = id(grid), id(array.dtype)
+        own = encoding if others is None else others(array)
+        form = id(grid), id(array.dtype), own.name
         metadata = described.get(form)
         if metadata is None:
-            metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, encoding)
+            metadata = described[form] = zarr.array_metadata(grid.shape, array.dtype, grid.cell, own)
         values.append(metadata)
         if len(array.chunks) != grid.size:
             raise ValueError(f"an array of {grid.size} cells has {len(array.chunks)} chunks")
         for digest, where in array.chunks:
-            values.append(where if plain or type(where) is not bytes else encoding.encode_inline(where, grid.itemsize))
+            values.append(where if in_ram or type(where) is not bytes else own.encode_inline(where, grid.itemsize))
             digest_parts.append(digest)
     parts = in_parts(_encode_record(record)), in_parts(b"".join(digest_parts))
     values += parts[0] + parts[1]

@@ -10,12 +10,13 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
+from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal, seal_all, write_packs
+from tieredckpt.engine.promoting.encoder import Encoder
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -89,15 +90,16 @@ async def _copy(
     begin = time.monotonic()
     was_there = again or step in tier.steps.damaged
     async with StepSource.open(state, step) as source:
-        need = sum(map(tier.chunks.encoding.stored_size, _missing(source, tier, lost)[1].values()))
+        encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
+        need = sum(map(encoding.stored_size, _missing(source, tier, lost, encoding)[1].values()))
         await have_room(state, collector, step, tier, need)
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
                 return 0
             if again:
                 await _keep_own_extents(step, tier, leaving)
-            await refer_to_intact(state, tier, step, _sizes(source))
-            needs, sizes = _missing(source, tier, lost)
+            await refer_to_intact(state, tier, step, _sizes(source), encoding)
+            needs, sizes = _missing(source, tier, lost, encoding)
             record, written, encoded = source.index.record, WrittenPacks(), None
 
             async def encode(placed: dict[bytes, Extent]) -> None:
@@ -107,7 +109,7 @@ async def _copy(
 
             if needs:
                 try:
-                    async with aclosing(batches(state, source, tier, needs, sizes)) as found:
+                    async with aclosing(batches(state, source, tier, needs, sizes, encoding)) as found:
                         await write_packs(tier, found, written, None if was_there else encode)
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
@@ -140,12 +142,20 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
                 tier.packs.index[digest] = extent
 
 
+async def _encoding_of(step: StepId, tier: Tier) -> Encoding:
+    """How a tier stores a step that is committed anew, so that its arrays stay in one encoding."""
+    with suppress(TieredCkptError):  # an index that cannot be read is made from nothing
+        found = map(tier.packs.encoding_of_array, (await step_index.load(tier, step)).arrays.values())
+        return next((encoding for encoding in found if encoding is not tier.packs.encoding), tier.packs.encoding)
+    return tier.packs.encoding
+
+
 def _sizes(source: StepSource) -> dict[bytes, int]:
     return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
 
 
 def _missing(
-    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent]
+    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent], encoding: Encoding
 ) -> tuple[dict[bytes, Need], dict[bytes, int]]:
     """The chunks that the tier lacks and that are not lost, by digest: where each occurs, and its bytes."""
     needs: dict[bytes, Need] = {}
@@ -154,7 +164,7 @@ def _missing(
         for ordinal, chunk in enumerate(array.chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in lost:
                 continue
-            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
+            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes, encoding):
                 needs[chunk.digest] = (key, ordinal)
                 sizes[chunk.digest] = array.grid.cell_nbytes
     return needs, sizes
@@ -187,14 +197,20 @@ def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) 
 
 
 async def batches(
-    state: State, source: StepSource, target: Tier, needs: Mapping[bytes, Need], sizes: Mapping[bytes, int]
+    state: State,
+    source: StepSource,
+    target: Tier,
+    needs: Mapping[bytes, Need],
+    sizes: Mapping[bytes, int],
+    encoding: Encoding | None = None,
 ) -> AsyncGenerator[Batch, None]:
-    """The missing chunks, sealed, a pack's worth at a time.
+    """The missing chunks, sealed, a pack's worth at a time, in ``encoding`` or that of the target.
 
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    ram, encoding = source.tier.ram, target.chunks.encoding
+    ram, encoding = source.tier.ram, encoding or target.packs.encoding
+    encoder = Encoder(state, target, encoding, partial(_is_overtaken, state, source.step, target))
     from_slab, behind = ram is not None, ram is None or ram.slab.writable
     traits = target.store.traits
     limit = min(
@@ -205,18 +221,24 @@ async def batches(
     ordered = _in_storage_order(source, needs)
     room_limit = state.scratch.capacity // _SCRATCH_PACKS
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
-        batch = Batch()
+        batch = Batch(compressed=not encoding.raw)
         try:
             if ram is not None:
-                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoding, behind, threads)
+                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoder, behind, threads)
                 threads = 1
             else:
                 for digest, need in some:
-                    await _add_read(state, source, batch, need, sizes[digest], digest, encoding)
+                    await _add_read(state, source, batch, need, sizes[digest], digest, encoder)
         except BaseException:
             await batch.lent.aclose()
             raise
         yield batch
+
+
+def _is_overtaken(state: State, step: StepId, tier: Tier) -> bool:
+    """Whether a newer step waits for the tier while this one is copied there."""
+    nearer = {other for each in state.tiers[: tier.index] for other in each.steps.held if other > step}
+    return any(is_due(state, other, tier) for other in nearer)
 
 
 def _packs(
@@ -257,7 +279,7 @@ async def _add_from_slab(
     batch: Batch,
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
-    encoding: Encoding,
+    encoder: Encoder,
     behind: bool,
     threads: int,
 ) -> None:
@@ -266,6 +288,7 @@ async def _add_from_slab(
     What was damaged in RAM comes from elsewhere.
     """
     payloads: list[Payload] = []
+    encoding = encoder.encoding
     for digest, (key, ordinal) in some:
         array = source.index.arrays[key]
         where, nbytes = array.chunks[ordinal].where, sizes[digest]
@@ -274,14 +297,14 @@ async def _add_from_slab(
         need = encoding.room(nbytes, behind=behind)
         room = await batch.carve(state.scratch, need) if need else None
         payloads.append(Payload(digest, nbytes, array.grid.itemsize, memory, room))
-    sealed = await seal_all(payloads, encoding, state.pool, threads)
+    sealed = await encoder.seal(payloads, threads)
     for encoded, (digest, (key, ordinal)) in zip(sealed, some, strict=True):
         if encoded is not None:
             batch.add(encoded)
             continue
         why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
         source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
-        await _add_read(state, source, batch, (key, ordinal), sizes[digest], digest, encoding, bad=source.tier)
+        await _add_read(state, source, batch, (key, ordinal), sizes[digest], digest, encoder, bad=source.tier)
 
 
 async def _add_read(
@@ -291,16 +314,18 @@ async def _add_read(
     need: Need,
     nbytes: int,
     digest: bytes,
-    encoding: Encoding,
+    encoder: Encoder,
     bad: Tier | None = None,
 ) -> None:
     """Add a chunk that is read into scratch memory, from any tier but ``bad``, and encoded there."""
+    encoding = encoder.encoding
     memory = await batch.borrow(state.scratch, encoding.stored_size(nbytes))
     await source.read(*need, memory, bad=bad)
     more = encoding.room(nbytes, behind=True)
     room = await batch.borrow(state.scratch, more) if more else None
     payload = Payload(digest, nbytes, source.index.arrays[need[0]].grid.itemsize, memory, room)
-    if (encoded := await in_thread(seal, payload, encoding, pool=state.pool)) is None:
+    (encoded,) = await encoder.seal([payload], 1)
+    if encoded is None:
         raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
     batch.add(encoded)
 

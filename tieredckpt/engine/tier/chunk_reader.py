@@ -24,12 +24,11 @@ async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Byt
 
     ``where`` is its extent, or its bytes as an index has them. Raises as a blob store does, and `Corrupt`.
     """
-    encoding = tier.chunks.encoding
     place = "the index"
     if isinstance(where, bytes):
         found = await in_thread(PLAIN.decode, np.frombuffer(where, dtype=np.uint8), into.size, into, pool=pool)
     else:
-        place = where.path
+        place, encoding = where.path, tier.chunks.encoding_of(where, into.size)
         if not encoding.fits(where.length, into.size):
             raise Corrupt(f"tier {tier.name!r}: a chunk of {into.size} bytes lies in {place} with {where.length}")
         if encoding.raw:
