@@ -13,6 +13,7 @@ from support.insight import extents, flip_chunk, tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.format.pack import is_compressed
 
 
 def soft(seed: int = 0) -> dict[str, Any]:
@@ -224,3 +225,17 @@ async def test_a_marker_says_version_2_once_a_tier_may_have_compressed_chunks(tm
     for step, (codec, version) in enumerate([("none", 1), ("small", 2), ("none", 2)]):
         await saved(tmp_path, codec, step, {"w": np.arange(CHUNK) + step})
         assert f'"format_version": {version}' in marker.read_text()
+        packs = sorted((tmp_path / "disk" / "packs").rglob("*.pack"), key=lambda path: path.stat().st_mtime_ns)
+        assert is_compressed(packs[-1].read_bytes()) is (codec == "small")
+        assert (b'"blosc"' in (tmp_path / "disk" / f"steps/{step:010}-{step + 1:06}/btree").read_bytes()) is (
+            codec == "small"
+        )
+
+
+async def test_a_marker_that_was_lost_is_of_version_2_again_where_there_are_compressed_chunks(tmp_path: Path) -> None:
+    await saved(tmp_path, "small", 1, soft())
+    marker = tmp_path / "disk" / "tieredckpt.json"
+    before = marker.read_bytes()
+    marker.unlink()
+    await saved(tmp_path, "none", 2, soft())
+    assert marker.read_bytes() == before
