@@ -55,6 +55,7 @@ def _text() -> torch.Tensor:
 
 def _train(model: nn.Module, steps: int, length: int) -> torch.optim.AdamW:
     text = _text()
+    torch.set_num_threads(1)  # on a busy machine, several wait for each other
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
     for _ in range(steps):
         starts = torch.randint(len(text) - length - 1, (8,))

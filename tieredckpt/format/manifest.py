@@ -195,7 +195,7 @@ def decode_marker(data: bytes, where: str) -> StoreMarker:
     if marker.format_version not in layout.FORMAT_VERSIONS or marker.digest != digests.NAME:
         raise Corrupt(
             f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "
-            f"formats {layout.FORMAT_VERSIONS} with {digests.NAME!r}: use a newer tieredckpt"
+            f"formats {' and '.join(map(str, layout.FORMAT_VERSIONS))} with {digests.NAME!r}: use a newer tieredckpt"
         )
     return marker
 

@@ -36,7 +36,8 @@ _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
 
 _FIRST_PACK = 32 << 20
-"""Bytes of the first pack on a device that takes the slab's own memory: it idles until that pack is sealed."""
+"""Bytes of the first pack of chunks that are compressed, or on a device that takes the slab's own memory: the device
+idles until that pack is sealed."""
 _GROWTH = 4
 """How many times as large the next pack may be, which one thread seals while the one before is being written."""
 
@@ -213,13 +214,13 @@ async def batches(
     encoder = Encoder(state, target, encoding, partial(_is_overtaken, state, source.step, target))
     from_slab, behind = ram is not None, ram is None or ram.slab.writable
     traits = target.store.traits
-    limit = min(
-        traits.object_size, limits.in_force.pack_size if from_slab else state.scratch.capacity // _SCRATCH_PACKS
-    )
-    first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
+    room_limit = state.scratch.capacity // _SCRATCH_PACKS
+    if not (from_slab or encoding.raw):
+        room_limit //= 2  # chunks and frames of a pack both take scratch memory
+    limit = min(traits.object_size, limits.in_force.pack_size if from_slab else room_limit)
+    first = min(limit, _FIRST_PACK) if from_slab and (traits.direct_io or not encoding.raw) else limit
     threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)
-    room_limit = state.scratch.capacity // _SCRATCH_PACKS
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
         batch = Batch(compressed=not encoding.raw)
         try:

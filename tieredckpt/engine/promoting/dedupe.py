@@ -74,9 +74,9 @@ async def refer_to_intact(
         tier.packs.duplicates.pop(digest, None)
 
 
-def undoubted(tier: Tier, digest: bytes, nbytes: int) -> bool:
-    """Whether a chunk of so many bytes may be referred to as it lies on the tier."""
-    known = tier.packs.has(digest, nbytes) and digest not in tier.packs.duplicates
+def undoubted(tier: Tier, digest: bytes, length: int) -> bool:
+    """Whether a chunk of which a rank's part says so many bytes may be referred to as it lies on the tier."""
+    known = tier.packs.has_of_part(digest, length) and digest not in tier.packs.duplicates
     return known and (digest in tier.packs.verified or not tier.packs.index.was_found(digest))
 
 

@@ -63,6 +63,11 @@ class Packs:
         extent = self.index.get(digest)
         return extent is not None and (encoding or self.encoding).fits(extent.length, nbytes)
 
+    def has_of_part(self, digest: bytes, length: int) -> bool:
+        """As `has`, for a chunk of which a rank's part says so many bytes: in RAM, or as it was streamed here."""
+        extent = self.index.get(digest)
+        return extent is not None and (extent.length == length or self.encoding.fits(extent.length, length))
+
     def encoding_of(self, extent: Extent, nbytes: int) -> Encoding:
         """How a chunk of so many bytes is stored there."""
         return encoding_of(extent.length, nbytes)

@@ -128,7 +128,9 @@ class Commits:
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
         stored_size = tier.chunks.encoding.stored_size
-        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if not tier.packs.has(digest, nbytes))
+        need = sum(
+            stored_size(nbytes) for digest, nbytes in sizes.items() if not tier.packs.has_of_part(digest, nbytes)
+        )
         await have_room(self._state, self._collector, step, tier, need)
         # To the end: nothing is collected that ranks refer to, or have just written.
         async with needing(need), tier.packs.guard:
@@ -137,7 +139,8 @@ class Commits:
             if counted_on - tier.packs.sizes.keys():  # the steps that made room had chunks of this one
                 ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, sizes)
-            lacking = {digest: having for digest, having in ranks.items() if not tier.packs.has(digest, sizes[digest])}
+            there = tier.packs.has_of_part
+            lacking = {digest: having for digest, having in ranks.items() if not there(digest, sizes[digest])}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
