@@ -85,7 +85,7 @@ class Encoding:
     def bounds(self, nbytes: Size) -> tuple[Size, Size]:
         """Bytes that are stored at least and at most of a chunk of ``nbytes``; of each, for an array."""
         most = nbytes + self.overhead
-        return (most if self.raw else 0 * nbytes + self.checksum_size + 1), most
+        return (most if self.raw else 0 * nbytes + FRAME_HEADER + 1 + self.checksum_size), most
 
     def fits(self, length: int, nbytes: int) -> bool:
         """Whether ``length`` bytes may be what is stored of a chunk of ``nbytes``.
