@@ -12,7 +12,6 @@ from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import assumed
-from tieredckpt.plan.codecs import FIGURES
 
 __all__ = ["KINDS", "Kind", "Rung", "Scenario", "doubts", "rungs"]
 
@@ -172,7 +171,7 @@ def doubts(config: StoreConfig, nodes: int) -> list[str]:
 def _rung(
     tier: TierConfig, state: int, nodes: int, threads: int, writes: Mapping[str, float], reads: Mapping[str, float]
 ) -> Rung:
-    kind, codec = kind_of(tier), FIGURES[tier.codec]
+    kind, codec = kind_of(tier), assumed.CODECS[tier.codec]
     device = writes.get(tier.name, _assumed_speed(tier, nodes))
     capacity, at_most = None, None
     if tier.capacity == "auto":
