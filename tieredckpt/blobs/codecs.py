@@ -170,6 +170,7 @@ def _encode(how: _Settings | None, memory: Bytes, nbytes: int, itemsize: int, ro
     crc = crc32c(room[:end]).to_bytes(_CHECKSUM_SIZE, "little")
     length = end + _CHECKSUM_SIZE
     room[end:length] = np.frombuffer(crc, np.uint8)
+    room[length : aligned(length)] = 0  # and not what was there before
     return Encoded(digest, length, [room[: aligned(length)]])
 
 

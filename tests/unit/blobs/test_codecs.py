@@ -35,8 +35,11 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def encoded(using: Encoding, chunk: bytes, itemsize: int) -> tuple[Encoded, bytes]:
     memory = np.frombuffer(chunk, np.uint8)
-    found = using.encode(memory, len(chunk), itemsize, np.zeros(using.room(len(chunk), behind=False), np.uint8))
-    return found, np.concatenate(found.parts).tobytes()[: found.length]
+    room = np.full(using.room(len(chunk), behind=False), 9, np.uint8)
+    found = using.encode(memory, len(chunk), itemsize, room)
+    stored = np.concatenate(found.parts).tobytes()
+    assert not any(stored[found.length :])  # nothing of what used the memory before
+    return found, stored[: found.length]
 
 
 def chunk_of(items: int, itemsize: int, bits: int, seed: int) -> bytes:
