@@ -176,7 +176,7 @@ def test_a_promotion_costs_rank_0_no_second_merge(tmp_path: Path, ranks: int, ar
         return without_places(merge_parts(said))
 
     def promote(whole: StepIndex) -> StepIndex:
-        having, sizes = holders(said, lambda _: False)
+        having, sizes = holders(said, lambda *_: False)
         share_out(having, sizes)
         index = placed(whole, extents_of(said), {}, CRC32C)
         encode_step(index.record, index.arrays, btree_path=layout.btree_key(STEP, SERIAL), encoding=CRC32C)

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 from reliability.journal import Failure, files_after
-from reliability.life import KINDS, SLOW, Life, live
+from reliability.life import CODEC_CHANGED, KINDS, SLOW, Life, live
 from reliability.replay import Lost, replay
 from support.file_systems import kind_on, system_of
 from support.limits import limit
@@ -22,7 +22,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
-EVERY = {"posix": 10, "chfs": 24, "object": 10}
+EVERY = {"posix": 10, "chfs": 24, "object": 10, CODEC_CHANGED: 12}
 """Of the crashes that differ, one in so many is survived in the default run."""
 
 
@@ -44,7 +44,7 @@ async def test_no_change_to_a_tier_escapes_the_journal(kind: str, shared_memory:
 
 
 @pytest.mark.parametrize("failure", ["process", "node"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, CODEC_CHANGED])
 async def test_a_crash_at_any_change_costs_nothing_that_was_promised(
     kind: str, failure: Failure, shared_memory: Path
 ) -> None:
@@ -80,7 +80,7 @@ async def test_a_crash_at_any_change_around_a_catalog_costs_nothing_that_was_pro
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("failure", ["process", "node"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, CODEC_CHANGED])
 async def test_a_crash_at_every_change_costs_nothing_that_was_promised(
     kind: str, failure: Failure, shared_memory: Path
 ) -> None:

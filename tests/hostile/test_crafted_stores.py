@@ -350,7 +350,7 @@ async def test_a_made_up_lease_keeps_nobody_out(tmp_path: Path, lease: bytes) ->
 
 async def test_a_tier_whose_marker_is_no_marker_says_so(tmp_path: Path) -> None:
     root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
-    for data in (b"[" * 60_000, as_json({**marker_json(), "format_version": 2}), bytes(MIB)):
+    for data in (b"[" * 60_000, as_json({**marker_json(), "format_version": 3}), bytes(MIB)):
         write(root, layout.MARKER, data)
         (root / layout.manifest_key(STEP, SERIAL)).unlink(missing_ok=True)
         with pytest.raises(Corrupt):

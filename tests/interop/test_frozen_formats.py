@@ -87,6 +87,7 @@ async def test_a_store_of_format_1_can_be_saved_to(store_folder: Path) -> None:
         "store": {"name": "frozen", "chunk_size": 4096},
         "tiers": {"disk": {"kind": "posix", "path": str(store_folder)}},
     }
+    marker = (store_folder / "tieredckpt.json").read_bytes()
     async with CheckpointStore.open(config) as store:
         saved = await store.save(22, _tree(3))
         assert saved.saved is not None
@@ -95,6 +96,39 @@ async def test_a_store_of_format_1_can_be_saved_to(store_folder: Path) -> None:
     assert restored is not None
     assert restored.step == 22
     _assert_same(restored.tree, _tree(3))
+    assert (store_folder / "tieredckpt.json").read_bytes() == marker
+
+
+@pytest.mark.parametrize(("step", "k"), [(10, 1), (20, 2), (21, 3), (None, 3)])
+async def test_a_store_of_format_2_restores_bit_for_bit(tmp_path: Path, step: int | None, k: int) -> None:
+    folder = shutil.copytree(_DATA / "format-2", tmp_path / "store")
+    config = {"store": {"name": "frozen"}, "tiers": {"disk": {"kind": "posix", "path": str(folder)}}}
+    async with CheckpointStore.open(config, read_only=True) as store:
+        restored = await store.restore(step)
+        assert restored is not None
+        _assert_same(restored.tree, _tree(k))
+        key = "params/dense/kernel"
+        array = await ts.open(await store.spec(restored.step, key))
+        assert np.array_equal(await array.read(), _tree(k)["params"]["dense"]["kernel"])
+
+
+@pytest.mark.parametrize("codec", ["none", "small", "fast"])
+async def test_a_store_of_format_2_can_be_saved_to(tmp_path: Path, codec: str) -> None:
+    """With compressed chunks it refers to those that it has; without, it stays a store of format 2."""
+    folder = shutil.copytree(_DATA / "format-2", tmp_path / "store")
+    marker = (folder / "tieredckpt.json").read_bytes()
+    disk = {"kind": "posix", "path": str(folder), "codec": codec}
+    async with CheckpointStore.open(
+        {"store": {"name": "frozen", "chunk_size": 4096}, "tiers": {"disk": disk}}
+    ) as store:
+        saved = await store.save(22, _tree(3))
+        assert saved.saved is not None
+        assert (saved.saved.new_bytes == 0) is (codec != "none")
+        assert all(not found.problem for found in await store.verify())
+        restored = await store.restore()
+    assert restored is not None
+    _assert_same(restored.tree, _tree(3))
+    assert (folder / "tieredckpt.json").read_bytes() == marker
 
 
 async def test_stock_tensorstore_opens_format_1(store_folder: Path) -> None:

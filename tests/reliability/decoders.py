@@ -39,6 +39,7 @@ from reliability.forging import (
 )
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.codecs import BLOSC, CODECS
 from tieredckpt.blobs.ram import slab_meta
 from tieredckpt.config import load, to_toml
 from tieredckpt.engine.state.failures import failure_history
@@ -49,6 +50,7 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
 from tieredckpt.format.crc import crc32c
+from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
@@ -122,6 +124,10 @@ _NOTE = {"slab": layout.pack_key("ab" * 16), "capacity": 1 << 20, "boot_id": boo
 _HOLDER = msgspec.to_builtins(lease._this_process(1.7e9))
 _CONFIG = load({"tiers": {"ram": {"kind": "ram"}, "disk": {"kind": "posix", "path": "/checkpoints"}}})
 _FOOTER = pack.encode_footer([pack.PackEntry(bytes([i]) * 16, 8192 * i, 5000) for i in range(5)], 65536)
+_FOOTER_2 = pack.encode_footer([pack.PackEntry(bytes(16), 0, 5000)], 65536, compressed=True)
+_CHUNK = np.arange(3 * 4096, dtype=np.uint32).view(np.uint8)
+_ENCODED = CODECS["small"].encode(_CHUNK, _CHUNK.size, 4, np.zeros(2 * _CHUNK.size, np.uint8))
+_FRAME = _ENCODED.parts[0][: _ENCODED.length - BLOSC.checksum_size].tobytes()
 _CATALOG = encode_catalog(
     Catalog(
         STORE,
@@ -191,10 +197,16 @@ def _decode_both(files: ocdbt.Index | None) -> None:
 def _decode_pack(footer: bytes) -> None:
     size = 65536 + len(footer)
     offset, length = pack.footer_range(footer[-4096:].rjust(4096, b"\0"), size)
+    pack.is_compressed(footer)
     assert offset + length == size
     for entry in pack.decode_footer(footer, size):
         assert entry.offset >= 0
         assert entry.offset + entry.length <= offset
+
+
+def _decode_frame(frame: bytes) -> None:
+    into = np.zeros(_CHUNK.size, np.uint8)
+    assert BLOSC.decode(np.frombuffer(frame, np.uint8), into.size, into) == digest(into)
 
 
 def _with_crc(data: bytes) -> bytes:
@@ -334,6 +346,18 @@ DECODERS: tuple[Decoder, ...] = (
         .map(lambda data: data.decode("latin-1")),
     ),
     Decoder("a pack's footer", _decode_pack, _FOOTER, tampered_bytes(_FOOTER) | tampered_bytes(_FOOTER).map(_with_crc)),
+    Decoder(
+        "a pack's footer of version 2",
+        _decode_pack,
+        _FOOTER_2,
+        tampered_bytes(_FOOTER_2) | tampered_bytes(_FOOTER_2).map(_with_crc),
+    ),
+    Decoder(
+        "a compressed chunk",
+        _decode_frame,
+        _FRAME,
+        tampered_bytes(_FRAME) | tampered_bytes(_FRAME[:64]).map(lambda start: start + _FRAME[64:]),
+    ),
     Decoder("a catalog", _use_catalog, _CATALOG, _tampered_catalogs()),
     Decoder("a rank's part", _use_part, _PART, _tampered_parts()),
     Decoder(

@@ -38,6 +38,7 @@ from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
 __all__ = [
     "CHUNK",
+    "CODEC_CHANGED",
     "KINDS",
     "SLOW",
     "Life",
@@ -64,6 +65,10 @@ KINDS: Mapping[str, Medium] = {"posix": Medium.FILES, "chfs": Medium.SERVERS, "o
 """Kinds of the slower tier: a directory, servers without rename, an object store."""
 
 
+CODEC_CHANGED = "object, then small"
+"""The kind of an object store whose chunks are compressed from the second process on; not one of `KINDS`."""
+
+
 @dataclass(frozen=True)
 class Life:
     """What was done and what came of it."""
@@ -77,12 +82,14 @@ class Life:
 
     @property
     def media(self) -> Mapping[str, Medium]:
-        return {"ram": Medium.SHARED_MEMORY, SLOW: KINDS[self.kind]}
+        return {"ram": Medium.SHARED_MEMORY, SLOW: KINDS[self.kind.partition(",")[0]]}
 
 
-def config_of(kind: str, place: Path) -> StoreConfig:
+def config_of(kind: str, place: Path, *, codec: str | None = None) -> StoreConfig:
     """A store below ``place``; the slower tier of another kind than ``posix`` is given by `slow_stores`."""
-    policy: dict[str, Any] = {"name": SLOW, "retain": {"kind": "last_n", "n": 3}, "retries": 0}
+    codec = codec or ("small" if kind == CODEC_CHANGED else "none")
+    kind = kind.partition(",")[0]
+    policy: dict[str, Any] = {"name": SLOW, "retain": {"kind": "last_n", "n": 3}, "retries": 0, "codec": codec}
     survives = {"survives": "node"}  # the servers are on other nodes
     slow: dict[str, dict[str, Any]] = {
         "posix": {"kind": "posix", "path": place / SLOW, "direct": False},
@@ -121,7 +128,7 @@ async def live(kind: str, place: Path, *, seed: int | None = None) -> Life:
         slow_stores(lambda: slow_store(kind, objects, journal)),
         dead_when_it_is_read(recorder),
     ):
-        life = _Living(config_of(kind, place), journal, objects)
+        life = _Living(config_of(kind, place, codec="none"), config_of(kind, place), journal, objects)
         await (life.follow_the_script() if seed is None else life.wander(random.Random(seed)))
         recorder.look()
         left = {tier: files_in(folder) for tier, folder in folders.items()}
@@ -150,7 +157,9 @@ def dead_when_it_is_read(recorder: FileRecorder) -> Iterator[None]:
 
 
 class _Living:
-    def __init__(self, config: StoreConfig, journal: Journal, objects: Objects) -> None:
+    def __init__(self, first: StoreConfig, config: StoreConfig, journal: Journal, objects: Objects) -> None:
+        """``first`` is the configuration of the first process."""
+        self._first: StoreConfig | None = first
         self._config = config
         self._journal = journal
         self._objects = objects
@@ -227,7 +236,8 @@ class _Living:
     @contextlib.asynccontextmanager
     async def _opened(self, *, dies: bool = False) -> AsyncIterator[CheckpointStore]:
         """A store that is closed in the end, or left with everything undone, as its process ends."""
-        opening = CheckpointStore.open(self._config)
+        config, self._first = self._first or self._config, None
+        opening = CheckpointStore.open(config)
         opening.subscribe(self._hear)
         store = await opening
         yield store

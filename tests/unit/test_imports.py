@@ -18,6 +18,7 @@ OPTIONAL = (
     "lightning",
     "matplotlib",
     "mpi4py",
+    "numcodecs",
     "obstore",
     "orbax",
     "prometheus_client",

@@ -13,6 +13,7 @@ from tieredckpt import __version__
 from tieredckpt.cli.agent import agent
 from tieredckpt.cli.bench import bench
 from tieredckpt.cli.bench_chfs import bench_chfs
+from tieredckpt.cli.bench_codecs import bench_codecs
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.copy import copy
 from tieredckpt.cli.demo import demo
@@ -93,6 +94,7 @@ def _reporting(verb: Callable[..., None]) -> Callable[..., None]:
 _bench = typer.Typer(invoke_without_command=True)
 _bench.callback()(_reporting(bench))
 _bench.command("chfs")(_reporting(bench_chfs))
+_bench.command("codecs")(_reporting(bench_codecs))
 app.add_typer(_bench, name="bench")
 
 for _verb in (

@@ -15,6 +15,7 @@ from tieredckpt.cli.opening import newest_step
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.errors import Invalid
 from tieredckpt.plan.assumed import NODE_MTBF, SHARED_AT_MOST, SOURCE, STATE_OF_A_NODE, Assumption
+from tieredckpt.plan.codecs import gains
 from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, doubts, rungs
 from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
 
@@ -90,11 +91,32 @@ class Asked:
     doubts: list[str]
 
     def told(self) -> dict[str, object]:
-        """What was assumed, and the doubts, as JSON."""
-        return {"assumed": [asdict(each) for each in self.assumed], "doubts": self.doubts}
+        """What codecs do for the tiers, what was assumed, and the doubts, as JSON."""
+        return {
+            "codecs": [asdict(each) for each in gains(self.scenario)],
+            "assumed": [asdict(each) for each in self.assumed],
+            "doubts": self.doubts,
+        }
 
     def show(self) -> None:
-        """Print what was assumed, and the doubts."""
+        """Print what codecs do for the tiers, what was assumed, and the doubts."""
+        print_table(
+            "codecs, of which `bench codecs` measures what they make of a state of yours",
+            ("tier", "codec", "", "a step adds", "CPU", "promoted in", "saves time"),
+            [
+                (
+                    each.tier,
+                    each.codec,
+                    "chosen" if each.chosen else "",
+                    format_size(each.nbytes),
+                    f"{each.cpu_seconds:.3g} s",
+                    format_duration(each.seconds),
+                    f"below {format_rate(each.saves_time_below)}" if each.saves_time_below else "",
+                )
+                for each in gains(self.scenario)
+            ],
+            right=("a step adds", "CPU", "promoted in"),
+        )
         for doubt in self.doubts:
             errors().print(f"note: {printable(doubt)}", style="yellow")
         if self.assumed:
@@ -131,6 +153,8 @@ def scenario(
             found.append(Assumption(what, meant, _UNTOLD))
     if changed is None:
         found.append(Assumption("changed", "all of the state", "an optimizer touches every weight"))
+    if any(tier.codec != "none" for tier in config.tiers):
+        found.append(Assumption("codecs", "as on a GPT with AdamW", "`bench codecs` measures your state"))
     asked = Scenario(
         config=config,
         state=nbytes,
@@ -163,14 +187,14 @@ def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
 
 def _speed(rung: Rung, nodes: int) -> Assumption:
     kind = rung.config.kind
-    each = rung.write / nodes
+    each = rung.device / nodes
     if kind == "ram":
         why = f"{format_rate(each)} a node; `plan --measure` measures it"
-    elif nodes > 1 and rung.write == SHARED_AT_MOST:
+    elif nodes > 1 and rung.device == SHARED_AT_MOST:
         why = f"the file system of {SOURCE}"
     else:
         why = f"{format_rate(each)} a node" + ("; `plan --measure` measures it" if nodes == 1 else "")
-    return Assumption(f"speed of {rung.name}", format_rate(rung.write), why)
+    return Assumption(f"speed of {rung.name}", format_rate(rung.device), why)
 
 
 def rates(option: str, options: Sequence[str] | None, nodes: int) -> dict[str, float]:

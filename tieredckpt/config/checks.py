@@ -65,6 +65,10 @@ def _conflicts(store: StoreSettings) -> list[Problem]:
         if i > 0 and kind_of(tier).in_memory:
             also = "there is one already" if store.tiers[0] is store.ram else "it is the nearest"
             wrong.append((at, f"a ram tier must be the only one and come first: {also}; move or remove it"))
+        for name in ("codec", "codec_threads"):
+            if kind_of(tier).in_memory and getattr(tier, name) != type(tier).model_fields[name].default:
+                text = "is not for a ram tier, whose memory is mapped; say it for slower tiers"
+                wrong.append(((*at, name), text))
         if tier.location is not None:
             other = locations.setdefault(tier.location, tier.name)
             if other != tier.name:

@@ -185,6 +185,10 @@ class TierConfig(Settings):
     """Bytes a second; an operation on more bytes may take so much longer."""
     rate_limit: Annotated[Rate, Field(gt=0)] | None = None
     """Bytes a second that promotion to this tier may use; None for all there are."""
+    codec: Literal["none", "fast", "small"] = "none"
+    """How chunks are compressed, without loss: ``fast`` by LZ4, ``small`` by Zstandard. Stock readers open both."""
+    codec_threads: Threads = 1
+    """How many threads compress at a time."""
 
     if TYPE_CHECKING:  # every kind has its own, as a field or a property; pydantic would give them all these
 

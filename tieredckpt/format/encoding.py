@@ -2,10 +2,19 @@
 
 What is stored of a chunk is its *frame* and, with some encodings, a checksum of the frame. How long it is, only its
 extent says. Codecs that call a library build their `Encoding` elsewhere, and add it to `ENCODINGS`.
+
+A compressed chunk is a frame of Blosc 1 (https://github.com/Blosc/c-blosc, README_CHUNK_FORMAT.rst)::
+
+    0   version (2) 1   version of the compressor's format (1) 1   flags 1   bytes of an item 1
+    4   bytes of the chunk (uint32)   bytes of a block (uint32)   bytes of the frame (uint32)
+    16  the chunk as it is, if the flags say so; else where each block begins (int32), and the blocks
+
+Decoders of others crash on forged frames: `check_frame` goes before them.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -18,12 +27,22 @@ from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import copy_start_and_digest, digest_and_checksum, digest_array
 from tieredckpt.format.layout import ALIGNMENT, aligned
 
-__all__ = ["CRC32C", "ENCODINGS", "PLAIN", "Encoded", "Encoding"]
+__all__ = ["CRC32C", "ENCODINGS", "FRAME_HEADER", "PLAIN", "Encoded", "Encoding", "check_frame", "stored_header"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Size = TypeVar("Size", int, NDArray[np.uint64])
 
+FRAME_HEADER: Final = 16
+"""Bytes before the content of a frame of Blosc 1."""
+
 _CHECKSUM_SIZE = 4
+_HEADER = struct.Struct("<BBBBIII")
+_VERSIONS = 2, 1
+_IS_STORED = 2
+_COMPRESSORS = 1, 4
+"""LZ4 and Zstandard, in the upper three bits of the flags."""
+_RESERVED = 8
+_TYPESIZES = 1, 2, 4, 8
 
 
 class Encoded(NamedTuple):
@@ -66,12 +85,15 @@ class Encoding:
     def bounds(self, nbytes: Size) -> tuple[Size, Size]:
         """Bytes that are stored at least and at most of a chunk of ``nbytes``; of each, for an array."""
         most = nbytes + self.overhead
-        return (most if self.raw else 0 * nbytes + self.checksum_size + 1), most
+        return (most if self.raw else 0 * nbytes + FRAME_HEADER + 1 + self.checksum_size), most
 
     def fits(self, length: int, nbytes: int) -> bool:
-        """Whether ``length`` bytes may be what is stored of a chunk of ``nbytes``."""
+        """Whether ``length`` bytes may be what is stored of a chunk of ``nbytes``.
+
+        Below RAM no length fits both a raw and another encoding: what is as long as the chunk and its checksum is raw.
+        """
         least, most = self.bounds(nbytes)
-        return least <= length <= most
+        return least <= length <= most and (self.raw or length != nbytes + self.checksum_size)
 
     def stored_size(self, nbytes: int) -> int:
         """Bytes that a chunk of ``nbytes`` takes in a pack at most: up to the next page."""
@@ -102,8 +124,38 @@ class Encoding:
         if self.raw:
             return stored[:nbytes]
         chunk = np.empty(nbytes, np.uint8)
-        self.decode(np.frombuffer(stored, np.uint8)[: len(stored) - self.checksum_size], nbytes, chunk)
+        try:
+            self.decode(np.frombuffer(stored, np.uint8)[: len(stored) - self.checksum_size], nbytes, chunk)
+        except Corrupt as error:
+            raise Corrupt(f"{where}: {error}") from error
         return chunk.tobytes()
+
+
+def stored_header(nbytes: int, itemsize: int) -> bytes:
+    """The header of a frame that has a chunk of ``nbytes`` as it is behind it."""
+    flags = _IS_STORED | _COMPRESSORS[-1] << 5
+    return _HEADER.pack(*_VERSIONS, flags, min(itemsize, max(_TYPESIZES)), nbytes, nbytes, nbytes + FRAME_HEADER)
+
+
+def check_frame(frame: Bytes, nbytes: int) -> bool:
+    """Whether a frame has its chunk of ``nbytes`` as it is, behind the header. Raises `Corrupt` for no sound frame."""
+    if frame.size < FRAME_HEADER:
+        raise Corrupt(f"a chunk of {nbytes} bytes is stored in a frame of {frame.size}")
+    *versions, flags, typesize, chunk, block, length = _HEADER.unpack_from(frame)
+    fine = tuple(versions) == _VERSIONS and not flags & _RESERVED and typesize in _TYPESIZES and 0 < block <= chunk
+    if not fine or chunk != nbytes or length != frame.size:
+        raise Corrupt(f"a chunk of {nbytes} bytes has no frame of Blosc 1: {frame[:FRAME_HEADER].tobytes().hex()}")
+    if flags & _IS_STORED:
+        if length != nbytes + FRAME_HEADER:
+            raise Corrupt(f"a chunk of {nbytes} bytes lies as it is in a frame of {length}")
+        return True
+    starts = FRAME_HEADER + 4 * -(-chunk // block)
+    if flags >> 5 not in _COMPRESSORS or block % typesize or starts >= length:
+        raise Corrupt(f"a chunk of {nbytes} bytes has a frame of {length} that nothing here has written")
+    blocks = frame[FRAME_HEADER:starts].view("<u4")
+    if int(blocks.min()) < starts or int(blocks.max()) > length - 4:
+        raise Corrupt(f"a chunk of {nbytes} bytes has a frame with blocks outside of it")
+    return False
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -13,7 +13,9 @@ __all__ = [
     "BLOCKS",
     "CATALOGS",
     "CHUNK_DIGESTS",
+    "ENCODED_VERSION",
     "FORMAT_VERSION",
+    "FORMAT_VERSIONS",
     "LEASES",
     "MANIFEST",
     "MARKER",
@@ -40,6 +42,12 @@ __all__ = [
 
 FORMAT_VERSION = 1
 """Version of everything under a root; a reader refuses what it does not know."""
+
+ENCODED_VERSION = 2
+"""Version of the marker of a tier that may hold compressed chunks, and of the footers of packs that do."""
+
+FORMAT_VERSIONS = FORMAT_VERSION, ENCODED_VERSION
+"""What this version reads."""
 
 MARKER = "tieredckpt.json"
 """The file that tells whose root this is; written once."""

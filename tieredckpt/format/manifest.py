@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -115,6 +115,7 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
 
     store: _Uuid
     format_version: int = layout.FORMAT_VERSION
+    """Of the tier: `layout.ENCODED_VERSION` once it was given compressed chunks."""
     digest: str = digests.NAME
     forked_from: tuple[_Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
     """The stores of which this one is a copy that was given an identity of its own, the last first."""
@@ -131,6 +132,15 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     def fork(self, store: str) -> StoreMarker:
         """The marker of a copy that gets another identity."""
         return StoreMarker(store=store, forked_from=(self.store, *self.ancestors))
+
+    @property
+    def of_store(self) -> StoreMarker:
+        """What it says of the store, without what concerns its tier alone."""
+        return self.at_version(layout.FORMAT_VERSION)
+
+    def at_version(self, version: int) -> StoreMarker:
+        """The same on a tier of another format version."""
+        return self if version == self.format_version else msgspec.structs.replace(self, format_version=version)
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -189,16 +199,21 @@ def decode_marker(data: bytes, where: str) -> StoreMarker:
         marker = msgspec.json.decode(data, type=StoreMarker)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corrupt(f"{where}/{layout.MARKER} does not mark a tieredckpt store: {error}") from error
-    if marker.format_version != layout.FORMAT_VERSION or marker.digest != digests.NAME:
+    if marker.format_version not in layout.FORMAT_VERSIONS or marker.digest != digests.NAME:
         raise Corrupt(
             f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "
-            f"format {layout.FORMAT_VERSION} with {digests.NAME!r}: use a newer tieredckpt"
+            f"formats {' and '.join(map(str, layout.FORMAT_VERSIONS))} with {digests.NAME!r}: use a newer tieredckpt"
         )
     return marker
 
 
 def encode_step(
-    record: StepRecord, arrays: Mapping[str, ArrayIndex], *, btree_path: str, encoding: Encoding
+    record: StepRecord,
+    arrays: Mapping[str, ArrayIndex],
+    *,
+    btree_path: str,
+    encoding: Encoding,
+    others: Callable[[ArrayIndex], Encoding] | None = None,
 ) -> ocdbt.Index:
     """The two files that commit a step: the index nodes (``btree_path``) and the manifest.
 
@@ -207,6 +222,7 @@ def encode_step(
         arrays: every array; extents are relative to the tier's root.
         btree_path: where the nodes will be, relative to the tier's root.
         encoding: of the tier.
+        others: tells the encoding of each array, where a tier has had another one.
 
     Raises:
         Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
@@ -217,13 +233,16 @@ def encode_step(
     for array, count in zip(found, entries.counts, strict=True):
         if len(array.chunks) != count:
             raise ValueError(f"an array of {count} cells has {len(array.chunks)} chunks")
-    values: list[bytes | Extent] = [*entries.metadata([array.dtype for array in found], encoding)]
+    own = [encoding if others is None else others(array) for array in found]
+    dtypes = [array.dtype for array in found]
+    described = {name: entries.metadata(dtypes, each) for name, each in {each.name: each for each in own}.items()}
+    values: list[bytes | Extent] = [described[each.name][i] for i, each in enumerate(own)]
     if encoding.raw and not encoding.overhead:
         values += [chunk.where for array in found for chunk in array.chunks]
     else:
         values += [
-            encoding.encode_inline(where, array.grid.itemsize) if isinstance(where := chunk.where, bytes) else where
-            for array in found
+            each.encode_inline(where, array.grid.itemsize) if isinstance(where := chunk.where, bytes) else where
+            for array, each in zip(found, own, strict=True)
             for chunk in array.chunks
         ]
     table = entries.chunks_in_name_order([chunk.digest for array in found for chunk in array.chunks])

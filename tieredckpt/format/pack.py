@@ -5,9 +5,11 @@
     0         chunk, zeros up to the next multiple of 4096, chunk, ...
     end       count records of 32 bytes: digest (16), offset (uint64), length (uint64)
               zeros
-    size-40   trailer: magic (8) version (uint32) zero (uint32) end (uint64) count (uint64)
+    size-40   trailer: magic (8) version (uint32) encoding (uint32) end (uint64) count (uint64)
               zero (uint32) CRC-32C (uint32) of the footer up to here
     size
+
+Version 1 has encoding 0: chunks as they are. Version 2 has encoding 1: chunks in frames of Blosc 1.
 
 Integers are little-endian. ``end`` and the footer's length are multiples of 4096, so that the whole file can
 be written with direct I/O, and the last 4096 bytes tell how long the footer is.
@@ -36,6 +38,7 @@ __all__ = [
     "decode_table",
     "encode_footer",
     "footer_range",
+    "is_compressed",
 ]
 
 TRAILER_BLOCK: Final = 4096
@@ -48,7 +51,8 @@ RECORD: Final = np.dtype([("digest", "V16"), ("offset", "<u8"), ("length", "<u8"
 """One entry of the footer, 32 bytes."""
 
 _MAGIC = b"tckpack\n"
-_VERSION = 1
+_VERSIONS = {(1, 0): False, (2, 1): True}
+"""Whether chunks are compressed, by version and encoding."""
 _TRAILER = struct.Struct("<8sIIQQII")
 _CRC_SIZE = 4
 _MAX_SIZE = (1 << 63) - 1
@@ -63,12 +67,13 @@ class PackEntry:
     length: int
 
 
-def encode_footer(entries: Sequence[PackEntry], end: int) -> bytes:
+def encode_footer(entries: Sequence[PackEntry], end: int, *, compressed: bool = False) -> bytes:
     """The bytes to append to the chunks of a pack.
 
     Args:
         entries: the chunks, in any order.
         end: length of the data part, a multiple of 4096; the footer's place.
+        compressed: whether the chunks are.
 
     Raises:
         Invalid: an entry that is unaligned, empty, or reaches beyond ``end``, or a digest of another size.
@@ -89,7 +94,8 @@ def encode_footer(entries: Sequence[PackEntry], end: int) -> bytes:
     if (bad := _first_outside(table, end)) is not None:
         raise Invalid(f"a pack with {end} bytes of data cannot hold {entries[bad]}")
     padding = _footer_length(len(entries)) - table.nbytes - _TRAILER.size
-    trailer = _TRAILER.pack(_MAGIC, _VERSION, 0, end, len(entries), 0, 0)[:-_CRC_SIZE]
+    version = 2 if compressed else 1
+    trailer = _TRAILER.pack(_MAGIC, version, version - 1, end, len(entries), 0, 0)[:-_CRC_SIZE]
     footer = table.tobytes() + bytes(padding) + trailer
     return footer + crc32c(footer).to_bytes(_CRC_SIZE, "little")
 
@@ -145,10 +151,18 @@ def decode_table(footer: bytes, size: int) -> NDArray[Any]:
     return table
 
 
+def is_compressed(footer: bytes) -> bool:
+    """Whether the chunks of a pack are, by its footer, which was decoded."""
+    _, version, encoding, *_ = _TRAILER.unpack_from(footer, len(footer) - _TRAILER.size)
+    return _VERSIONS[version, encoding]
+
+
 def _parse_trailer(block: bytes) -> tuple[int, int]:
-    magic, version, zero, end, count, reserved, _ = _TRAILER.unpack_from(block, len(block) - _TRAILER.size)
-    if magic != _MAGIC or version != _VERSION or zero or reserved:
-        raise Corrupt(f"no pack of version {_VERSION}: its trailer begins with {magic!r}, version {version}")
+    magic, version, encoding, end, count, reserved, _ = _TRAILER.unpack_from(block, len(block) - _TRAILER.size)
+    if magic != _MAGIC or (version, encoding) not in _VERSIONS or reserved:
+        raise Corrupt(
+            f"no pack of versions 1 and 2: its trailer begins with {magic!r}, version {version}, encoding {encoding}"
+        )
     if end % TRAILER_BLOCK:
         raise Corrupt(f"a pack trailer says {end} bytes of data, which is no multiple of {TRAILER_BLOCK}")
     if count > MAX_CHUNKS:

@@ -7,9 +7,12 @@ unexpected interruptions in 54 days; stored up to 4 GB of state per GPU; on a fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
 __all__ = [
+    "CODECS",
     "COPY_OF_A_NODE",
     "MEDIUM_OF_A_NODE",
     "NETWORK_OF_A_NODE",
@@ -19,6 +22,7 @@ __all__ = [
     "SOURCE",
     "STATE_OF_A_NODE",
     "Assumption",
+    "CodecFigures",
 ]
 
 SOURCE = "Llama 3, arXiv:2407.21783"
@@ -34,6 +38,26 @@ COPY_OF_A_NODE, MEDIUM_OF_A_NODE, NETWORK_OF_A_NODE = 5e9, 2e9, 10e9
 
 SHARED_BY_A_NODE, SHARED_AT_MOST = 1e9, 2e12
 """Bytes a second of a file system or object store that all nodes use: 1 GB/s for each node, 2 TB/s for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecFigures:
+    """A codec on one core."""
+
+    share: float
+    """Of a state's bytes that is stored."""
+    encode: float
+    """Bytes of the state a second."""
+    decode: float
+    """Bytes of the state a second."""
+
+
+CODECS: Final = {
+    "none": CodecFigures(1.0, math.inf, math.inf),
+    "fast": CodecFigures(0.846, 2.6e9, 4.5e9),
+    "small": CodecFigures(0.809, 1.0e9, 3.2e9),
+}
+"""Of a GPT of 10 million parameters in mixed precision with AdamW after 300 steps, on a core of an AMD EPYC (Zen 5)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def _tier(scenario: Scenario, rung: Rung, seen: TierPace) -> TierForecast:
         growing=seen.growing,
         nbytes=seen.nbytes,
         capacity=rung.capacity,
-        rate=rung.write,
+        rate=rung.device,
         assumed=rung.assumed,
         busy=min(1.0, seen.written / rung.write),
         restore=scenario.state / rung.read,

@@ -179,7 +179,7 @@ def pace(scenario: Scenario) -> Pace:
                 lag=_mean([lag for _, lag in rollout.arrivals[tier.name]], 0.0),
                 steps=rollout.most[tier.name],
                 growing=rollout.grows(tier.name),
-                nbytes=scenario.used(rollout.most[tier.name]),
+                nbytes=scenario.used(rollout.most[tier.name], tier.rung.share),
                 written=rollout.written[tier.name] / rollout.now,
             )
             for tier in rollout.world.rungs

@@ -40,11 +40,15 @@ class Rung:
     at_most: int | None
     """The capacity where nothing that it holds may go; None where that is ``capacity``."""
     write: float
-    """Bytes a second."""
+    """Bytes of the state a second, with its codec."""
     read: float
-    """Bytes a second."""
+    """Bytes of the state a second, with its codec."""
+    device: float
+    """Bytes a second that it is written at."""
     assumed: bool
     """Nobody said how fast it is."""
+    share: float = 1.0
+    """Of a state's bytes that it stores."""
 
     @property
     def name(self) -> str:
@@ -114,13 +118,13 @@ class Scenario:
         rate = self.nodes * (tier.rate_limit or assumed.NETWORK_OF_A_NODE)
         return self.added(1) * (tier.replicas - 1) / rate
 
-    def added(self, held: int) -> int:
-        """Bytes that one more step takes on a tier that holds so many."""
-        return math.ceil(self.state * self.changed) if held else self.state
+    def added(self, held: int, share: float = 1.0) -> int:
+        """Bytes that one more step takes on a tier that holds so many, and stores that share of the bytes."""
+        return math.ceil(share * (math.ceil(self.state * self.changed) if held else self.state))
 
-    def used(self, held: int) -> int:
+    def used(self, held: int, share: float = 1.0) -> int:
         """Bytes that so many steps take on a tier: chunks that are the same lie there once."""
-        return self.state + (held - 1) * math.ceil(self.state * self.changed) if held else 0
+        return math.ceil(share * (self.state + (held - 1) * math.ceil(self.state * self.changed))) if held else 0
 
     def stall(self) -> float:
         """Seconds that a save takes from the training when its tier has room."""
@@ -146,7 +150,7 @@ def rungs(
     names = [tier.name for tier in config.tiers]
     if unknown := sorted((writes.keys() | reads.keys()) - set(names)):
         raise Invalid(f"there is no tier {unknown[0]!r} (tiers: {', '.join(names)})")
-    return tuple(_rung(tier, state, nodes, writes, reads) for tier in config.tiers)
+    return tuple(_rung(tier, state, nodes, config.copy_threads, writes, reads) for tier in config.tiers)
 
 
 def doubts(config: StoreConfig, nodes: int) -> list[str]:
@@ -164,16 +168,26 @@ def doubts(config: StoreConfig, nodes: int) -> list[str]:
     return found
 
 
-def _rung(tier: TierConfig, state: int, nodes: int, writes: Mapping[str, float], reads: Mapping[str, float]) -> Rung:
-    kind = kind_of(tier)
-    write = writes.get(tier.name, _assumed_speed(tier, nodes))
+def _rung(
+    tier: TierConfig, state: int, nodes: int, threads: int, writes: Mapping[str, float], reads: Mapping[str, float]
+) -> Rung:
+    kind, codec = kind_of(tier), assumed.CODECS[tier.codec]
+    device = writes.get(tier.name, _assumed_speed(tier, nodes))
     capacity, at_most = None, None
     if tier.capacity == "auto":
         capacity, at_most = _SNAPSHOTS * state, _SNAPSHOTS_AT_MOST * state
     elif tier.capacity is not None:
         capacity = tier.capacity * (nodes if kind.in_memory else 1)
     return Rung(
-        tier, kind.survives(tier), capacity, at_most, write, reads.get(tier.name, write), tier.name not in writes
+        tier,
+        kind.survives(tier),
+        capacity,
+        at_most,
+        min(device / codec.share, codec.encode * tier.codec_threads * nodes),
+        min(reads.get(tier.name, device) / codec.share, codec.decode * threads * nodes),
+        device,
+        tier.name not in writes,
+        codec.share,
     )
 
 

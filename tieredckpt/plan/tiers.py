@@ -43,7 +43,7 @@ class WorldTier(Tier):
 
     @property
     def used(self) -> int:
-        return self._scenario.used(len(self.steps.held) + len(self.unseen))
+        return self._scenario.used(len(self.steps.held) + len(self.unseen), self.rung.share)
 
     @property
     def capacity(self) -> int | None:

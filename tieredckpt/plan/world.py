@@ -239,7 +239,7 @@ class World(State):
                 if self._try_evict(older, tier) and self._fits(tier):
                     return True
         most = tier.rung.at_most
-        return most is not None and tier.used + self.scenario.added(len(tier.steps.held)) <= most
+        return most is not None and tier.used + self.scenario.added(len(tier.steps.held), tier.rung.share) <= most
 
     def replace_oldest(self, tier: WorldTier) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room; never the last good copy."""
@@ -258,7 +258,10 @@ class World(State):
                 self._try_evict(step, tier)
 
     def _fits(self, tier: WorldTier) -> bool:
-        return tier.capacity is None or tier.used + self.scenario.added(len(tier.steps.held)) <= tier.capacity
+        return (
+            tier.capacity is None
+            or tier.used + self.scenario.added(len(tier.steps.held), tier.rung.share) <= tier.capacity
+        )
 
     def _elsewhere(self, step: StepId, tier: WorldTier) -> bool:
         return any(step in other.steps.held and other.answers for other in self.tiers if other is not tier)

@@ -42,6 +42,18 @@ def test_plan_and_simulation_expect_the_same(told: Told, settings: Path) -> None
     assert planned["losses"][1]["tier"] == "disk"
 
 
+def test_both_say_what_codecs_do_for_each_slower_tier(told: Told, settings: Path) -> None:
+    settings.write_text(settings.read_text() + 'codec = "small"\n')
+    planned, simulated = told("plan", settings, *JOB), told("simulate", settings, *JOB, "--days", 0.1)
+    assert planned["codecs"] == simulated["codecs"]
+    assert [(each["tier"], each["codec"], each["chosen"]) for each in planned["codecs"]] == [
+        ("disk", "none", False),
+        ("disk", "fast", False),
+        ("disk", "small", True),
+    ]
+    assert "codecs" in {each["what"] for each in planned["assumed"]}
+
+
 def test_people_get_tables(run: Callable[..., Any], settings: Path) -> None:
     planned, simulated = run("plan", settings, *JOB), run("simulate", settings, *JOB, "--days", 1)
     assert planned.exit_code == simulated.exit_code == 0

@@ -321,6 +321,15 @@ policies = [
             {"tiers": {"ram": {"kind": "ram", "capacity": 0}, **disk()["tiers"]}},
             r"tiers\.ram\.capacity: should be",
         ),
+        (
+            {"tiers": {"ram": {"kind": "ram", "codec": "fast"}, **disk()["tiers"]}},
+            r"tiers\.ram\.codec: is not for a ram tier",
+        ),
+        (
+            {"tiers": {"ram": {"kind": "ram", "codec_threads": 2}, **disk()["tiers"]}},
+            r"tiers\.ram\.codec_threads: is not for a ram tier",
+        ),
+        (disk(codec="zip"), r"tiers\.disk\.codec: should be"),
         ({"tiers": {"k": {"kind": "kvstore", "spec": "bucket"}}}, r"tiers\.k\.spec: should be a URL"),
         ({"tiers": {"k": {"kind": "kvstore", "spec": {"path": "/k"}}}}, r"tiers\.k\.spec: .*`driver`"),
         (

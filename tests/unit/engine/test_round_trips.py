@@ -36,7 +36,12 @@ def settings_of(shared_memory: Path, tmp_path: Path) -> dict[str, StoreConfig]:
         "ram": ram(shared_memory, on_close="keep"),
         "posix": folder(tmp_path / "posix"),
         "memory": {"kind": "kvstore", "spec": {"driver": "memory"}, "retries": 0},
-        "file": {"kind": "kvstore", "spec": {"driver": "file", "path": f"{tmp_path}/file/"}, "retries": 0},
+        "file": {
+            "kind": "kvstore",
+            "spec": {"driver": "file", "path": f"{tmp_path}/file/"},
+            "retries": 0,
+            "codec": "small",
+        },
     }
     return {kind: config({"only": tier}, chunk_size=4096, name="of-test") for kind, tier in tiers.items()}
 

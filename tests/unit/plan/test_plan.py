@@ -10,6 +10,7 @@ import pytest
 
 from tieredckpt.config import load
 from tieredckpt.errors import Invalid
+from tieredckpt.plan.codecs import gains
 from tieredckpt.plan.forecast import forecast
 from tieredckpt.plan.measure import measure_copy, measure_tier
 from tieredckpt.plan.scenario import Kind, Scenario, rungs
@@ -114,3 +115,35 @@ async def test_a_measurement_leaves_nothing_on_the_tier(tmp_path: Path) -> None:
     assert read > 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert measure_copy(1 << 20) > 0
+
+
+def with_codec(codec: str, speed: float, **settings: Any) -> Scenario:
+    far = {**LADDER["lustre"], "codec": codec, **settings}
+    return scenario({"ram": LADDER["ram"], "far": far}, ram=50.0 * GB, far=speed)
+
+
+def test_a_codec_takes_less_room_and_is_faster_on_devices_that_are_slower_than_it() -> None:
+    plain, small = (forecast(with_codec(codec, 0.5 * GB)) for codec in ("none", "small"))
+    assert small.tiers[1].nbytes == pytest.approx(0.809 * plain.tiers[1].nbytes, abs=2)
+    assert small.tiers[1].lag == pytest.approx(0.809 * plain.tiers[1].lag)
+    assert small.tiers[1].restore == pytest.approx(0.809 * plain.tiers[1].restore)
+    plain, small = (forecast(with_codec(codec, 5.0 * GB)) for codec in ("none", "small"))
+    assert small.tiers[1].lag == pytest.approx(5 * plain.tiers[1].lag)  # as long as one thread compresses
+
+
+def test_gains_say_from_which_speed_on_a_codec_takes_longer_than_it_saves() -> None:
+    for codec in ("fast", "small"):
+        limit = next(each.saves_time_below for each in gains(with_codec(codec, GB, codec_threads=2)) if each.chosen)
+        for speed, saves in ((0.98 * limit, True), (1.02 * limit, False)):
+            found = {each.codec: each for each in gains(with_codec(codec, speed, codec_threads=2))}
+            assert (found[codec].seconds < found["none"].seconds) is saves
+            assert found[codec].nbytes < found["none"].nbytes == 100 * GB
+            assert found[codec].cpu_seconds > found["none"].cpu_seconds == 0
+
+
+def test_a_simulated_tier_with_a_codec_holds_more_steps() -> None:
+    held = [
+        forecast(with_codec(codec, GB, capacity=5 * 81 * GB, retain="all", promote="always")).tiers[1].steps
+        for codec in ("none", "small")
+    ]
+    assert held == [4, 5]

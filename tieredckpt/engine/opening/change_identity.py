@@ -57,9 +57,9 @@ async def fork(config: StoreConfig) -> tuple[str, str]:
                     f"fork each folder on its own"
                 )
         # RAM first, or the other folder would take it for its own.
-        await in_thread(_mark_ram, [each for each in mine if each.store == old.store], new)
-        for tier, _ in marked:
-            await marker_file.write(tier.store, new)
+        await in_thread(_mark_ram, [each for each in mine if each.store == old.store], new.of_store)
+        for tier, marker in marked:
+            await marker_file.write(tier.store, new.at_version(marker.format_version))
     return old.store, new.store
 
 

@@ -19,6 +19,7 @@ from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.checks import doubtful
 from tieredckpt.config.kinds import exists, kind_of
+from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
 from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
@@ -28,11 +29,10 @@ from tieredckpt.engine.state.state import Role, State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Events, RamLeftAlone, TierHangs
 from tieredckpt.format.manifest import StepId, StoreMarker
 from tieredckpt.settings import explain
-from tieredckpt.units import format_size
 
 __all__ = ["connect", "connect_ram", "identify", "make_tiers", "reopen"]
 
@@ -141,13 +141,19 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
+    written = None
     if (marker is None or damaged) and state.identity.marker is not None and writes:
-        await marker_file.write(tier.store, state.identity.marker)
+        written = state.identity.marker.at_version(tier.format_version)
+        await marker_file.write(tier.store, written)
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
-        known = marker or state.identity.marker
-        await scan_tier(tier, marker.store if marker is not None else None)  # without a marker it has no catalogs
+        known = written or marker or state.identity.marker
+        # Without a marker it has no catalogs; without its own, the footers tell its version, which catalogs do not.
+        await scan_tier(tier, marker.store if marker is not None and not damaged else None)
         if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
+        if writes and known is not None and known.format_version < tier.format_version:
+            known = known.at_version(tier.format_version)
+            await marker_file.write(tier.store, known)  # before the first compressed chunk; earlier versions refuse it
         tier.marker = known
     if ram is not None:
         await note_owner(state)
@@ -228,12 +234,13 @@ async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | 
 
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
-    state.identity.marker, state.identity.made_up = marker, False
+    state.identity.marker, state.identity.made_up = marker.of_store, False
     for tier in state.tiers:
-        if not tier.in_memory and tier.marker is not None and tier.marker != marker:
-            tier.marker = marker
+        own = None if tier.marker is None else marker.at_version(tier.marker.format_version)
+        if not tier.in_memory and own is not None and tier.marker != own:
+            tier.marker = own
             if state.manages(tier):
-                await marker_file.write(tier.store, marker)
+                await marker_file.write(tier.store, own)
     await mark_ram(state)
 
 
@@ -294,7 +301,8 @@ async def identify(
         ],
         found,
     )
-    state.identity.marker, state.identity.made_up = choice.marker, choice.provisional
+    state.identity.marker = None if choice.marker is None else choice.marker.of_store
+    state.identity.made_up = choice.provisional
     if state.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
         state.identity.marker = next((each.marker for each in found), None)
     elif state.identity.marker is None and not state.read_only:
@@ -314,7 +322,7 @@ async def identify(
         await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
     await remove_stale_ram(state)
     if not state.read_only:
-        _refuse_what_cannot_fit(state)
+        refuse_what_cannot_fit(state)
         _tell_left(state, choice)
     return failures
 
@@ -372,30 +380,3 @@ def _common_place(state: State, group: Sequence[FoundRam]) -> str:
     noted = [place.location for place in owner.places] if owner is not None else []
     ours = {place.location for place in state.identity.places.values()}
     return next((where for where in noted if where in ours), noted[0] if noted else "")
-
-
-def _refuse_what_cannot_fit(state: State) -> None:
-    """Raise `Invalid` if no slower tier can hold a step as large as the newest; tell of single ones that cannot."""
-    newest = next(reversed(state.records().items()), None)
-    slower = [tier for tier in state.tiers if not tier.in_memory]
-    if newest is None or not slower:
-        return
-    step, record = newest
-    small = [
-        (tier, tier.capacity)
-        for tier in slower
-        if tier.marker is not None  # else what it holds is not known
-        and tier.capacity is not None
-        and tier.capacity < record.nbytes
-        # else its chunks are shared ones
-        and all(held.record.nbytes < record.nbytes for held in tier.steps.held.values())
-    ]
-    told = [
-        f"tier {tier.name!r} with its {format_size(capacity)} cannot hold a step as large as {step}, "
-        f"{format_size(record.nbytes)}; raise its capacity, or take the tier out"
-        for tier, capacity in small
-    ]
-    if len(small) == len(slower):
-        raise Invalid("\n".join(told))
-    for text in told:
-        _log.warning("%s", text)

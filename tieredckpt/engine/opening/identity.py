@@ -91,4 +91,4 @@ async def _is_of_another_format(tier: Tier) -> bool:
         found = msgspec.json.decode(data, type=dict[str, str | int])
     except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
-    return found.get("format_version") not in (None, layout.FORMAT_VERSION) and isinstance(found.get("store"), str)
+    return found.get("format_version") not in (None, *layout.FORMAT_VERSIONS) and isinstance(found.get("store"), str)

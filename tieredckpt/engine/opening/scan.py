@@ -289,14 +289,19 @@ def _adopt(ram: Ram, index: StepIndex) -> bool:
 
 
 async def pack_table(tier: Tier, key: str, size: int) -> NDArray[Any]:
-    """What the footer of a pack lists, of dtype `RECORD`. Raises `Corrupt`, `NotFound`, `TierUnavailable`."""
+    """What the footer of a pack lists, of dtype `RECORD`; the tier remembers whether that is compressed.
+
+    Raises `Corrupt`, `NotFound`, `TierUnavailable`.
+    """
     tail = bytearray(min(size, ALIGNMENT))
     await tier.store.get_into(key, size - len(tail), memoryview(tail))
     offset, length = pack.footer_range(bytes(tail), size)
     footer = tail[len(tail) - length :] if length <= len(tail) else bytearray(length)
     if length > len(tail):
         await tier.store.get_into(key, offset, memoryview(footer))
-    return pack.decode_table(bytes(footer), size)
+    table = pack.decode_table(bytes(footer), size)
+    tier.packs.compressed |= pack.is_compressed(bytes(footer))
+    return table
 
 
 async def _find_chunks(tier: Tier, key: str, size: int, footers: Footers) -> None:

@@ -11,12 +11,14 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.concurrency import in_thread, together
+from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
+from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal, seal_all, write_packs
+from tieredckpt.engine.promoting.encoder import Encoder
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -25,7 +27,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.encoding import Encoded, Encoding
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
@@ -36,7 +38,8 @@ _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
 
 _FIRST_PACK = 32 << 20
-"""Bytes of the first pack on a device that takes the slab's own memory: it idles until that pack is sealed."""
+"""Bytes of the first pack of chunks that are compressed, or on a device that takes the slab's own memory: the device
+idles until that pack is sealed."""
 _READS_AT_A_TIME = 8
 """Chunks of another tier than RAM: each request takes long there, or the device serves several at once."""
 _GROWTH = 4
@@ -97,15 +100,16 @@ async def _copy(
     begin = time.monotonic()
     was_there = again or step in tier.steps.damaged
     async with StepSource.open(origin, step) as source:
-        need = sum(map(tier.chunks.encoding.stored_size, _missing(source, tier, lost)[1].values()))
+        encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
+        need = sum(map(encoding.stored_size, _missing(source, tier, lost, encoding)[1].values()))
         await have_room(state, collector, step, tier, need)
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
                 return 0
             if again:
                 await _keep_own_extents(step, tier, leaving)
-            await refer_to_intact(state, tier, step, _sizes(source))
-            needs, sizes = _missing(source, tier, lost)
+            await refer_to_intact(state, tier, step, _sizes(source), encoding)
+            needs, sizes = _missing(source, tier, lost, encoding)
             record, written, encoded = source.index.record, WrittenPacks(), None
 
             async def encode(placed: dict[bytes, Extent]) -> None:
@@ -115,7 +119,7 @@ async def _copy(
 
             if needs:
                 try:
-                    async with aclosing(batches(state, source, tier, needs, sizes)) as found:
+                    async with aclosing(batches(state, source, tier, needs, sizes, encoding)) as found:
                         await write_packs(tier, found, written, None if was_there else encode)
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
@@ -148,12 +152,20 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
                 tier.packs.index[digest] = extent
 
 
+async def _encoding_of(step: StepId, tier: Tier) -> Encoding:
+    """How a tier stores a step that is committed anew, so that its arrays stay in one encoding."""
+    with suppress(TieredCkptError):  # an index that cannot be read is made from nothing
+        found = map(tier.packs.encoding_of_array, (await step_index.load(tier, step)).arrays.values())
+        return next((encoding for encoding in found if encoding is not tier.packs.encoding), tier.packs.encoding)
+    return tier.packs.encoding
+
+
 def _sizes(source: StepSource) -> dict[bytes, int]:
     return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
 
 
 def _missing(
-    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent]
+    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent], encoding: Encoding
 ) -> tuple[dict[bytes, Need], dict[bytes, int]]:
     """The chunks that the tier lacks and that are not lost, by digest: where each occurs, and its bytes."""
     needs: dict[bytes, Need] = {}
@@ -162,7 +174,7 @@ def _missing(
         for ordinal, chunk in enumerate(array.chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in lost:
                 continue
-            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
+            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes, encoding):
                 needs[chunk.digest] = (key, ordinal)
                 sizes[chunk.digest] = array.grid.cell_nbytes
     return needs, sizes
@@ -195,35 +207,47 @@ def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) 
 
 
 async def batches(
-    state: State, source: StepSource, target: Tier, needs: Mapping[bytes, Need], sizes: Mapping[bytes, int]
+    state: State,
+    source: StepSource,
+    target: Tier,
+    needs: Mapping[bytes, Need],
+    sizes: Mapping[bytes, int],
+    encoding: Encoding | None = None,
 ) -> AsyncGenerator[Batch, None]:
-    """The missing chunks, sealed, a pack's worth at a time.
+    """The missing chunks, sealed, a pack's worth at a time, in ``encoding`` or that of the target.
 
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    ram, encoding = source.tier.ram, target.chunks.encoding
+    ram, encoding = source.tier.ram, encoding or target.packs.encoding
+    encoder = Encoder(state, target, encoding, partial(_is_overtaken, state, source.step, target))
     from_slab, behind = ram is not None, ram is None or ram.slab.writable
     traits = target.store.traits
-    limit = min(
-        traits.object_size, limits.in_force.pack_size if from_slab else state.scratch.capacity // _SCRATCH_PACKS
-    )
-    first = min(limit, _FIRST_PACK) if from_slab and traits.direct_io else limit
+    room_limit = state.scratch.capacity // _SCRATCH_PACKS
+    if not (from_slab or encoding.raw):
+        room_limit //= 2  # chunks and frames of a pack both take scratch memory
+    limit = min(traits.object_size, limits.in_force.pack_size if from_slab else room_limit)
+    first = min(limit, _FIRST_PACK) if from_slab and (traits.direct_io or not encoding.raw) else limit
     threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)
-    room_limit = state.scratch.capacity // _SCRATCH_PACKS
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
-        batch = Batch()
+        batch = Batch(compressed=not encoding.raw)
         try:
             if ram is not None:
-                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoding, behind, threads)
+                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoder, behind, threads)
                 threads = 1
             else:
-                await _add_reads(state, source, batch, some, sizes, encoding)
+                await _add_reads(state, source, batch, some, sizes, encoder)
         except BaseException:
             await batch.lent.aclose()
             raise
         yield batch
+
+
+def _is_overtaken(state: State, step: StepId, tier: Tier) -> bool:
+    """Whether a newer step waits for the tier while this one is copied there."""
+    nearer = {other for each in state.tiers[: tier.index] for other in each.steps.held if other > step}
+    return any(is_due(state, other, tier) for other in nearer)
 
 
 def _packs(
@@ -264,7 +288,7 @@ async def _add_from_slab(
     batch: Batch,
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
-    encoding: Encoding,
+    encoder: Encoder,
     behind: bool,
     threads: int,
 ) -> None:
@@ -273,6 +297,7 @@ async def _add_from_slab(
     What was damaged in RAM comes from elsewhere.
     """
     payloads: list[Payload] = []
+    encoding = encoder.encoding
     for digest, (key, ordinal) in some:
         array = source.index.arrays[key]
         where, nbytes = array.chunks[ordinal].where, sizes[digest]
@@ -281,14 +306,15 @@ async def _add_from_slab(
         need = encoding.room(nbytes, behind=behind)
         room = await batch.carve(state.scratch, need) if need else None
         payloads.append(Payload(digest, nbytes, array.grid.itemsize, memory, room))
-    sealed = await seal_all(payloads, encoding, state.pool, threads)
+    sealed = await encoder.seal(payloads, threads)
     for encoded, (digest, (key, ordinal)) in zip(sealed, some, strict=True):
         if encoded is not None:
             batch.add(encoded)
             continue
         why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
         source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
-        batch.add(await _read(state, source, batch, (key, ordinal), sizes[digest], digest, encoding, bad=source.tier))
+        payload = await _read(state, source, batch, (key, ordinal), sizes[digest], digest, encoder, bad=source.tier)
+        await _add_sealed(batch, [payload], encoder)
 
 
 async def _add_reads(
@@ -297,19 +323,18 @@ async def _add_reads(
     batch: Batch,
     some: Sequence[tuple[bytes, Need]],
     sizes: Mapping[bytes, int],
-    encoding: Encoding,
+    encoder: Encoder,
 ) -> None:
     """Add chunks that are read, a few at a time, in their order."""
     turns = asyncio.Semaphore(_READS_AT_A_TIME)
-    found: dict[bytes, Encoded] = {}
+    found: dict[bytes, Payload] = {}
 
     async def read(digest: bytes, need: Need) -> None:
         async with turns:
-            found[digest] = await _read(state, source, batch, need, sizes[digest], digest, encoding)
+            found[digest] = await _read(state, source, batch, need, sizes[digest], digest, encoder)
 
     await together([read(digest, need) for digest, need in some])
-    for digest, _ in some:
-        batch.add(found[digest])
+    await _add_sealed(batch, [found[digest] for digest, _ in some], encoder)
 
 
 async def _read(
@@ -319,18 +344,23 @@ async def _read(
     need: Need,
     nbytes: int,
     digest: bytes,
-    encoding: Encoding,
+    encoder: Encoder,
     bad: Tier | None = None,
-) -> Encoded:
-    """A chunk that is read into scratch memory, from any tier but ``bad``, and encoded there."""
+) -> Payload:
+    """A chunk that is read into scratch memory, from any tier but ``bad``, and room there for what is stored of it."""
+    encoding = encoder.encoding
     memory = await batch.borrow(state.scratch, encoding.stored_size(nbytes))
     await source.read(*need, memory, bad=bad)
     more = encoding.room(nbytes, behind=True)
     room = await batch.borrow(state.scratch, more) if more else None
-    payload = Payload(digest, nbytes, source.index.arrays[need[0]].grid.itemsize, memory, room)
-    if (encoded := await in_thread(seal, payload, encoding, pool=state.pool)) is None:
-        raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
-    return encoded
+    return Payload(digest, nbytes, source.index.arrays[need[0]].grid.itemsize, memory, room)
+
+
+async def _add_sealed(batch: Batch, payloads: Sequence[Payload], encoder: Encoder) -> None:
+    for encoded in await encoder.seal(payloads, 1):
+        if encoded is None:
+            raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
+        batch.add(encoded)
 
 
 def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:

@@ -13,6 +13,7 @@ from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["refer_to_intact", "undoubted"]
@@ -20,7 +21,9 @@ __all__ = ["refer_to_intact", "undoubted"]
 _STEPS_ASKED = 4
 
 
-async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int]) -> None:
+async def refer_to_intact(
+    state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int], encoding: Encoding | None = None
+) -> None:
     """Make new commits refer to an intact copy of each chunk that the tier may have, or to none.
 
     A footer vouches for nothing. Where puts are not atomic it may be there without the chunks before it; and a
@@ -35,6 +38,7 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
         tier: a durable one.
         step: that is to be committed; None where it has no identity yet.
         sizes: bytes of each chunk that is to be referred to, by digest.
+        encoding: of the copies that are preferred; None for that of the tier.
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
@@ -51,9 +55,12 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
         verified = await in_thread(_verified, tier, index, unproven, pool=state.pool)
         unproven -= verified
         tier.packs.verified |= verified
+    wanted = encoding or tier.packs.encoding
     for digest in unproven | (tier.packs.duplicates.keys() & sizes.keys()):
         known = tier.packs.index.get(digest)
         copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
+        # The copies of before and after a change of `codec`: only one of them will do.
+        copies.sort(key=lambda extent: not wanted.fits(extent.length, sizes[digest]))
         tier.packs.forget(digest)
         for extent in copies:
             async with state.scratch.lend(sizes[digest]) as memory:
@@ -67,9 +74,9 @@ async def refer_to_intact(state: State, tier: Tier, step: StepId | None, sizes: 
         tier.packs.duplicates.pop(digest, None)
 
 
-def undoubted(tier: Tier, digest: bytes) -> bool:
-    """Whether a chunk may be referred to as it lies on the tier."""
-    known = digest in tier.packs.index and digest not in tier.packs.duplicates
+def undoubted(tier: Tier, digest: bytes, length: int) -> bool:
+    """Whether a chunk of which a rank's part says so many bytes may be referred to as it lies on the tier."""
+    known = tier.packs.has_of_part(digest, length) and digest not in tier.packs.duplicates
     return known and (digest in tier.packs.verified or not tier.packs.index.was_found(digest))
 
 

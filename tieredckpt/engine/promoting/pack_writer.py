@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -75,6 +76,8 @@ async def seal_all(
 class Batch:
     """Encoded chunks that become one pack, and the memory that was lent for them until it is written."""
 
+    compressed: bool
+    """Whether its chunks are in frames."""
     key: str = field(default_factory=lambda: layout.pack_key(layout.new_pack_id()))
     """Of the pack."""
     parts: list[Buffer] = field(default_factory=list)
@@ -95,9 +98,15 @@ class Batch:
         self.borrowed += memory.nbytes
         return memory
 
-    async def carve(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
-        """As `borrow`, for so few pages that borrowing them one by one would cost more than what is done with them."""
-        if self.block.nbytes < nbytes:
+    async def carve(self, scratch: Scratch | None, nbytes: int) -> npt.NDArray[np.uint8]:
+        """As `borrow`, for so few pages that borrowing them one by one would cost more than what is done with them.
+
+        New memory where there is no scratch memory to wait for.
+        """
+        if self.block.nbytes < nbytes and scratch is None:
+            self.block = np.frombuffer(mmap.mmap(-1, max(nbytes, _BLOCK)), np.uint8)
+        elif self.block.nbytes < nbytes:
+            assert scratch is not None
             self.block = await self.borrow(scratch, max(nbytes, _BLOCK))
         carved, self.block = self.block[:nbytes], self.block[nbytes:]
         return carved
@@ -149,7 +158,8 @@ def _first(errors: BaseException) -> BaseException:
 
 
 async def _write_pack(tier: Tier, batch: Batch, written: WrittenPacks) -> None:
-    footer = encode_footer([PackEntry(digest, at.offset, at.length) for digest, at in batch.places], batch.size)
+    entries = [PackEntry(digest, at.offset, at.length) for digest, at in batch.places]
+    footer = encode_footer(entries, batch.size, compressed=batch.compressed)
     await tier.store.put(batch.key, [*batch.parts, footer])
     written.sizes[batch.key] = batch.size + len(footer)
     written.extents.update(batch.places)

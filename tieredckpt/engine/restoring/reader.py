@@ -126,7 +126,13 @@ async def read_pieces(
     """
     if tier.ram is not None:
         return await _from_slab(state, source, tier, tier.ram, pieces)
-    return await _from_packs(state, source, tier, pieces, digested_reads)
+    failed: list[Piece] = []
+    in_each: dict[Encoding, list[Piece]] = {}
+    for piece in pieces:
+        in_each.setdefault(tier.chunks.encoding_of(piece.extent, piece.nbytes), []).append(piece)
+    for encoding, some in in_each.items():
+        failed += await _from_packs(state, source, tier, encoding, some, digested_reads)
+    return failed
 
 
 async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pieces: list[Piece]) -> list[Piece]:
@@ -195,13 +201,10 @@ def _runs(pieces: list[Piece], encoding: Encoding) -> list[Run]:
 
 
 async def _from_packs(
-    state: State, source: StepSource, tier: Tier, pieces: list[Piece], digested_reads: int
+    state: State, source: StepSource, tier: Tier, encoding: Encoding, pieces: list[Piece], digested_reads: int
 ) -> list[Piece]:
-    """Read runs of extents, several at a time; what was not intact."""
+    """Read runs of extents in one encoding, several at a time; what was not intact."""
     failed: list[Piece] = []
-    if not pieces:
-        return failed
-    encoding = tier.chunks.encoding
     waiting = deque(_runs(pieces, encoding))
     traits = tier.store.traits
     if encoding.raw and traits.digested_reads and isinstance(tier.store, GetDigested):
@@ -210,7 +213,7 @@ async def _from_packs(
         runs_at_once = min(digested_reads or traits.digested_reads, max(1, limits.in_force.reads_under_way // largest))
     else:
         # Besides what is being read, as much is being verified.
-        read = partial(_through_scratch, state, tier, reading=asyncio.Semaphore(_REMOTE_READS))
+        read = partial(_through_scratch, state, tier, encoding, reading=asyncio.Semaphore(_REMOTE_READS))
         runs_at_once = 2 * _REMOTE_READS
 
     async def reader() -> None:
@@ -274,12 +277,13 @@ def _put(pieces: Iterable[tuple[Piece, Bytes]]) -> None:
         piece.put(memory)
 
 
-async def _through_scratch(state: State, tier: Tier, run: Run, *, reading: asyncio.Semaphore) -> list[Piece]:
+async def _through_scratch(
+    state: State, tier: Tier, encoding: Encoding, run: Run, *, reading: asyncio.Semaphore
+) -> list[Piece]:
     """Read a run into scratch memory and verify it there, while others are being read; what was not intact."""
 
     def unpack(memory: Bytes) -> list[Piece]:
         bad = []
-        encoding = tier.chunks.encoding
         for piece in run.pieces:
             start = piece.extent.offset - run.offset
             if not deliver(piece, memory[start : start + piece.extent.length - encoding.checksum_size], encoding):

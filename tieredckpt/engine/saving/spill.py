@@ -11,7 +11,8 @@ from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import needing
-from tieredckpt.engine.promoting.pack_writer import Batch, Payload, seal_all, write_packs
+from tieredckpt.engine.promoting.encoder import Encoder
+from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import Copied, Snapshot
@@ -26,6 +27,9 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
 __all__ = ["Located", "Refused", "attributed", "stream", "usable_ram"]
+
+_PACKS_UNDER_WAY = 4
+"""Frames of a pack take at most this fraction of scratch memory: two are in flight, one is being filled."""
 
 Located = dict[tuple[int, int], Chunk]
 """Where the chunk of each cell lies, by index of the leaf and ordinal of the cell."""
@@ -200,22 +204,28 @@ async def _batches(
     state: State, tier: Tier, snapshot: Snapshot, waiting: Sequence[Copied], slab: Slab
 ) -> AsyncGenerator[Batch, None]:
     traits, encoding = tier.store.traits, tier.chunks.encoding
+    encoder = Encoder(state, tier, encoding, lambda: True)  # the training waits
     limit = min(traits.object_size, limits.in_force.pack_size) if traits.ranged_get else 0
+    if not encoding.raw:
+        limit = min(limit, state.scratch.capacity // _PACKS_UNDER_WAY)
     pack: list[Copied] = []
     left = limit
     for done in waiting:
         size = encoding.stored_size(done.cell.nbytes)
         if pack and size > left:
-            yield await _sealed(state, tier, snapshot, pack, slab)
+            yield await _sealed(state, tier, snapshot, pack, slab, encoder)
             pack, left = [], limit
         pack.append(done)
         left -= size
     if pack:
-        yield await _sealed(state, tier, snapshot, pack, slab)
+        yield await _sealed(state, tier, snapshot, pack, slab, encoder)
 
 
-async def _sealed(state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[Copied], slab: Slab) -> Batch:
-    batch, encoding = Batch(), tier.chunks.encoding
+async def _sealed(
+    state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[Copied], slab: Slab, encoder: Encoder
+) -> Batch:
+    encoding = tier.chunks.encoding
+    batch = Batch(compressed=not encoding.raw)
     tier.packs.streamed_to.add(batch.key)
     try:
         payloads: list[Payload] = []
@@ -223,9 +233,11 @@ async def _sealed(state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[C
             nbytes = done.cell.nbytes
             memory = slab.array[done.offset : done.offset + encoding.stored_size(nbytes)]
             need = encoding.room(nbytes, behind=True)
-            room = await batch.carve(state.scratch, need) if need else None
+            # Scratch memory that the tree passes through may be full of it.
+            of_scratch = slab is not state.scratch.slab
+            room = await batch.carve(state.scratch if of_scratch else None, need) if need else None
             payloads.append(Payload(done.digest, nbytes, snapshot.grids[done.cell.array].itemsize, memory, room))
-        for encoded in await seal_all(payloads, encoding, state.pool, state.config.copy_threads):
+        for encoded in await encoder.seal(payloads, state.config.copy_threads):
             if encoded is None:
                 raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
             batch.add(encoded)

@@ -24,14 +24,14 @@ async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Byt
 
     ``where`` is its extent, or its bytes as an index has them. Raises as a blob store does, and `Corrupt`.
     """
-    encoding = tier.chunks.encoding
     place = "the index"
     if isinstance(where, bytes):
         found = await in_thread(PLAIN.decode, np.frombuffer(where, dtype=np.uint8), into.size, into, pool=pool)
     else:
-        place = where.path
+        place, encoding = where.path, tier.chunks.encoding_of(where, into.size)
+        told = f"tier {tier.name!r}: a chunk of {into.size} bytes lies in {place} with {where.length}"
         if not encoding.fits(where.length, into.size):
-            raise Corrupt(f"tier {tier.name!r}: a chunk of {into.size} bytes lies in {place} with {where.length}")
+            raise Corrupt(told)
         if encoding.raw:
             await tier.store.get_into(where.path, where.offset, memoryview(into))
             found = await in_thread(digest_array, into, pool=pool)
@@ -39,6 +39,9 @@ async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Byt
             # Not of scratch memory: who has some of it, as ``into`` may be, must not wait for more.
             frame = np.empty(where.length - encoding.checksum_size, dtype=np.uint8)
             await tier.store.get_into(where.path, where.offset, memoryview(frame))
-            found = await in_thread(encoding.decode, frame, into.size, into, pool=pool)
+            try:
+                found = await in_thread(encoding.decode, frame, into.size, into, pool=pool)
+            except Corrupt as error:
+                raise Corrupt(f"{told}: {error}") from error
     if found != digest:
         raise Corrupt(f"tier {tier.name!r}: a chunk in {place} has digest {found.hex()}, not {digest.hex()}")

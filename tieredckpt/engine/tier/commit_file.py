@@ -39,7 +39,9 @@ def free_btree_key(tier: Tier, step: StepId) -> str:
 
 async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
     """Encode the commit of a step, whose nodes will lie at ``btree_key``."""
-    work = partial(encode_step, record, arrays, btree_path=btree_key, encoding=tier.chunks.encoding)
+    others = None if tier.in_memory else tier.packs.encoding_of_array
+    encoding = tier.chunks.encoding
+    work = partial(encode_step, record, arrays, btree_path=btree_key, encoding=encoding, others=others)
     return Encoded(arrays, btree_key, await in_thread(work))
 
 

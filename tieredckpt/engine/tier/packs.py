@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from tieredckpt.blobs.codecs import encoding_of
 from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.engine.tier.sizes import Sizes
 from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.format.encoding import CRC32C, Encoding
+from tieredckpt.format.manifest import ArrayIndex
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["Packs"]
@@ -22,7 +24,9 @@ class Packs:
     """What is known of the packs of a durable tier."""
 
     encoding: Encoding = CRC32C
-    """How chunks are stored in them."""
+    """How chunks are stored in new ones; what a tier got before its `codec` was changed is stored otherwise."""
+    compressed: bool = False
+    """Whether a footer was read that lists compressed chunks."""
     sizes: Sizes[str] = field(default_factory=Sizes)
     """Bytes of every pack, by key."""
     index: ChunkIndex = field(default_factory=ChunkIndex)
@@ -47,13 +51,36 @@ class Packs:
 
     def clear(self) -> None:
         """Forget all packs."""
+        self.compressed = False
         for known in (self.sizes, self.index, self.duplicates, self.verified, self.unlisted, self.orphans):
             known.clear()
 
-    def has(self, digest: bytes, nbytes: int) -> bool:
-        """Whether a pack has a chunk of so many bytes; one that lists it with another length has something else."""
+    def has(self, digest: bytes, nbytes: int, encoding: Encoding | None = None) -> bool:
+        """Whether a pack has a chunk of so many bytes, in that encoding or that of the tier.
+
+        One that lists it with another length has it in another encoding, or has something else.
+        """
         extent = self.index.get(digest)
-        return extent is not None and self.encoding.fits(extent.length, nbytes)
+        return extent is not None and (encoding or self.encoding).fits(extent.length, nbytes)
+
+    def has_of_part(self, digest: bytes, length: int) -> bool:
+        """As `has`, for a chunk of which a rank's part says so many bytes: in RAM, or as it was streamed here."""
+        extent = self.index.get(digest)
+        return extent is not None and (extent.length == length or self.encoding.fits(extent.length, length))
+
+    def encoding_of(self, extent: Extent, nbytes: int) -> Encoding:
+        """How a chunk of so many bytes is stored there."""
+        return encoding_of(extent.length, nbytes)
+
+    def encoding_of_array(self, array: ArrayIndex) -> Encoding:
+        """How the chunks of an array are stored: those of one that was committed before a change of `codec` as then."""
+        nbytes, here = array.grid.cell_nbytes, self.encoding
+        lengths = {chunk.where.length for chunk in array.chunks if isinstance(chunk.where, Extent)}
+        if all(here.fits(length, nbytes) for length in lengths):
+            return here
+        # Lost chunks of an array that was committed anew may be of either: what is compressed needs to be told.
+        found = {encoding_of(length, nbytes) for length in lengths}
+        return next((encoding for encoding in found if not encoding.raw), CRC32C)
 
     def locate(self, digest: bytes) -> Iterator[Extent]:
         """Where a chunk lies, whatever step refers to it."""

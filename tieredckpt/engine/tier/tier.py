@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import whole
 from tieredckpt.config import TierConfig
@@ -18,6 +19,7 @@ from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import Steps
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StoreMarker
 
 __all__ = ["Remote", "Tier"]
@@ -59,6 +61,14 @@ class Tier:
     """Of RAM that is connected; of every other tier None."""
     lease: Lease | None = None
     remote: Remote = field(default_factory=Remote)
+
+    def __post_init__(self) -> None:
+        self.packs.encoding = CODECS[self.config.codec]
+
+    @property
+    def format_version(self) -> int:
+        """What its marker is to say: whether it may hold compressed chunks."""
+        return layout.ENCODED_VERSION if self.packs.compressed or not self.packs.encoding.raw else layout.FORMAT_VERSION
 
     @property
     def in_memory(self) -> bool:

@@ -1,12 +1,7 @@
-"""A tier may store chunks in an encoding whose sizes vary: everything that is done to steps works as it is.
-
-The encoding of these tests is zarr's ``gzip``, which stock readers know, with ``crc32c`` behind it.
-"""
+"""A tier may store chunks compressed, in frames of any length: everything that is done to steps works as it is."""
 
 from __future__ import annotations
 
-import zlib
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +13,7 @@ from support.insight import extents, flip_chunk, tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.tier.packs import Packs
-from tieredckpt.errors import Corrupt
-from tieredckpt.format.crc import crc32c
-from tieredckpt.format.digest import copy_start_and_digest, digest_array
-from tieredckpt.format.encoding import ENCODINGS, Bytes, Encoded, Encoding
-from tieredckpt.format.layout import aligned
-
-_GZIP = 31  # of zlib: with the header of gzip
-
-
-def _encode(memory: Bytes, nbytes: int, itemsize: int, room: Bytes | None) -> Encoded:
-    assert room is not None
-    packer = zlib.compressobj(1, wbits=_GZIP)
-    frame = packer.compress(memory[:nbytes].tobytes()) + packer.flush()
-    stored = frame + crc32c(frame).to_bytes(4, "little")
-    room[: len(stored)] = np.frombuffer(stored, np.uint8)
-    return Encoded(digest_array(memory[:nbytes]), len(stored), [room[: aligned(len(stored))]])
-
-
-def _decode(frame: Bytes, nbytes: int, into: Bytes) -> bytes:
-    try:
-        chunk = zlib.decompress(frame.tobytes(), wbits=_GZIP)
-    except zlib.error as error:
-        raise Corrupt(f"no frame of gzip: {error}") from error
-    if len(chunk) != nbytes:
-        raise Corrupt(f"a chunk of {nbytes} bytes has a frame of {len(chunk)}")
-    return copy_start_and_digest(np.frombuffer(chunk, np.uint8), into)
-
-
-DEFLATED = Encoding(
-    "deflated",
-    raw=False,
-    overhead=200,
-    checksum_size=4,
-    codecs=lambda _: [{"name": "gzip", "configuration": {"level": 1}}, {"name": "crc32c"}],
-    encode=_encode,
-    decode=_decode,
-)
-
-
-@pytest.fixture(autouse=True)
-def deflated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tier below RAM stores chunks so."""
-    monkeypatch.setitem(ENCODINGS, DEFLATED.name, DEFLATED)
-    monkeypatch.setattr(Packs, "__init__", partialmethod(Packs.__init__, encoding=DEFLATED))
+from tieredckpt.format.pack import is_compressed
 
 
 def soft(seed: int = 0) -> dict[str, Any]:
@@ -74,8 +25,13 @@ def soft(seed: int = 0) -> dict[str, Any]:
 def tiers(shared_memory: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "ram": ram(shared_memory),
-        "disk": folder(tmp_path / "disk", retain="all"),
-        "far": {"kind": "kvstore", "spec": {"driver": "file", "path": f"{tmp_path}/far/"}, "retain": "all"},
+        "disk": folder(tmp_path / "disk", retain="all", codec="fast"),
+        "far": {
+            "kind": "kvstore",
+            "spec": {"driver": "file", "path": f"{tmp_path}/far/"},
+            "retain": "all",
+            "codec": "small",
+        },
     }
 
 
@@ -161,13 +117,14 @@ async def test_what_ram_cannot_hold_is_streamed(tiers: dict[str, Any]) -> None:
 @pytest.mark.parametrize("capacity", ["16 MiB", 10 * 2 * CHUNK], ids=["promoted", "streamed"])
 async def test_ranks_write_and_restore_together(shared_memory: Path, tmp_path: Path, capacity: Any) -> None:
     disk, settings = tmp_path / "disk", {"capacity": capacity, "on_close": "release"}
-    async with cohort(2, shared_memory, disk, ram_settings=settings) as ranks:
+    small = {"codec": "small"}
+    async with cohort(2, shared_memory, disk, ram_settings=settings, disk_settings=small) as ranks:
         for step in (1, 2):
             await ranks.reached(await ranks.save(step, 5), "disk")
         assert (await ranks[0].where(2) == ("disk",)) is (capacity != "16 MiB")
         for found in await ranks.restored():
             assert_whole(found, 5)
-    async with cohort(2, shared_memory, disk, ram_settings=settings) as ranks:
+    async with cohort(2, shared_memory, disk, ram_settings=settings, disk_settings=small) as ranks:
         for rank, restored in enumerate(await ranks.all(lambda store, rank: store.restore(into=blank(rank, 2)))):
             assert restored is not None
             np.testing.assert_array_equal(restored.tree["w"].array, part(5, rank, 2)["w"].array)
@@ -189,3 +146,96 @@ async def test_a_frame_that_does_not_decode_is_one_chunk_that_is_damaged(tiers: 
         assert restored is not None
         assert_same(restored.tree, soft())
         assert restored.sources["far"] == CHUNK
+
+
+def with_codec(tmp_path: Path, codec: str) -> Any:
+    return config({"disk": folder(tmp_path / "disk", retain="all", codec=codec)})
+
+
+async def saved(tmp_path: Path, codec: str, step: int, value: dict[str, Any]) -> int:
+    """Bytes of the packs of a store of one folder, after a step was saved."""
+    async with CheckpointStore.open(with_codec(tmp_path, codec)) as store:
+        await store.save(step, value)
+        return tier_of(store, "disk").packs.sizes.total
+
+
+CHANGES = [("none", "small"), ("small", "none"), ("small", "fast"), ("fast", "none")]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+async def test_a_tier_whose_codec_was_changed_reads_mends_and_extends_what_it_has(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    first = await saved(tmp_path, before, 1, soft())
+    second = await saved(tmp_path, after, 2, soft())
+    framing = {codec: codec == "none" for codec in (before, after)}
+    assert (first == second) is (framing[before] == framing[after])  # what the other codec can refer to is not written
+    assert await saved(tmp_path, after, 3, soft()) == second
+    async with CheckpointStore.open(with_codec(tmp_path, after)) as store:
+        assert all(not found.problem for found in await store.verify())
+        for step, codec in ((1, before), (2, after), (3, after)):
+            for key in ("soft", "params/w2", "count"):
+                spec = await store.spec(step, key)
+                expected = {"soft": soft()["soft"], "params/w2": soft()["params"]["w2"], "count": 0}[key]
+                np.testing.assert_array_equal(ts.open(spec, open=True, read=True).result().read().result(), expected)
+            lengths = [extent.length for _, extent in await extents(store, "disk", step, "soft")]
+            assert (max(lengths) == CHUNK + 4) is framing[codec]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("key", ["soft", "params/w3"])
+async def test_a_step_that_is_mended_after_a_change_of_codec_stays_as_stock_readers_open_it(
+    shared_memory: Path, tmp_path: Path, before: str, after: str, key: str
+) -> None:
+    await saved(tmp_path, before, 1, soft())
+    tiers = {
+        "disk": folder(tmp_path / "disk", retain="all", codec=after),
+        "far": folder(tmp_path / "far", retain="all", codec="small"),
+    }
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.promote(1, "far")
+        await flip_chunk(store, "disk", 1, key, 1)
+        (found,) = await store.verify(1, "disk", repair=True)
+        assert found.repaired
+        (found,) = await store.verify(1, "disk")
+        assert not found.problem
+        spec = await store.spec(1, key, tier="disk")
+        expected = soft()["soft"] if key == "soft" else soft()["params"]["w3"]
+        np.testing.assert_array_equal(ts.open(spec, open=True, read=True).result().read().result(), expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
+@pytest.mark.parametrize("capacity", ["16 MiB", 10 * 2 * CHUNK], ids=["promoted", "streamed"])
+async def test_ranks_go_on_after_a_change_of_codec(
+    shared_memory: Path, tmp_path: Path, before: str, after: str, capacity: Any
+) -> None:
+    disk, settings = tmp_path / "disk", {"capacity": capacity, "on_close": "release"}
+    for step, codec in enumerate([before, after, after], start=1):
+        async with cohort(
+            2, shared_memory, disk, ram_settings=settings, disk_settings={"codec": codec, "retain": "all"}
+        ) as ranks:
+            await ranks.reached(await ranks.save(step, 5), "disk")
+            for number in range(1, step + 1):
+                for found in await ranks.restored(number):
+                    assert_whole(found, 5)
+
+
+async def test_a_marker_says_version_2_once_a_tier_may_have_compressed_chunks(tmp_path: Path) -> None:
+    marker = tmp_path / "disk" / "tieredckpt.json"
+    for step, (codec, version) in enumerate([("none", 1), ("small", 2), ("none", 2)]):
+        await saved(tmp_path, codec, step, {"w": np.arange(CHUNK) + step})
+        assert f'"format_version": {version}' in marker.read_text()
+        packs = sorted((tmp_path / "disk" / "packs").rglob("*.pack"), key=lambda path: path.stat().st_mtime_ns)
+        assert is_compressed(packs[-1].read_bytes()) is (codec == "small")
+        assert (b'"blosc"' in (tmp_path / "disk" / f"steps/{step:010}-{step + 1:06}/btree").read_bytes()) is (
+            codec == "small"
+        )
+
+
+async def test_a_marker_that_was_lost_is_of_version_2_again_where_there_are_compressed_chunks(tmp_path: Path) -> None:
+    await saved(tmp_path, "small", 1, soft())
+    marker = tmp_path / "disk" / "tieredckpt.json"
+    before = marker.read_bytes()
+    marker.unlink()
+    await saved(tmp_path, "none", 2, soft())
+    assert marker.read_bytes() == before

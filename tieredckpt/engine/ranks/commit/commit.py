@@ -128,7 +128,9 @@ class Commits:
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
         stored_size = tier.chunks.encoding.stored_size
-        need = sum(stored_size(nbytes) for digest, nbytes in sizes.items() if digest not in tier.packs.index)
+        need = sum(
+            stored_size(nbytes) for digest, nbytes in sizes.items() if not tier.packs.has_of_part(digest, nbytes)
+        )
         await have_room(self._state, self._collector, step, tier, need)
         # To the end: nothing is collected that ranks refer to, or have just written.
         async with needing(need), tier.packs.guard:
@@ -137,7 +139,8 @@ class Commits:
             if counted_on - tier.packs.sizes.keys():  # the steps that made room had chunks of this one
                 ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, sizes)
-            lacking = {digest: having for digest, having in ranks.items() if digest not in tier.packs.index}
+            there = tier.packs.has_of_part
+            lacking = {digest: having for digest, having in ranks.items() if not there(digest, sizes[digest])}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
             index = await self._merged(step, tier, done, parts)
@@ -150,8 +153,8 @@ class Commits:
             self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():
                 for chunk in array.chunks:
-                    if isinstance(chunk.where, Extent):
-                        tier.packs.index.setdefault(chunk.digest, chunk.where)
+                    if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
+                        tier.packs.index[chunk.digest] = chunk.where
             await self._remove_parts(step, tier, tuple(parts))
         return sum(nbytes for each in done for nbytes in each.packs.values())
 

@@ -76,14 +76,16 @@ def placed(
     for key, array in whole.arrays.items():
         digests: list[bytes] = np.frombuffer(array.digests, f"V{SIZE}").tolist()
         chunks: list[Chunk] = []
-        least, most = encoding.bounds(array.grid.cell_nbytes)
+        nbytes = array.grid.cell_nbytes
         for at, digest in enumerate(digests):
-            extent = there.get(digest) or written.get(digest)
+            extent = there.get(digest)
+            if extent is None or not encoding.fits(extent.length, nbytes):  # before the tier's `codec` was changed
+                extent = written.get(digest, extent)
             if array.inline and at in array.inline:
                 chunks.append(Chunk(digest, array.inline[at]))
             elif extent is None:
                 raise Conflict(f"{whole.record.id}: chunk {at} of {key!r} is nowhere on the tier; save again")
-            elif not least <= extent.length <= most:
+            elif not encoding.fits(extent.length, nbytes):
                 raise Corrupt(f"{whole.record.id}: chunk {at} of {key!r} is said to have {extent.length} bytes")
             else:
                 chunks.append(Chunk(digest, extent))

@@ -62,7 +62,7 @@ def extents_of(parts: Mapping[int, bytes]) -> dict[bytes, Extent]:
 
 
 def holders(
-    parts: Mapping[int, bytes], there: Callable[[bytes], bool]
+    parts: Mapping[int, bytes], there: Callable[[bytes, int], bool]
 ) -> tuple[dict[bytes, list[int]], dict[bytes, int]]:
     """The ranks that have each chunk, and its bytes as it lies there, by digest; without those ``there``, and small
     ones.
@@ -71,7 +71,7 @@ def holders(
     sizes: dict[bytes, int] = {}
     for rank, data in parts.items():
         for digest, extent in decode_extents(data, f"the part of rank {rank}"):
-            if not there(digest):
+            if not there(digest, extent.length):
                 having = ranks.setdefault(digest, [])
                 if not having or having[-1] != rank:
                     having.append(rank)

@@ -63,7 +63,7 @@ def part(rank: int, ranks: int, rows: int, contents: int, inline: bool) -> StepI
 def write(parts: Mapping[int, StepIndex]) -> tuple[dict[int, bytes], dict[int, bytes]]:
     """The parts as they are in RAM, and as the ranks write them to a tier, each its share."""
     own = {rank: encode_own(index) for rank, index in parts.items()}
-    shares = share_out(*holders(own, lambda _: False))
+    shares = share_out(*holders(own, lambda *_: False))
     written = {}
     for rank, index in parts.items():
         extents = {

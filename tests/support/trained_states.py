@@ -1,0 +1,112 @@
+"""States of small trainings: a GPT with AdamW in mixed precision, and LoRA adapters on it, on text that Python ships.
+
+Whether their bytes compress is a matter of the values alone, which no random numbers have: so they are trained.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["gpt_state", "lora_state"]
+
+_VOCABULARY = 256
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        mixed = self.mix(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = mixed.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class _Gpt(nn.Module):
+    def __init__(self, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(_VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(_Block(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, _VOCABULARY, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(text) + self.places(torch.arange(text.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def _text() -> torch.Tensor:
+    files = sorted(Path(random.__file__).parent.glob("*.py"))
+    return torch.from_numpy(np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8).copy()).long()
+
+
+def _train(model: nn.Module, steps: int, length: int) -> torch.optim.AdamW:
+    text = _text()
+    torch.set_num_threads(1)  # on a busy machine, several wait for each other
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - length - 1, (8,))
+        batch = torch.stack([text[start : start + length + 1] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(batch[:, :-1])
+        loss = functional.cross_entropy(found.float().reshape(-1, _VOCABULARY), batch[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return optimizer
+
+
+def _state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    """fp32 weights and moments of what is trained, and the 16-bit weights of all."""
+    master = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    moments = {name: optimizer.state[each] for name, each in model.named_parameters() if each.requires_grad}
+    return {
+        "params": {name: each.detach().to(torch.bfloat16) for name, each in model.named_parameters()},
+        "master": master,
+        "mu": {name: moment["exp_avg"] for name, moment in moments.items()},
+        "nu": {name: moment["exp_avg_sq"] for name, moment in moments.items()},
+    }
+
+
+def gpt_state(steps: int = 100, width: int = 128, layers: int = 2, length: int = 64) -> dict[str, Any]:
+    """Of 14 bytes per parameter, as after mixed-precision training with AdamW."""
+    torch.manual_seed(0)
+    model = _Gpt(width, layers, length)
+    return _state(model, _train(model, steps, length))
+
+
+class _Adapted(nn.Module):
+    def __init__(self, inner: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.a = nn.Parameter(torch.randn(rank, inner.in_features) / inner.in_features**0.5)
+        self.b = nn.Parameter(torch.zeros(inner.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + functional.linear(functional.linear(x, self.a), self.b)
+
+
+def lora_state(steps: int = 30, width: int = 128, layers: int = 2, length: int = 64, rank: int = 16) -> dict[str, Any]:
+    """Adapters of a GPT whose own weights are frozen."""
+    torch.manual_seed(1)
+    model = _Gpt(width, layers, length)
+    for each in model.parameters():
+        each.requires_grad_(False)
+    for block in model.blocks:
+        assert isinstance(block, _Block)
+        block.up, block.down = _Adapted(block.up, rank), _Adapted(block.down, rank)  # type: ignore[assignment]
+    state = _state(model, _train(model, steps, length))
+    return {key: state[key] for key in ("master", "mu", "nu")}

@@ -1,0 +1,103 @@
+"""What every codec makes of arrays: stored bytes, and the CPU time to compress them and to get them back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.codecs import CODECS
+from tieredckpt.format.encoding import Encoding
+
+__all__ = ["CodecRow", "measure_codecs"]
+
+_REPEATS = 3
+
+
+@dataclass(slots=True)
+class CodecRow:
+    """One codec on the arrays of one dtype under one key."""
+
+    arrays: str
+    """The first component of their keys, and their dtype."""
+    codec: str
+    nbytes: int = 0
+    stored: int = 0
+    encode_seconds: float = 0.0
+    """CPU time."""
+    decode_seconds: float = 0.0
+    """CPU time, with the check of the digest."""
+
+
+def measure_codecs(
+    arrays: Iterable[tuple[str, npt.NDArray[Any]]], chunk_size: int, *, every: int = 1
+) -> list[CodecRow]:
+    """Compress and decompress arrays, by key, chunk by chunk; of many chunks one in ``every``.
+
+    The last rows are those of all arrays.
+    """
+    rows: dict[tuple[str, str], CodecRow] = {}
+    room = np.empty(max(encoding.stored_size(chunk_size) for encoding in CODECS.values()), np.uint8)
+    into = np.empty(chunk_size, np.uint8)
+    number = 0
+    # Beside the main thread, where Blosc would take more than one.
+    with ThreadPoolExecutor(1) as thread:
+        for key, array in arrays:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            part = chunk_size // array.itemsize * array.itemsize
+            for start in range(0, flat.size, part):
+                number += 1
+                if number % every:
+                    continue
+                chunk = np.array(flat[start : start + part])
+                for codec, encoding in CODECS.items():
+                    row = rows.setdefault(
+                        (group := f"{key.partition('/')[0]} {array.dtype}", codec), CodecRow(group, codec)
+                    )
+                    thread.submit(_measure, row, encoding, chunk, array.itemsize, room, into).result()
+    return [*rows.values(), *(_sum(codec, rows.values()) for codec in CODECS)]
+
+
+def _measure(
+    row: CodecRow,
+    encoding: Encoding,
+    chunk: npt.NDArray[np.uint8],
+    itemsize: int,
+    room: npt.NDArray[np.uint8],
+    into: npt.NDArray[np.uint8],
+) -> None:
+    encoded = encoding.encode(chunk, chunk.size, itemsize, room)  # memory that is touched first takes longer
+    row.encode_seconds += _fastest(partial(encoding.encode, chunk, chunk.size, itemsize, room))
+    stored = encoded.parts[0] if len(encoded.parts) == 1 else np.concatenate(encoded.parts)
+    frame = stored[: encoded.length - encoding.checksum_size]
+    row.decode_seconds += _fastest(partial(encoding.decode, frame, chunk.size, into[: chunk.size]))
+    row.nbytes += chunk.size
+    row.stored += encoded.length
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """CPU seconds of a call, the least of some."""
+    found = math.inf
+    for _ in range(_REPEATS):
+        begin = time.process_time()
+        work()
+        found = min(found, time.process_time() - begin)
+    return found
+
+
+def _sum(codec: str, rows: Iterable[CodecRow]) -> CodecRow:
+    total = CodecRow("all", codec)
+    for row in rows:
+        if row.codec == codec:
+            total.nbytes += row.nbytes
+            total.stored += row.stored
+            total.encode_seconds += row.encode_seconds
+            total.decode_seconds += row.decode_seconds
+    return total

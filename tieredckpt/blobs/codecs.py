@@ -1,0 +1,223 @@
+"""Compressed chunks: frames of Blosc 1, which stock readers of zarr open, followed by their CRC-32C.
+
+numcodecs encodes and decodes them where it is installed, else TensorStore does, at half the speed. Either gives the
+GIL up. Block sizes are explicit: the automatic ones mix exponents and mantissas in one block, and gain half as much.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.crc import crc32c
+from tieredckpt.format.digest import copy_start_and_digest, digest_array
+from tieredckpt.format.encoding import (
+    CRC32C,
+    ENCODINGS,
+    FRAME_HEADER,
+    Bytes,
+    Encoded,
+    Encoding,
+    check_frame,
+    stored_header,
+)
+from tieredckpt.format.layout import ALIGNMENT, aligned
+
+__all__ = ["BLOSC", "CODECS", "Codec", "encoding_of", "library"]
+
+Codec = Literal["none", "fast", "small"]
+
+_LEAST_GAIN = 0.03
+"""A frame that saves less than this share of its chunk has the chunk as it is, which is faster to read."""
+_CHECKSUM_SIZE = 4
+_WARM = 64 << 20
+"""Bytes of the largest chunk for which a thread keeps memory, as first-touched pages cost more than to decode."""
+
+
+class _Settings(NamedTuple):
+    """What Blosc is told; frames say it themselves, so readers need not know."""
+
+    cname: str
+    shuffle: Literal["shuffle", "bitshuffle"]
+    blocksize: int
+
+
+_FAST = _Settings("lz4", "bitshuffle", 256 << 10)
+_SMALL = _Settings("zstd", "shuffle", 1 << 20)
+
+
+class _Library(Protocol):
+    """Blosc 1, by some package; both functions run on any thread."""
+
+    def encode(self, chunk: Bytes, typesize: int, how: _Settings) -> bytes:
+        """The frame of a chunk."""
+
+    def decode(self, frame: Bytes, into: Bytes) -> None:
+        """Fill ``into`` with the chunk of a frame whose header was checked. Raises `Corrupt`."""
+
+
+class _Numcodecs:
+    def __init__(self) -> None:
+        from numcodecs import blosc
+
+        self._blosc = blosc
+
+    def encode(self, chunk: Bytes, typesize: int, how: _Settings) -> bytes:
+        codec = self._blosc.Blosc(how.cname, 1, _shuffle(typesize, how, self._blosc), how.blocksize)
+        frame: bytes = codec.encode(chunk.view(f"u{typesize}"))
+        return frame
+
+    def decode(self, frame: Bytes, into: Bytes) -> None:
+        try:
+            self._blosc.decompress(frame, into)
+        except (RuntimeError, ValueError) as error:
+            raise Corrupt(f"a frame of Blosc cannot be decoded: {error}") from error
+
+
+def _shuffle(typesize: int, how: _Settings, blosc: Any) -> int:
+    if typesize == 1:
+        return int(blosc.NOSHUFFLE)
+    return int(blosc.SHUFFLE if how.shuffle == "shuffle" else blosc.BITSHUFFLE)
+
+
+class _TensorStore:
+    """Blosc as the codec of a zarr array that is one chunk in memory."""
+
+    def encode(self, chunk: Bytes, typesize: int, how: _Settings) -> bytes:
+        array = self._array(chunk.size // typesize, typesize, how)
+        array.write(chunk.view(f"u{typesize}")).result()
+        frame: bytes = array.kvstore.read("c/0").result().value
+        return frame
+
+    def decode(self, frame: Bytes, into: Bytes) -> None:
+        array = self._array(into.size, 1, _SMALL)  # frames say how they were made
+        try:
+            array.kvstore.write("c/0", frame.tobytes()).result()
+            np.copyto(into, array.read().result())
+        except ValueError as error:
+            raise Corrupt(f"a frame of Blosc cannot be decoded: {error}") from error
+
+    @staticmethod
+    def _array(items: int, typesize: int, how: _Settings) -> Any:
+        import tensorstore as ts
+
+        metadata = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [items],
+            "data_type": f"uint{8 * typesize}",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [items]}},
+            "chunk_key_encoding": {"name": "default"},
+            "fill_value": 0,
+            "codecs": [{"name": "bytes", "configuration": {"endian": sys.byteorder}}, _zarr_codec(how, typesize)],
+        }
+        spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
+        # A chunk of zeros is the fill value, and would not be stored.
+        return ts.open(
+            {**spec, "store_data_equal_to_fill_value": True}, open=True, assume_metadata=True, context=ts.Context()
+        ).result()
+
+
+@lru_cache(maxsize=1)
+def library() -> _Library:
+    """The fastest package that there is."""
+    try:
+        return _Numcodecs()
+    except (ImportError, ValueError):  # numcodecs fails so beside some versions of zfpy
+        return _TensorStore()
+
+
+def _zarr_codec(how: _Settings, itemsize: int) -> dict[str, Any]:
+    typesize = _typesize(itemsize)
+    return {
+        "name": "blosc",
+        "configuration": {
+            "cname": how.cname,
+            "clevel": 1,
+            "shuffle": how.shuffle if typesize > 1 else "noshuffle",
+            "typesize": typesize,
+            "blocksize": how.blocksize,
+        },
+    }
+
+
+def _typesize(itemsize: int) -> int:
+    """Bytes of what is shuffled: an item, or the two parts of a large complex number."""
+    return min(itemsize, 8)
+
+
+def _encode(how: _Settings | None, memory: Bytes, nbytes: int, itemsize: int, room: Bytes | None) -> Encoded:
+    """Encode a chunk; without settings, or where little is gained, its frame has it as it is."""
+    assert room is not None
+    chunk, typesize = memory[:nbytes], _typesize(itemsize)
+    digest = digest_array(chunk)
+    frame = b""
+    if how is not None and nbytes >= ALIGNMENT:
+        frame = library().encode(chunk, typesize, how)
+    if frame and len(frame) <= (1 - _LEAST_GAIN) * nbytes:
+        end = len(frame)
+        room[:end] = np.frombuffer(frame, np.uint8)
+    else:
+        end = FRAME_HEADER + nbytes
+        room[:FRAME_HEADER] = np.frombuffer(stored_header(nbytes, typesize), np.uint8)
+        np.copyto(room[FRAME_HEADER:end], chunk)
+    crc = crc32c(room[:end]).to_bytes(_CHECKSUM_SIZE, "little")
+    length = end + _CHECKSUM_SIZE
+    room[end:length] = np.frombuffer(crc, np.uint8)
+    room[length : aligned(length)] = 0  # and not what was there before
+    return Encoded(digest, length, [room[: aligned(length)]])
+
+
+class _Warm(threading.local):
+    memory: Bytes = np.empty(0, np.uint8)
+
+
+_warm = _Warm()
+
+
+def _decode(frame: Bytes, nbytes: int, into: Bytes) -> bytes:
+    if check_frame(frame, nbytes):
+        return copy_start_and_digest(frame[FRAME_HEADER:], into)
+    if into.size == nbytes:
+        library().decode(frame, into)
+        return digest_array(into)
+    if nbytes > _WARM:
+        memory = np.empty(nbytes, np.uint8)
+    else:
+        if _warm.memory.size < nbytes:
+            _warm.memory = np.empty(nbytes, np.uint8)
+        memory = _warm.memory[:nbytes]
+    library().decode(frame, memory)
+    return copy_start_and_digest(memory, into)
+
+
+BLOSC: Final = Encoding(
+    "blosc",
+    raw=False,
+    overhead=FRAME_HEADER + _CHECKSUM_SIZE,
+    checksum_size=_CHECKSUM_SIZE,
+    codecs=lambda itemsize: [_zarr_codec(_SMALL, itemsize), {"name": "crc32c"}],
+    encode=partial(_encode, None),
+    decode=_decode,
+)
+"""A frame, whatever is in it. Encoded by this one, chunks lie in their frames as they are."""
+
+CODECS: Final[dict[Codec, Encoding]] = {
+    "none": CRC32C,
+    "fast": replace(BLOSC, encode=partial(_encode, _FAST)),
+    "small": replace(BLOSC, encode=partial(_encode, _SMALL)),
+}
+"""How a tier with each `codec` stores chunks. What one of the last two has written, the other refers to."""
+
+ENCODINGS[BLOSC.name] = BLOSC
+
+
+def encoding_of(length: int, nbytes: int) -> Encoding:
+    """How a chunk of ``nbytes`` is stored below RAM that takes ``length`` bytes there."""
+    return CRC32C if length == nbytes + _CHECKSUM_SIZE else BLOSC
