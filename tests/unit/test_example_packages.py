@@ -32,8 +32,8 @@ TIER = Example(
         "steps 11 to 20, weights 210; in the database: [18, 19, 20]\n",
     ),
     unknown=(
-        "tiers.database.kind: `sqlite` is not a kind of tier; there are: azure, chfs, gcs, kvstore, lustre, nfs, posix, "
-        "ram, s3",
+        "tiers.database.kind: `sqlite` is not a kind of tier; there are: azure, chfs, gcs, kvstore, lustre, nfs, "
+        "posix, ram, s3",
         "install the package that offers it",
     ),
 )
