@@ -105,6 +105,7 @@ STATE: dict[str, Any] = {
         "complex": torch.tensor([1 + 2j]),
     },
     "optim": {"state": [{"m": torch.ones(3)}, {"m": torch.zeros(3)}], "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+    "pair": (torch.ones(2), 3),
     "step": 7,
     "note": None,
 }
@@ -127,6 +128,7 @@ def test_dcp_goes_in_and_out_again_to_the_last_bit(run: Run, store: Path, tmp_pa
     template = {
         "model": {name: torch.empty_like(value) for name, value in STATE["model"].items()},
         "optim": {"state": [{"m": torch.empty(3)}, {"m": torch.empty(3)}], "groups": None},
+        "pair": None,
         "step": 0,
         "note": 0,
     }
@@ -402,6 +404,7 @@ def test_nothing_is_replaced(run: Run, store: Path, tmp_path: Path, scheme: str)
         (("import", "npz:x", "STORE"), "npz is not a format to import"),
         (("import", "torch:llama-8.pt", "STORE"), "does not end in the number of a step; give --step"),
         (("import", "safetensors:lost", "STORE", "--step", "2"), "lost is not there"),
+        (("import", "safetensors:ckpt.toml/x", "STORE", "--step", "2"), "ckpt.toml/x cannot be read"),
         (("restore", "STORE", "--to", "w.safetensors"), "export STORE --to safetensors:w.safetensors"),
     ],
 )
@@ -415,6 +418,17 @@ def test_what_cannot_be_is_refused_with_what_to_do(
     assert result.exit_code == 1
     assert told in result.stderr
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_names_begin_below_the_part(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"model": {"net": {"w": np.arange(3.0)}}, "rest": np.ones(1)})
+    assert run("export", store, "--to", f"npz:{tmp_path / 'w.npz'}", "--part", "model/net").exit_code == 0
+    assert list(np.load(tmp_path / "w.npz")) == ["w"]
+    assert run("export", store, "--to", f"npy:{tmp_path / 'w'}", "--part", "model").exit_code == 0
+    assert sorted(os.listdir(tmp_path / "w")) == ["index.json", "net%2Fw.npy"]
+    assert "NotFound" in run("export", store, "--to", f"safetensors:{tmp_path / 'x'}", "--part", "m*").stderr
+    assert run("export", store, "--to", f"npz:{tmp_path / 'all.npz'}", "--keys", "rest").exit_code == 0
+    assert list(np.load(tmp_path / "all.npz")) == ["rest"]
 
 
 def test_an_import_outlives_the_process_whatever_the_policy(store: Path, tmp_path: Path) -> None:

@@ -347,18 +347,24 @@ def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
             ahead[info.key] = array
         return ahead.pop(key)
 
+    def tensor(stand_in: Any) -> Any:
+        array = fetch(specs[id(stand_in)].key)
+        flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return flat.view(stand_in.dtype).reshape(stand_in.shape)
+
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:
             name = write_item.index.fqn
             value = self.state_dict[name]
-            if id(value) not in specs:
-                data = super().resolve_data(write_item)
-                written[name] = content(np.frombuffer(data.getbuffer(), np.uint8))
-                return data
-            array = fetch(specs[id(value)].key)
-            written[name] = content(array)
-            flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-            return flat.view(value.dtype).reshape(value.shape)
+            if id(value) in specs:
+                found = tensor(value)
+                written[name] = content(found.reshape(-1).view(torch.uint8).numpy())
+                return found
+            # A tuple may have tensors too, which DCP stores in one piece.
+            whole = optree.tree_map(lambda leaf: tensor(leaf) if id(leaf) in specs else leaf, value, none_is_leaf=True)
+            data = self.transform_object(write_item, whole)
+            written[name] = content(np.frombuffer(data.getbuffer(), np.uint8))
+            return data
 
     try:
         with warnings.catch_warnings():  # that it is one process

@@ -51,7 +51,11 @@ def import_step(source: str, store: SyncStore, step: int | None = None, *, overw
         raise Invalid("the store has no tier that outlives this process, so an imported step would be gone; add one")
     number = _number(path) if step is None else step
     assert format_.read is not None
-    saved = store.save(number, format_.read(path), overwrite=overwrite).saved
+    try:
+        tree = format_.read(path)
+    except OSError as error:
+        raise Invalid(f"{path} cannot be read: {error.strerror or error}") from error
+    saved = store.save(number, tree, overwrite=overwrite).saved
     assert saved is not None
     if saved.skipped:
         raise TierUnavailable(f"step {number} was not saved: {saved.skipped}")

@@ -58,7 +58,7 @@ def _write_archive(step: StoredStep, to: Path, **options: Any) -> dict[str, byte
     written = {}
     with open(to, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for info, array in step.read():
-            name = member_name(info.key)
+            name = member_name(step.name(info))
             with archive.open(name, "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
             written[name] = content(array)
@@ -77,10 +77,10 @@ def _write_folder(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes
     index, written = [], {}
     to.mkdir()
     for info, array in step.read():
-        name = file_name(info.key)
+        name = file_name(step.name(info))
         with (to / name).open("xb") as file:
             np.lib.format.write_array(file, array, allow_pickle=False)
-        index.append({"file": name, "key": info.key, "dtype": info.dtype, "shape": info.shape})
+        index.append({"file": name, "key": step.name(info), "dtype": info.dtype, "shape": info.shape})
         written[name] = content(array)
     (to / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return written

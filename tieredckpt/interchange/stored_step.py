@@ -72,6 +72,10 @@ class StoredStep:
         """The path of each leaf of the tree, and an `ArraySpec`, or a value."""
         yield from _leaves(self.tree(), ())
 
+    def name(self, array: ArrayInfo) -> str:
+        """The key of an array, below the part."""
+        return array.key if self.part is None else array.key.removeprefix(f"{self.part}/")
+
     def read(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
         """Arrays of the step, all without ``arrays``, in the order given, verified."""
         for part in _parts(self.arrays if arrays is None else arrays):
@@ -91,9 +95,10 @@ class StoredStep:
 
 def _at(tree: Any, part: str) -> Any:
     for name in part.split("/"):
-        if not isinstance(tree, dict):
+        children = {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+        if name not in children:
             raise NotFound(f"{part!r} is no container of the step")
-        tree = next(value for key, value in tree.items() if str(key) == name)
+        tree = children[name]
     return tree
 
 
