@@ -1,4 +1,4 @@
-"""A training with Lightning: `python lightning_program.py FOLDER RAM EPOCHS KILL_AT LOADER`; prints its digest."""
+"""A training with Lightning, for processes of `test_lightning`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -68,10 +67,15 @@ def trainer_of(folder: Path, io: TieredCheckpointIO, epochs: int, *callbacks: An
         filename="{epoch}-{step}",
         every_n_train_steps=every,
     )
+    # Of the same steps, before the other one saves them and after it.
+    weights = [
+        ModelCheckpoint(folder / name, mode=mode, save_weights_only=True, save_top_k=-1, every_n_train_steps=every)
+        for name, mode in (("before", "min"), ("after", "max"))  # Lightning tells callbacks apart by their settings
+    ]
     return pl.Trainer(
         max_epochs=epochs,
         plugins=[io, LightningEnvironment()],  # it would look for an MPI
-        callbacks=[RandomState(), checkpoints, *callbacks],
+        callbacks=[RandomState(), weights[0], checkpoints, weights[1], *callbacks],
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -109,16 +113,11 @@ def digest_of(module: Any, optimizer: Any) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
-    folder, ram, epochs, kill_at, kind = sys.argv[1:]
+def train(folder: Path, ram: Path, epochs: int, kill_at: int, kind: str) -> str:
+    """Train to the end, or until this process is killed; what was trained, and how many steps."""
     pl.seed_everything(7)
     module = Module()
-    io = TieredCheckpointIO(store_of(Path(folder), Path(ram)))
-    every = 3 if kind == "stateful" else None
-    trainer = trainer_of(Path(folder), io, int(epochs), Kill(int(kill_at)), every=every)
+    io = TieredCheckpointIO(store_of(folder, ram))
+    trainer = trainer_of(folder, io, epochs, Kill(kill_at), every=3 if kind == "stateful" else None)
     trainer.fit(module, loader_of(kind), ckpt_path="last")
-    print(digest_of(module, trainer.optimizers[0]), trainer.global_step)
-
-
-if __name__ == "__main__":
-    main()
+    return f"{digest_of(module, trainer.optimizers[0])} {trainer.global_step}"

@@ -13,7 +13,6 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
-from distributed.launch import Rank, rank_of_this_process  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -57,21 +56,26 @@ class Told(pl.Callback):
         self.step = trainer.global_step
 
 
-def main(me: Rank) -> None:
+def train(arguments: dict[str, Any], size: int) -> dict[str, Any]:
     pl.seed_everything(7)
     config = {
         "tiers": {
-            "ram": {"kind": "ram", "path": me.arguments["ram"], "capacity": "16 MiB", "on_close": "keep"},
-            "disk": {"kind": "posix", "path": me.arguments["disk"], "retain": "all", "fsync": False},
+            "ram": {"kind": "ram", "path": arguments["ram"], "capacity": "16 MiB", "on_close": "keep"},
+            "disk": {"kind": "posix", "path": arguments["disk"], "retain": "all", "fsync": False},
         }
     }
-    folder, told = Path(me.arguments["named"]), Told()
+    folder, told = Path(arguments["named"]), Told()
     trainer = pl.Trainer(
-        max_epochs=me.arguments["epochs"],
+        max_epochs=arguments["epochs"],
         accelerator="cpu",
-        devices=me.size,
-        strategy=TieredModelParallelStrategy(config, data_parallel_size=me.size, tensor_parallel_size=1),
-        callbacks=[RandomState(), ModelCheckpoint(folder, save_last=True, save_top_k=1), told],
+        devices=size,
+        strategy=TieredModelParallelStrategy(config, data_parallel_size=size, tensor_parallel_size=1),
+        callbacks=[
+            RandomState(),
+            ModelCheckpoint(folder, save_last=True, save_top_k=1),
+            ModelCheckpoint(arguments["weights"], mode="max", save_weights_only=True, save_top_k=-1),
+            told,
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -80,9 +84,4 @@ def main(me: Rank) -> None:
     data = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
     trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4), ckpt_path="last")
     names = sorted(path.name for path in folder.iterdir())
-    me.tell({"loaded": getattr(told, "loaded", None), "ended": told.ended, "step": told.step, "names": names})
-
-
-if __name__ == "__main__":
-    with rank_of_this_process() as me:
-        main(me)
+    return {"loaded": getattr(told, "loaded", None), "ended": told.ended, "step": told.step, "names": names}

@@ -5,25 +5,31 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.launch import SOON
+from support.forked import Start, forking, ranks
 from support.frameworks import require
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, Invalid
 
 torch = require("torch")
 require("accelerate")
 integration = require("tieredckpt.integrations.accelerate")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(4 * SOON), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    with forking("integrations.test_accelerate") as started:
+        yield started
 
 
 def train(folder: Path, kill_at: int) -> str:
@@ -76,23 +82,75 @@ class Position:
         self.epoch, self.step = state["epoch"], state["step"]
 
 
-def started(folder: Path, kill_at: int) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, str(folder), str(kill_at)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
-
-
-def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_training_that_was_killed_ends_as_one_that_was_not(start: Start, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
-    whole, killed = started(tmp_path / "whole", -1), started(tmp_path / "killed", 9)
-    killed.communicate(timeout=SOON)
-    assert killed.returncode == -signal.SIGKILL
-    resumed = started(tmp_path / "killed", -1)
-    expected, found = (each.communicate(timeout=SOON)[0].splitlines()[-1] for each in (whole, resumed))
+    whole, killed = start(train, tmp_path / "whole", -1), start(train, tmp_path / "killed", 9)
+    assert killed.killed() == signal.SIGKILL
+    resumed = start(train, tmp_path / "killed", -1)
+    expected = whole.result()
     assert expected.endswith(" 15")
-    assert found == expected
+    assert resumed.result() == expected
 
 
-if __name__ == "__main__":
-    sys.stdout.write(train(Path(sys.argv[1]), int(sys.argv[2])) + "\n")
+def sampled(folder: Path, ram: Path, *, save: bool) -> list[Any]:
+    """Save after an epoch, or load; the seed and epoch of this process's sampler, and what it draws next."""
+    tiers = {
+        "ram": {"kind": "ram", "path": str(ram), "capacity": "16 MiB", "on_close": "keep"},
+        "disk": {"kind": "posix", "path": str(folder / "disk"), "fsync": False},
+    }
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    # Of processes that load, other seeds than of those that saved.
+    set_seed(7 if save else 99, device_specific=True)
+    data = torch.utils.data.TensorDataset(torch.arange(24.0))
+    model = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        model.bias.fill_(1.0)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    model, loader = accelerator.prepare(model, loader)
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks="auto") as store:
+        if save:
+            list(loader)
+            integration.save_state(accelerator, store, 1).reached("disk")
+        else:
+            assert integration.load_state(accelerator, store) == 1
+        (sampler,) = integration._samplers(accelerator)
+        found = [sampler.initial_seed, sampler.epoch, [batch.tolist() for (batch,) in loader]]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def _save(folder: Path, ram: Path) -> list[Any]:
+    return sampled(folder, ram, save=True)
+
+
+def _load(folder: Path, ram: Path) -> list[Any]:
+    return sampled(folder, ram, save=False)
+
+
+def test_seeds_of_samplers_come_back_on_any_number_of_processes(
+    start: Start, tmp_path: Path, shared_memory: Path
+) -> None:
+    """Each process its own on as many, though each draws in another order; those of the first on another number."""
+    saved = [child.result() for child in ranks(start, 2, _save, tmp_path, shared_memory / "ram")]
+    assert saved[0][0] != saved[1][0]
+    assert [child.result() for child in ranks(start, 2, _load, tmp_path, shared_memory / "ram")] == saved
+    (alone,) = (child.result() for child in ranks(start, 1, _load, tmp_path, shared_memory / "ram"))
+    assert alone[:2] == saved[0][:2]
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP])
+def test_engines_that_keep_their_state_are_refused(
+    kind: DistributedType, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setitem(accelerator.state._shared_state, "distributed_type", kind)
+    tiers = {"disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False}}
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks=None) as store:
+        with pytest.raises(Invalid, match=r"is not saved to a store, .*use FSDP2"):
+            integration.save_state(accelerator, store, 1)
+        with pytest.raises(Invalid, match=r"is not saved to a store, .*use FSDP2"):
+            integration.load_state(accelerator, store)
+        assert store.all_steps() == ()

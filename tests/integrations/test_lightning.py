@@ -4,50 +4,52 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.launch import SOON, launch
+from distributed.launch import SOON
 from reliability.tiers import FaultyTiers
+from support.forked import Start, forking, ranks
 from support.frameworks import require
 
-from tieredckpt import CheckpointStore, NotFound, TierUnavailable
+from tieredckpt import CheckpointStore, Invalid, NotFound, TierUnavailable
 
 require("lightning")
 require("torchdata")
 torch = require("torch")
 
 from integrations import lightning_program as program  # noqa: E402
+from integrations import lightning_ranks_program as ranks_program  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 
-from tieredckpt.integrations.lightning import TieredCheckpointIO  # noqa: E402
+from tieredckpt.integrations.lightning import TieredCheckpointIO, TieredModelParallelStrategy  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(4 * SOON),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-PROGRAM = Path(program.__file__)
-RANKS = PROGRAM.with_name("lightning_ranks_program.py")
 
-
-def started(folder: Path, ram: Path, kill_at: int, loader: str) -> subprocess.Popen[str]:
-    arguments = [str(folder), str(ram), "3", str(kill_at), loader]
-    return subprocess.Popen([sys.executable, str(PROGRAM), *arguments], stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    with forking("integrations.lightning_program", "integrations.lightning_ranks_program") as started:
+        yield started
 
 
 @pytest.mark.parametrize("loader", ["plain", "stateful"])
-def test_a_training_that_was_killed_ends_as_one_that_was_not(loader: str, tmp_path: Path, shared_memory: Path) -> None:
-    whole = started(tmp_path / "whole", shared_memory / "whole", -1, loader)
-    killed = started(tmp_path / "killed", shared_memory / "killed", 13, loader)
-    assert killed.communicate(timeout=SOON)[0] == ""
-    assert killed.returncode == -signal.SIGKILL
-    resumed = started(tmp_path / "killed", shared_memory / "killed", -1, loader)
-    expected, found = (each.communicate(timeout=SOON)[0] for each in (whole, resumed))
-    assert expected.endswith(" 15\n")
-    assert found == expected
+def test_a_training_that_was_killed_ends_as_one_that_was_not(
+    start: Start, loader: str, tmp_path: Path, shared_memory: Path
+) -> None:
+    """With two further callbacks that save weights only, of the same steps."""
+    whole = start(program.train, tmp_path / "whole", shared_memory / "whole", 3, -1, loader)
+    killed = start(program.train, tmp_path / "killed", shared_memory / "killed", 3, 13, loader)
+    assert killed.killed() == signal.SIGKILL
+    resumed = start(program.train, tmp_path / "killed", shared_memory / "killed", 3, -1, loader)
+    expected = whole.result()
+    assert expected.endswith(" 15")
+    assert resumed.result() == expected
 
 
 def fit(folder: Path, ram: Path, epochs: int, *callbacks: Any, module: Any = None, io: Any = None) -> Any:
@@ -61,16 +63,28 @@ def fit(folder: Path, ram: Path, epochs: int, *callbacks: Any, module: Any = Non
 def test_what_lightning_names_is_there_and_what_it_removes_is_gone(tmp_path: Path, shared_memory: Path) -> None:
     trainer = fit(tmp_path, shared_memory / "ram", 5)
     io = trainer.strategy.checkpoint_io
-    best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
-    named = sorted(path.name for path in (tmp_path / "named").iterdir())
-    assert len(named) == 3  # the best two, and the last
+    (monitored,) = (each for each in trainer.checkpoint_callbacks if each.monitor)
+    best, last = monitored.best_model_path, monitored.last_model_path
+    assert len(list((tmp_path / "named").iterdir())) == 3  # the best two, and the last
     steps = set()
     for path in (tmp_path / "named").iterdir():
         loaded = io.load_checkpoint(path)
         steps.add(loaded["global_step"])
+        assert loaded["optimizer_states"]
         if path.stem != "last":
             assert path.stem.endswith(f"step={loaded['global_step']}")
+    assert steps <= {5, 10, 15, 20, 25}
+    for folder in ("before", "after"):  # weights only, of every epoch
+        for path in (tmp_path / folder).iterdir():
+            loaded = io.load_checkpoint(path)
+            assert "optimizer_states" not in loaded
+            assert "callbacks" not in loaded
+            assert path.stem.endswith(f"step={loaded['global_step']}")
+        assert len(list((tmp_path / folder).iterdir())) == 5
     store = io._opened().store
+    assert store.all_steps() == (5, 10, 15, 20, 25)
+    for path in (*(tmp_path / "before").iterdir(), *(tmp_path / "after").iterdir()):
+        io.remove_checkpoint(path)
     assert set(store.all_steps()) == steps
     assert io.load_checkpoint(last)["global_step"] == 25
     with pytest.raises(RuntimeError, match="size mismatch"):  # its hyperparameters are known, and can be given anew
@@ -142,19 +156,59 @@ def test_fabric_saves_and_loads(tmp_path: Path, shared_memory: Path) -> None:
     io._opened().store.close()
 
 
-def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(tmp_path: Path, shared_memory: Path) -> None:
-    arguments: dict[str, Any] = {name: str(tmp_path / name) for name in ("disk", "named")}
+def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
+    start: Start, tmp_path: Path, shared_memory: Path
+) -> None:
+    arguments: dict[str, Any] = {name: str(tmp_path / name) for name in ("disk", "named", "weights")}
     arguments["ram"] = str(shared_memory / "ram")
     before = None
-    for ranks, epochs in ((2, 1), (1, 2)):
-        told = arguments | {"epochs": epochs}
-        with launch("torch", RANKS, ranks=ranks, folder=tmp_path / str(ranks), arguments=told) as job:
-            job.succeed()
-            for rank in range(ranks):
-                assert job.told(rank)["loaded"] == before
-            before = job.told(0)["ended"]
-            assert job.told(0)["names"][-1] == "last.ckpt"
-            assert len(job.told(0)["names"]) == 2
+    for number, epochs in ((2, 1), (1, 2)):
+        told = [
+            child.result()
+            for child in ranks(start, number, ranks_program.train, arguments | {"epochs": epochs}, number)
+        ]
+        assert [each["loaded"] for each in told] == [before] * number
+        before = told[0]["ended"]
+        assert told[0]["names"][-1] == "last.ckpt"
+        assert len(told[0]["names"]) == 2
     with CheckpointStore.open(tmp_path / "disk", read_only=True).sync() as store:
         (step,) = store.all_steps()[-1:]
-        assert store.describe(step).arrays[0].key == "state_dict/net.0.weight"
+        arrays = [array.key for array in store.describe(step).arrays]
+        assert arrays[0] == "state_dict/net.0.weight"
+        assert any(key.startswith("optimizer_states/") for key in arrays)
+
+
+def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path: Path, shared_memory: Path) -> None:
+    """As of a callback that puts averaged weights in their place."""
+    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    full = {"global_step": 1, "state_dict": {"w": torch.ones(3)}, "optimizer_states": [{"m": torch.ones(3)}]}
+    io.save_checkpoint(full, tmp_path / "full.ckpt")
+    io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, tmp_path / "same.ckpt")
+    io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.zeros(3)}}, tmp_path / "mean.ckpt")
+    io.save_checkpoint({"global_step": 1, "other": 2}, tmp_path / "other.ckpt")
+    assert list(io.load_checkpoint(tmp_path / "full.ckpt")) == list(full)
+    assert list(io.load_checkpoint(tmp_path / "same.ckpt")) == ["global_step", "state_dict"]
+    assert torch.equal(io.load_checkpoint(tmp_path / "full.ckpt")["state_dict"]["w"], torch.ones(3))
+    assert torch.equal(io.load_checkpoint(tmp_path / "mean.ckpt")["state_dict"]["w"], torch.zeros(3))
+    assert io.load_checkpoint(tmp_path / "other.ckpt") == {"global_step": 1, "other": 2}
+    io.save_checkpoint({"global_step": 2, "state_dict": {}}, tmp_path / "next.ckpt")
+    io.remove_checkpoint(tmp_path / "full.ckpt")  # and another name still means its weights
+    assert io._opened().store.all_steps() == (1, 2)
+    for name in ("same", "mean", "other"):
+        io.remove_checkpoint(tmp_path / f"{name}.ckpt")
+        assert not (tmp_path / f"{name}.ckpt").exists()
+    io.teardown()
+    assert io._opened().store.all_steps() == (2,)
+    io._opened().store.close()
+
+
+def test_a_configuration_that_does_not_fit_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for make in (TieredCheckpointIO, TieredModelParallelStrategy):
+        with pytest.raises(NotFound, match=r"ckpt\.toml"):
+            make(tmp_path / "ckpt.toml")
+        with pytest.raises(Invalid, match="lustr"):
+            make({"tiers": {"disk": {"kind": "lustr", "path": str(tmp_path)}}})
+    (tmp_path / "ckpt.toml").write_text(f'[tiers.disk]\nkind = "posix"\npath = "{tmp_path}/disk"\n')
+    TieredCheckpointIO(tmp_path / "ckpt.toml")
+    assert 'tiers disk retain some steps only, and may remove what "best"' in caplog.text
+    assert not (tmp_path / "disk").exists()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
-import subprocess
-import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.launch import SOON
 from reliability.tiers import FaultyTiers
+from support.forked import Start, forking, ranks
 from support.frameworks import require
 
-from tieredckpt import NotFound, TierUnavailable
+from tieredckpt import Invalid, NotFound, SyncStore, TierUnavailable
+from tieredckpt.events import TierRecovered
 
 torch = require("torch")
 require("transformers")
@@ -24,24 +28,37 @@ from integrations import transformers_program as program  # noqa: E402
 pytestmark = [pytest.mark.timeout(4 * SOON), pytest.mark.filterwarnings("ignore")]
 
 
-def started(folder: Path, ram: Path, kill_at: int) -> subprocess.Popen[str]:
-    command = [sys.executable, str(program.__file__), str(folder), str(ram), str(kill_at)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    with forking("integrations.transformers_program") as started:
+        yield started
 
 
 def folders(folder: Path) -> set[int]:
     return {int(path.name.partition("-")[2]) for path in (folder / "run").glob("checkpoint-*")}
 
 
-def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, shared_memory: Path) -> None:
-    whole = started(tmp_path / "whole", shared_memory / "whole", -1)
-    killed = started(tmp_path / "killed", shared_memory / "killed", 14)
-    assert "17" not in killed.communicate(timeout=SOON)[0]
-    assert killed.returncode == -signal.SIGKILL
-    resumed = started(tmp_path / "killed", shared_memory / "killed", -1)
-    expected, found = (each.communicate(timeout=SOON)[0].splitlines()[-1] for each in (whole, resumed))
+def test_a_training_that_was_killed_ends_as_one_that_was_not(start: Start, tmp_path: Path, shared_memory: Path) -> None:
+    whole = start(program.train, tmp_path / "whole", shared_memory / "whole", -1)
+    killed = start(program.train, tmp_path / "killed", shared_memory / "killed", 14)
+    assert killed.killed() == signal.SIGKILL
+    resumed = start(program.train, tmp_path / "killed", shared_memory / "killed", -1)
+    expected = whole.result()
     assert expected.endswith(" 17")
-    assert found == expected
+    assert resumed.result() == expected
+
+
+def test_what_one_rank_could_not_save_is_a_checkpoint_of_none(
+    start: Start, tmp_path: Path, shared_memory: Path
+) -> None:
+    """DDP: the ranks agree on what was saved, and on the checkpoint from which they resume."""
+    told = [child.result() for child in ranks(start, 2, program.train_ranks, tmp_path, shared_memory / "ram", 4, 6)]
+    assert told[0] == told[1]
+    assert folders(tmp_path) == {2, 6}
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")  # as on a node that is slow to see it
+    told = [child.result() for child in ranks(start, 2, program.train_ranks, tmp_path, shared_memory / "ram", 8, 9)]
+    assert told[0] == told[1]
+    assert told[0]["first"] == 2
 
 
 def test_the_store_has_the_steps_of_the_folders_and_no_others(tmp_path: Path, shared_memory: Path) -> None:
@@ -98,3 +115,129 @@ def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, fa
         assert trainer.state.global_step == 17
         assert store.where(17) == ("ram",)
         faults.revive("disk")
+
+
+def test_a_step_goes_before_its_folder(tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends between the two leaves a folder without a step, and never a step that nobody knows."""
+
+    class Ended(BaseException):
+        pass
+
+    def ends(*_: Any, **options: Any) -> None:
+        raise Ended
+
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store)
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", ends)
+            with pytest.raises(Ended):
+                trainer.train()
+        assert folders(tmp_path) == {3, 6, 9}
+        assert set(store.all_steps()) == {6, 9}
+        trainer = program.trainer_of(tmp_path, store)
+        trainer.train(resume_from_checkpoint=True)
+        assert folders(tmp_path) == set(store.all_steps()) == {15, 17}
+
+
+def test_a_folder_stays_while_its_step_cannot_be_deleted(
+    tmp_path: Path, shared_memory: Path, faults: FaultyTiers
+) -> None:
+    class Pull(program.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 7:
+                faults.kill("disk", TierUnavailable("the cable was pulled"))
+
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store, Pull())
+        trainer.train()
+        assert folders(tmp_path) >= {6, 17}
+        assert folders(tmp_path) >= set(store.all_steps())
+        recovered = threading.Event()
+        store.subscribe(lambda event: recovered.set() if isinstance(event, TierRecovered) else None)
+        faults.revive("disk")
+        assert recovered.wait(SOON)
+        store.flush()
+        trainer._rotate(tmp_path / "run")
+        assert folders(tmp_path) == set(store.all_steps()) == {15, 17}
+
+
+def test_a_number_that_was_saved_again_is_another_checkpoint(tmp_path: Path, shared_memory: Path) -> None:
+    """Folders are of saves, not of numbers: a copy of an older run's folder gives nothing of this one's."""
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store, max_steps=6, save_total_limit=None)
+        trainer.train()
+        old = tmp_path / "another" / "checkpoint-6"
+        shutil.copytree(tmp_path / "run" / "checkpoint-6", old)
+        program.trainer_of(tmp_path, store, max_steps=6, save_total_limit=None).train()  # from the beginning
+        serials = [
+            json.loads((path / "tieredckpt.json").read_text())["serial"]
+            for path in (old, tmp_path / "run" / "checkpoint-6")
+        ]
+        assert serials[0] < serials[1]
+        with pytest.raises(NotFound, match="another training saved the step again"):
+            program.trainer_of(tmp_path, store).train(resume_from_checkpoint=str(old))
+        trainer = program.trainer_of(tmp_path / "another", store)
+        trainer._rotate(tmp_path / "another")
+        assert not old.exists()  # as its step is there no more
+        assert 6 in store.all_steps()  # which is the other run's
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Worse(program.TrainerCallback):  # type: ignore[misc, name-defined]
+        """Step 6 is the best."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+            metrics["eval_score"] = float(state.global_step == 6)
+
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+        "save_total_limit": 1,
+        "max_steps": 12,
+    }
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store, Worse(), **options)
+        trainer.train()
+        assert folders(tmp_path) == set(store.all_steps()) == {6, 12}  # the best, and the newest to resume from
+        found = store.restore(6, keys=["model"], as_="torch", resume=False)
+        assert found is not None
+        for name, value in trainer.model.state_dict().items():
+            assert torch.equal(value, found.tree["model"][name])
+        assert "may be gone" not in caplog.text
+        trainer._load_from_checkpoint(str(tmp_path / "run" / "checkpoint-12"))
+        weight = trainer.model.net[0].weight.detach().clone()
+        store.delete(6)
+        trainer._load_best_model()
+        assert "the best model is not loaded" in caplog.text
+        assert torch.equal(trainer.model.net[0].weight, weight)
+    with program.store_of(tmp_path / "few", shared_memory / "few", retain={"kind": "last_n", "n": 2}) as store:
+        program.trainer_of(tmp_path / "few", store, **options)
+        assert "the best may be gone by then" in caplog.text
+
+
+def test_fsdp_and_deepspeed_are_refused_before_the_training(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(store: SyncStore) -> None:
+        with pytest.raises(Invalid, match=r"with FSDP2, write the loop with accelerate"):
+            program.trainer_of(tmp_path, store)
+
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        created = program.TieredTrainer.create_accelerator_and_postprocess
+
+        def create(kind: str) -> Any:
+            def changed(self: Any) -> None:
+                created(self)
+                setattr(self, f"is_{kind}_enabled", True)
+
+            return changed
+
+        for kind in ("fsdp", "deepspeed"):
+            with monkeypatch.context() as patched:
+                patched.setattr(program.TieredTrainer, "create_accelerator_and_postprocess", create(kind))
+                told(store)

@@ -1,11 +1,10 @@
-"""A training with Hugging Face's Trainer: `python transformers_program.py FOLDER RAM KILL_AT`; prints its digest."""
+"""A training with Hugging Face's Trainer, for processes of `test_transformers`."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from transformers import TrainerCallback, TrainingArguments, set_seed  # noqa: E402
 
-from tieredckpt import CheckpointStore, SyncStore  # noqa: E402
+from tieredckpt import CheckpointStore, NoSpace, SyncStore  # noqa: E402
 from tieredckpt.integrations.transformers import TieredTrainer  # noqa: E402
 
 
@@ -37,18 +36,17 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def store_of(folder: Path, ram: Path, **disk: Any) -> SyncStore:
+def store_of(folder: Path, ram: Path, *, ranks: Any = None, **disk: Any) -> SyncStore:
     tiers = {
         "ram": {"kind": "ram", "path": str(ram), "capacity": "16 MiB"},
         "disk": {"kind": "posix", "path": str(folder / "disk"), "retain": "all", "fsync": False} | disk,
     }
-    return CheckpointStore.open_sync({"tiers": tiers}, ranks=None)
+    return CheckpointStore.open_sync({"tiers": tiers}, ranks=ranks)
 
 
-def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, **options: Any) -> TieredTrainer:
-    data = [{"x": row} for row in torch.randn(40, 8, generator=torch.Generator().manual_seed(1))]
+def arguments_of(folder: Path, **options: Any) -> TrainingArguments:
     defaults = {"max_steps": 17, "save_steps": 3, "save_total_limit": 2}
-    arguments = TrainingArguments(
+    return TrainingArguments(
         str(folder / "run"),
         per_device_train_batch_size=4,
         report_to="none",
@@ -58,7 +56,18 @@ def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, **options: Any) 
         logging_strategy="no",
         **(defaults | options),
     )
-    return TieredTrainer(Model(), arguments, train_dataset=data, store=store, callbacks=list(callbacks))
+
+
+def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, **options: Any) -> TieredTrainer:
+    data = [{"x": row} for row in torch.randn(40, 8, generator=torch.Generator().manual_seed(1))]
+    return TieredTrainer(
+        Model(),
+        arguments_of(folder, **options),
+        train_dataset=data,
+        eval_dataset=data[:4],
+        store=store,
+        callbacks=list(callbacks),
+    )
 
 
 def digest_of(trainer: Any) -> str:
@@ -71,14 +80,38 @@ def digest_of(trainer: Any) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
-    folder, ram, kill_at = sys.argv[1:]
+def train(folder: Path, ram: Path, kill_at: int) -> str:
+    """Train to the end, or until this process is killed; what was trained, and how many steps."""
     set_seed(3)
-    with store_of(Path(folder), Path(ram)) as store:
-        trainer = trainer_of(Path(folder), store, Kill(int(kill_at)))
+    with store_of(folder, ram) as store:
+        trainer = trainer_of(folder, store, Kill(kill_at))
         trainer.train(resume_from_checkpoint=True)
-        print(digest_of(trainer), trainer.state.global_step)
+        return f"{digest_of(trainer)} {trainer.state.global_step}"
 
 
-if __name__ == "__main__":
-    main()
+class Full(TrainerCallback):
+    """One rank is told at a step that its memory is full."""
+
+    def __init__(self, rank: int, at: int, store: SyncStore) -> None:
+        self.rank, self.at, self.store, self.save = rank, at, store, store.save
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def full(step: int, *arguments: Any, **options: Any) -> Any:
+            self.save(step, *arguments, **options)
+            raise NoSpace("the memory of this rank is full")
+
+        here = state.global_step == self.at and args.process_index == self.rank
+        self.store.save = full if here else self.save  # type: ignore[method-assign]
+
+
+def train_ranks(folder: Path, ram: Path, full_at: int, steps: int) -> dict[str, Any]:
+    """What every rank of DDP does; on rank 1 a save fails."""
+    set_seed(3)
+    torch.distributed.init_process_group("gloo")
+    with store_of(folder, ram, ranks="auto") as store:
+        options = {"save_total_limit": 3, "ddp_backend": "gloo", "max_steps": steps, "save_steps": 2}
+        trainer = trainer_of(folder, store, Full(1, full_at, store), **options)
+        trainer.train(resume_from_checkpoint=True)
+        found = {"digest": digest_of(trainer), "first": trainer._initial_global_step, "steps": store.all_steps()}
+    torch.distributed.destroy_process_group()
+    return found

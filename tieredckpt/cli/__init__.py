@@ -1,7 +1,6 @@
 """The command `tieredckpt`: one module a verb, and what they share.
 
-`app` names the verbs and turns errors into exit codes, `opening` opens stores, `console` prints, `arrays`
-brings arrays back in parts, `extract` writes them to files.
+`app` names the verbs and turns errors into exit codes, `opening` opens stores, `console` prints.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from tieredckpt.cli.copy import copy
 from tieredckpt.cli.demo import demo
 from tieredckpt.cli.doctor import doctor
 from tieredckpt.cli.ending import ended_in_order
+from tieredckpt.cli.interchange import export, import_
 from tieredckpt.cli.ls import ls
 from tieredckpt.cli.plan import plan
 from tieredckpt.cli.ram import adopt, forget, fork
@@ -115,5 +116,7 @@ for _verb in (
     doctor,
     plan,
     simulate,
+    export,
 ):
     app.command()(_reporting(_verb))
+app.command("import")(_reporting(import_))

@@ -21,7 +21,7 @@ from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
-__all__ = ["Json", "Step", "StorePath", "newest_step", "reading", "writing"]
+__all__ = ["Json", "Step", "StorePath", "creating", "newest_step", "reading", "writing"]
 
 StorePath = Annotated[
     str,
@@ -44,6 +44,13 @@ def reading(source: str) -> Iterator[SyncStore]:
 def writing(source: str) -> Iterator[SyncStore]:
     """The store, to change it. Raises `NotFound` where there is none, `Conflict` while a trainer writes to it."""
     with _opened(_as_found(_existing(source)), read_only=False) as store:
+        yield store
+
+
+@contextmanager
+def creating(source: str) -> Iterator[SyncStore]:
+    """The store, to add to it, or a new one; raises `Conflict` while a trainer writes to it."""
+    with _opened(_as_found(load(source)), read_only=False) as store:
         yield store
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from tieredckpt.cli.arrays import Arrays, restored
 from tieredckpt.cli.console import bar, errors, output, print_json, print_table, printable
-from tieredckpt.cli.extract import extract
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
 from tieredckpt.config.tiers import refuse_url
 from tieredckpt.engine.inventory import StepDetails
+from tieredckpt.errors import Invalid
+from tieredckpt.interchange import export_step
+from tieredckpt.interchange.stored_step import Arrays, StoredStep
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]
@@ -38,27 +39,42 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Restore a step, verified: print a summary of its arrays, or extract them. The store is left as it is."""
-    if to is not None:
-        refuse_url(to)
-    sources: Counter[str] = Counter()
+    target = None if to is None else _target(to)
     with reading(store) as opened:
         details = opened.describe(step, keys=keys or None)
-        nbytes = sum(array.nbytes for array in details.arrays)
+        number, nbytes = details.info.step, sum(array.nbytes for array in details.arrays)
+        sources: Mapping[str, int]
         with bar("restoring", nbytes) as progress:
-            arrays = restored(opened, details.info.step, details.arrays, sources, progress)
-            count, summaries = (extract(arrays, Path(to)), []) if to else (len(details.arrays), _summaries(arrays))
+            if target is None:
+                chosen = StoredStep(opened, number, keys=keys or None, progress=progress)
+                summaries, sources = _summaries(chosen.read()), chosen.sources
+            else:
+                exported = export_step(opened, target, number, keys=keys or None, progress=progress)
+                summaries, sources = [], exported.sources
     if as_json:
-        told = {"step": details.info.step, "serial": details.info.serial, "metrics": details.info.metrics}
-        more = {"to": to, "files": count} if to else {"arrays": summaries}
+        told = {"step": number, "serial": details.info.serial, "metrics": details.info.metrics}
+        more = {"to": to, "files": len(details.arrays)} if to else {"arrays": summaries}
         print_json({**told, "sources": dict(sources), **more, "scalars": details.scalars})
         return
     origin = ", ".join(f"{format_size(size)} from {name}" for name, size in sources.items()) or "nothing to read"
-    output().print(f"step {details.info.step} (serial {details.info.serial}): {printable(origin)}")
+    output().print(f"step {number} (serial {details.info.serial}): {printable(origin)}")
     if to:
-        output().print(f"extracted to {printable(to)}; arrays: {count}")
+        output().print(f"extracted to {printable(to)}; arrays: {len(details.arrays)}")
     else:
         _print(summaries)
     _tell_of_scalars(details, extracted=to is not None)
+
+
+def _target(to: str) -> str:
+    """As `export` has it. A name that looks like a file of another format gets no folder of ``.npy`` instead."""
+    refuse_url(to)
+    suffix = Path(to).suffix
+    if suffix in ("", ".npz"):
+        return f"{'npz' if suffix else 'npy'}:{to}"
+    raise Invalid(
+        f"{to}: --to takes a name that ends in .npz, or one without a suffix, for a folder; other formats: tieredckpt "
+        f"export STORE --to safetensors:{to}, and npy:{to} for a folder of this name"
+    )
 
 
 def _summaries(arrays: Arrays) -> list[dict[str, Any]]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tieredckpt import SyncCheckpoint, SyncStore
+from accelerate.utils import DistributedType, gather_object
+
+from tieredckpt import Invalid, SyncCheckpoint, SyncStore
 from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["load_state", "save_state"]
@@ -29,6 +31,8 @@ def save_state(accelerator: Any, store: SyncStore, step: int, **options: Any) ->
         store: open.
         step: the trainer's number.
         options: ``metrics``, ``overwrite`` and ``replicated`` of `SyncStore.save`, with its errors.
+
+    Raises `Invalid` under DeepSpeed, Megatron-LM and FSDP1.
     """
     return _state_of(accelerator).save(store, step, **options)
 
@@ -38,7 +42,11 @@ def load_state(
 ) -> int | None:
     """Load a step, the newest without one, into what is prepared and registered by now; on any number of processes.
 
-    Returns its number, or None when the store is empty. Arguments and errors are those of `TrainingState.restore`.
+    On another number of processes than saved it, seeds and epochs of seedable samplers are those of the first process;
+    positions in the data and random numbers stay as they are.
+
+    Returns its number, or None when the store is empty. Arguments and errors are those of `TrainingState.restore`,
+    and `Invalid` as of `save_state`.
     """
     state = _state_of(accelerator)
     found = state.restore(store, step, resume=resume)
@@ -46,7 +54,9 @@ def load_state(
         accelerator.step = state["step"]
         for loader, epoch in zip(accelerator._dataloaders, state["epochs"], strict=True):
             loader.iteration = epoch
-        for sampler, saved in zip(_samplers(accelerator), state["samplers"], strict=True):
+        every = state["samplers"]
+        mine = every[accelerator.process_index if len(every) == accelerator.num_processes else 0]
+        for sampler, saved in zip(_samplers(accelerator), mine, strict=True):
             sampler.initial_seed, sampler.epoch = saved
     return found
 
@@ -65,10 +75,24 @@ class _Position:
         self._loader.base_dataloader.state_dict()  # makes its iterator now, and not after the random numbers are set
 
 
+def _refuse(accelerator: Any) -> None:
+    """Raise `Invalid` for engines that keep the state of model and optimizer to themselves."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+        kind == DistributedType.FSDP and not getattr(accelerator.state, "is_fsdp2", False)
+    ):
+        raise Invalid(
+            f"accelerate with {getattr(kind, 'value', kind)} is not saved to a store, for its engine has the states in "
+            f"a form of its own: use FSDP2 (fsdp_version=2) or DDP, or accelerator.save_state to a folder"
+        )
+
+
 def _state_of(accelerator: Any) -> TrainingState:
+    _refuse(accelerator)
     parts: dict[str, Any] = {"step": accelerator.step}
     parts["epochs"] = [getattr(loader, "iteration", 0) for loader in accelerator._dataloaders]
-    parts["samplers"] = [(sampler.initial_seed, sampler.epoch) for sampler in _samplers(accelerator)]
+    # Of every process: with device-specific seeds they differ. Other numbers of processes take those of the first.
+    parts["samplers"] = gather_object([[(each.initial_seed, each.epoch) for each in _samplers(accelerator)]])
     loaders = [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
     for name, found in (
         ("model", accelerator._models),

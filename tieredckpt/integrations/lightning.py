@@ -12,7 +12,6 @@ and the versions of names work as ever.
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import re
@@ -38,14 +37,12 @@ from torch.distributed.checkpoint.state_dict import (
 from tieredckpt import (
     CheckpointStore,
     Invalid,
-    NoSpace,
-    NotFound,
     StoreConfig,
     SyncStore,
-    TieredCkptError,
-    TierUnavailable,
 )
+from tieredckpt.config import load
 from tieredckpt.integrations.dcp import TieredReader
+from tieredckpt.integrations.named_steps import PATHS, NamedSteps, meant_by
 
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 
@@ -53,12 +50,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
 """What `CheckpointStore.open` takes, or a store that is open."""
 
 _log = logging.getLogger("tieredckpt")
-_STEP = "tieredckpt"
-"""What the files begin with that name a step."""
 _INTEGERS = {"python": 1, "numpy": 1}
 """Where, in the random states of Lightning, sequences of integers are."""
-_PATHS = "named_at"
-"""The key in the tree of a step that is not Lightning's: the paths at which it is named."""
 
 
 class TieredCheckpointIO(CheckpointIO):
@@ -73,12 +66,12 @@ class TieredCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
-        self._steps: _StepsByPath | None = None
+        self._source = _checked(source)
+        self._steps: NamedSteps | None = None
 
-    def _opened(self) -> _StepsByPath:
+    def _opened(self) -> NamedSteps:
         if self._steps is None:
-            self._steps = _StepsByPath(_open(self._source, ranks=None, read_only=rank_zero_only.rank > 0))
+            self._steps = NamedSteps(_open(self._source, ranks=None, read_only=rank_zero_only.rank > 0))
         return self._steps
 
     def save_checkpoint(
@@ -86,7 +79,8 @@ class TieredCheckpointIO(CheckpointIO):
     ) -> None:
         if storage_options is not None:
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
-        self._opened().save(_step_of(checkpoint, path), checkpoint, path)
+        if not self._opened().save(_step_of(checkpoint, path), checkpoint, path):
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -97,19 +91,21 @@ class TieredCheckpointIO(CheckpointIO):
         return self._load(path, map_location, resume=None)
 
     def _load(self, path: str | os.PathLike[str], map_location: Any, *, resume: bool | None) -> dict[str, Any]:
-        meant = _meant(path)
+        meant = meant_by(path)
         if meant is None:
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, True)
             return found
         steps = self._opened()
-        steps.look_up(path, *meant)
-        restored = steps.store.restore(meant[0], as_="saved", resume=resume)
+        names = steps.look_up(path, meant)
+        keys = None if meant.only is None else names
+        restored = steps.store.restore(meant.step, keys=keys, as_="saved", resume=resume)
         assert restored is not None
-        restored.tree.pop(_PATHS)
+        restored.tree.pop(PATHS, None)
         return _placed(restored.tree, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        self._opened().remove(path)
+        if not self._opened().remove(path):
+            TorchCheckpointIO().remove_checkpoint(path)
 
     def as_file(self, path: str | os.PathLike[str]) -> io.BytesIO:
         """The checkpoint at ``path`` as a file in memory, for ``MyModule.load_from_checkpoint(io.as_file(path))``."""
@@ -136,13 +132,17 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
 
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(**options)
-        self._source = source
-        self._steps: _StepsByPath | None = None
+        self._source = _checked(source)
+        self._steps: NamedSteps | None = None
 
-    def _opened(self) -> _StepsByPath:
+    def _opened(self) -> NamedSteps:
         if self._steps is None:
-            self._steps = _StepsByPath(_open(self._source, ranks="auto", read_only=False))
+            self._steps = NamedSteps(_open(self._source, ranks="auto", read_only=False))
         return self._steps
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self._opened()  # what keeps it from that is told now, and not at the first save
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
@@ -151,38 +151,39 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             raise TypeError(f"{type(self).__name__} takes no storage_options: the store's configuration says it all")
         path = self.broadcast(filepath)
         step = _step_of(checkpoint, path)
+        names = frozenset(checkpoint)
         if not self.is_global_zero:  # of what is no shard, one rank's is saved
             checkpoint = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
-        self._opened().save(step, checkpoint, path, rank=self.global_rank)
+        self._opened().save(step, checkpoint, path, rank=self.global_rank, names=names)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path, meant = self.broadcast((checkpoint_path, _meant(checkpoint_path)))
+        path, meant = self.broadcast((checkpoint_path, meant_by(checkpoint_path)))
         if meant is None:
             found: dict[str, Any] = super().load_checkpoint(path, True)
             return found
-        steps, step = self._opened(), meant[0]
-        names = steps.look_up(path, *meant)
+        steps, step = self._opened(), meant.step
+        names = steps.look_up(path, meant)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
-        if self.optimizers:
+        if self.optimizers and "optimizer_states" in names:
             each = [get_optimizer_state_dict(self.model, optimizer) for optimizer in self.optimizers]
             state["optimizer_states"] = each
         strict = self.lightning_module.strict_loading
         planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
         dcp.load(state, storage_reader=TieredReader(steps.store, step, resume=None), planner=planner)
         self.model.load_state_dict(state["state_dict"], strict=strict)
-        for optimizer, loaded in zip(self.optimizers, state.get("optimizer_states", ()), strict=True):
+        for optimizer, loaded in zip(self.optimizers, state.get("optimizer_states", ()), strict=False):
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded)
-        rest = [name for name in names if name not in ("state_dict", "optimizer_states", _PATHS)]
+        rest = [name for name in names if name not in ("state_dict", "optimizer_states", PATHS)]
         restored = steps.store.restore(step, keys=rest, as_="saved", resume=False)
         assert restored is not None
         tree: dict[str, Any] = restored.tree
         return tree
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        if self.is_global_zero:
-            self._opened().remove(filepath)
+        if self.is_global_zero and not self._opened().remove(filepath):
+            super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
         """At the end of each fit, while the ranks can speak to each other; what was opened here is closed."""
@@ -240,90 +241,20 @@ class RandomState(Callback):
         _set_rng_states({**states, **{name: tuple(state) for name, state in integers.items()}})
 
 
-class _StepsByPath:
-    """A store whose steps are found by paths."""
-
-    def __init__(self, store: SyncStore) -> None:
-        self.store = store
-        self._paths: dict[int, list[str]] = {}
-        """Where the steps are named that this fit saved: another one may save other weights under the same number."""
-        self._removed: set[tuple[int, int]] = set()
-        """Steps, with their serials, of which a name was removed, and that the store has not deleted yet."""
-
-    def save(self, step: int, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], rank: int = 0) -> None:
-        """Save a step and name it at ``path``. Lightning saves one step under several paths: then the last save counts
-        for all of them. What keeps the store from it is a warning: the training goes on.
-        """
-        paths = [each for each in self._paths.get(step, ()) if _meant(each) and each != str(path)]
-        paths.append(str(path))
-        tree = {**checkpoint, _PATHS: paths} if rank == 0 else dict(checkpoint)
-        try:
-            saved = self.store.save(step, tree, overwrite=True).saved
-        except (NoSpace, TierUnavailable) as error:
-            _log.warning("step %d was not saved, %s does not name it, training goes on: %s", step, path, error)
-            return
-        assert saved is not None
-        if saved.skipped:
-            _log.warning("step %d was not saved, %s does not name it: %s", step, path, saved.skipped)
-            return
-        self._paths[step] = paths
-        if rank == 0:
-            before = _meant(path)
-            for each in paths:
-                _name(each, step, saved.step.serial)
-            if before is not None and before[0] != step:  # as when Lightning writes over a file
-                self._removed.add(before)
-            self._delete()
-
-    def look_up(self, path: str | os.PathLike[str], step: int, serial: int) -> list[str]:
-        """What the step has, by name, that ``path`` names; a call of all ranks.
-
-        Raises `NotFound` where the store has another save of that number, or none.
-        """
-        try:
-            found = self.store.restore(step, as_="specs", resume=False)
-        except NotFound:
-            found = None
-        if found is None or found.serial != serial:
-            raise NotFound(
-                f"{path} names step {step} (serial {serial}), which the store does not have any more: its retention "
-                f'took it (set retain = "all"; Lightning removes what it does not need), or a later training saved '
-                f"the step again"
+def _checked(source: Source) -> Source:
+    """``source``, unless it is a configuration that no store can be opened with; raises what opening it would."""
+    if isinstance(source, SyncStore):
+        return source
+    config = load(source)
+    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".toml":
+        keep = [tier.name for tier in config.tiers if tier.kind != "ram" and tier.retain.kind != "all"]
+        if keep:
+            _log.warning(
+                'tiers %s retain some steps only, and may remove what "best" and "last" name; set retain = "all": '
+                "Lightning removes what it does not need",
+                ", ".join(keep),
             )
-        return list(found.tree)
-
-    def remove(self, path: str | os.PathLike[str]) -> None:
-        """Forget ``path``, and delete its step, unless another path names it, as soon as the store permits it."""
-        meant = _meant(path)
-        if meant is None:
-            TorchCheckpointIO().remove_checkpoint(path)
-            return
-        Path(path).unlink()
-        self._removed.add(meant)
-        self._delete()
-
-    def flush(self) -> None:
-        try:
-            self.store.flush()
-        except TieredCkptError as error:
-            _log.warning("the store does not have everything where it should be: %s", error)
-        self._delete()
-        self._paths.clear()
-
-    def _delete(self) -> None:
-        """Delete the removed steps that the store can do without by now: those that are followed by one as safe."""
-        for step, serial in sorted(self._removed):
-            try:
-                found = self.store.describe(step, keys=[_PATHS])
-                named = any(_meant(str(each)) == (step, serial) for each in found.scalars.values())
-                if found.info.serial == serial and not named:
-                    self.store.delete(step)
-            except NotFound:
-                pass
-            except TieredCkptError as error:
-                _log.debug("step %d stays in the store for now: %s", step, error)
-                continue
-            self._removed.discard((step, serial))
+    return source
 
 
 def _open(source: Source, **options: Any) -> SyncStore:
@@ -344,23 +275,6 @@ def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int
     if not numbers:
         raise Invalid(f'{path}: which step is it? Have a "step" in the state, or a number in the name of the file')
     return int(numbers[-1])
-
-
-def _name(path: str, step: int, serial: int) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(f"{path}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps({_STEP: {"step": step, "serial": serial}}) + "\n")
-    unfinished.replace(path)
-
-
-def _meant(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Step and serial that the file at ``path`` names; None for one that is not ours, or not there."""
-    try:
-        with open(path, "rb") as file:
-            ours = json.loads(file.read(4096))[_STEP]
-        return int(ours["step"]), int(ours["serial"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _placed(tree: dict[str, Any], device: Any) -> dict[str, Any]:

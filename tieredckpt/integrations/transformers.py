@@ -16,17 +16,30 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import Trainer
+from transformers.trainer_utils import sort_checkpoints
 
-from tieredckpt import Invalid, NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
+from tieredckpt import (
+    Invalid,
+    NoSpace,
+    NotFound,
+    RanksUnavailable,
+    SyncStore,
+    TieredCkptError,
+    TierUnavailable,
+)
 from tieredckpt.integrations.torch import TrainingState, _rng_state, _set_rng_state
 
 __all__ = ["TieredTrainer", "TieredTrainerMixin"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 _FILE = "tieredckpt.json"
@@ -43,65 +56,147 @@ class TieredTrainerMixin(_Base):
     """Saves the checkpoints of a Trainer to a store: ``class MyTrainer(TieredTrainerMixin, Trainer)``.
 
     A checkpoint is saved when it is in RAM. What ``save_total_limit`` removes is deleted from the store as soon as a
-    later step is as safe; what the store's own retention removes is not resumed from. What keeps the store from a
-    save is a warning, and the training goes on.
+    later step is as safe, and its folder after it; what the store's own retention removes is not resumed from. What
+    keeps the store from a save is a warning, and the training goes on.
 
     Args:
         store: open; the processes of the training are its ranks.
+
+    Raises `Invalid` with FSDP and DeepSpeed.
     """
 
     def __init__(self, *args: Any, store: SyncStore, **options: Any) -> None:
         super().__init__(*args, **options)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise Invalid(
+                "TieredTrainer saves one process and DDP; with FSDP2, write the loop with accelerate and "
+                "tieredckpt.integrations.accelerate, or with tieredckpt.integrations.torch; with DeepSpeed, keep the "
+                "Trainer of transformers"
+            )
         self._store = store
         self._random = _Random()
         self._saving = False
-        self._removed: set[int] = set()
+        if self.args.load_best_model_at_end and not any(
+            tier.retain.kind == "all" for tier in store.config.tiers if tier.kind != "ram"
+        ):
+            _log.warning(
+                "load_best_model_at_end: no tier below RAM retains all steps, so the best may be gone by then; set "
+                'retain = "all", save_total_limit removes the others'
+            )
 
     def train(self: Any, resume_from_checkpoint: Any = None, **options: Any) -> Any:
         """As of the Trainer; True resumes from the newest checkpoint that the store has, and begins without one."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest_whole()
+            resume_from_checkpoint = _on_rank_0(self._newest_whole)
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
         try:
             self._store.flush()
         except TieredCkptError as error:
             _log.warning("the store does not have everything where it should be: %s", error)
-        self._delete_removed()
+        self._rotate(Path(self.args.output_dir))
         return result
 
     # -- saving -------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise Invalid(
-                "TieredTrainer saves one process and DDP; with FSDP or DeepSpeed, write the loop with accelerate and "
-                "tieredckpt.integrations.accelerate"
-            )
         step, run = self.state.global_step, Path(self._get_output_dir(trial))
-        try:
-            saved = self._parts().save(self._store, step, overwrite=True).saved
-        except (NoSpace, TierUnavailable) as error:
-            _log.warning("step %d was not saved, training goes on: %s", step, error)
+        serial = self._saved(step)
+        if serial is None:
             return
-        if saved.skipped:
-            _log.warning("step %d was not saved: %s", step, saved.skipped)
-            return
-        before = set(_steps(run))
         if self.args.should_save:
             folder = run / f"checkpoint-{step}"
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / f"{_FILE}.tmp"
-            unfinished.write_text(json.dumps({"step": step, "serial": saved.step.serial}) + "\n")
+            unfinished.write_text(json.dumps({"step": step, "serial": serial}) + "\n")
             unfinished.replace(folder / _FILE)
         self._saving = True
         try:
-            super()._save_checkpoint(model, trial)
+            with self._keeping_folders():
+                super()._save_checkpoint(model, trial)
         finally:
             self._saving = False
+        self._rotate(run)
+
+    def _saved(self: Any, step: int) -> int | None:
+        """Save a step; its serial, or None on all ranks if one of them did not save."""
+        outcome: int | str | TieredCkptError
+        try:
+            saved = self._parts().save(self._store, step, overwrite=True).saved
+            outcome = saved.skipped or saved.step.serial
+        except (NoSpace, RanksUnavailable, TierUnavailable) as error:
+            outcome = str(error)
+        except TieredCkptError as error:
+            outcome = error
+        outcomes = _of_all_ranks(outcome)
+        for each in outcomes:
+            if isinstance(each, TieredCkptError):
+                raise each
+        why = next((each for each in outcomes if isinstance(each, str)), None)
+        if why is None:
+            return int(outcomes[0])
+        _log.warning("step %d was not saved, training goes on: %s", step, why)
+        return None
+
+    def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
+        with self._keeping_folders():
+            return super()._finalize_training(*args, **options)
+
+    @contextmanager
+    def _keeping_folders(self: Any) -> Iterator[None]:
+        """Keep the Trainer from removing a folder whose step the store still has; `_rotate` does it."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
+
+    def _rotate(self: Any, run: Path) -> None:
+        """Remove the checkpoints that are too many, each step before its folder: a process that ends between the two
+        leaves a folder without its step, which is not resumed from and removed later.
+        """
+        gone = _on_rank_0(lambda: self._deleted(run))
         if self.args.should_save:
-            self._removed |= before - set(_steps(run)) - {step}
-            self._delete_removed()
-            self._remove_folders_without_step(run)
+            for name in gone:
+                shutil.rmtree(run / name, ignore_errors=True)
+
+    def _deleted(self: Any, run: Path) -> list[str]:
+        """The folders whose steps the store does not have: because they were deleted now, or its retention took them.
+
+        Which are too many is as `transformers.trainer_utils.rotate_checkpoints` has it.
+        """
+        folders = [Path(each) for each in sort_checkpoints(str(run), use_mtime=True)]
+        held, sure = self._held(), all(tier.healthy for tier in self._store.tier_infos())
+        # What is newer than all that the store has may still be committed, or come back with a tier.
+        newest = max((serial for _, serial in held), default=0)
+        gone = [
+            each for each in folders if sure and (meant := _meant(each)) and meant not in held and meant[1] < newest
+        ]
+        kept = [each for each in folders if each not in gone]
+        best = self.state.best_model_checkpoint
+        protected = {*kept[-1:], *([Path(best)] if best is not None else [])}
+        limit = self.args.save_total_limit or 0
+        too_many = len(kept) - max(limit, len(protected)) if limit > 0 else 0
+        for folder in [each for each in kept if each not in protected][: max(too_many, 0)]:
+            meant = _meant(folder)
+            if meant is not None:
+                if meant not in held:
+                    continue
+                try:
+                    self._store.delete(meant[0])
+                except TieredCkptError as error:  # no later one is as safe yet
+                    _log.debug("%s stays for now: %s", folder, error)
+                    continue
+            gone.append(folder)
+        return [folder.name for folder in gone]
+
+    def _held(self: Any) -> set[tuple[int, int]]:
+        """Step and serial of the saves that the store gives for their numbers: not of one before a rollback, or of
+        another run, that has the number of a later save.
+        """
+        found: dict[int, int] = {}
+        for info in sorted(self._store.steps(), key=lambda info: (not info.abandoned, info.serial)):
+            found[info.step] = info.serial
+        return set(found.items())
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self._saving:
@@ -129,28 +224,6 @@ class TieredTrainerMixin(_Base):
         # Random numbers are set later than the rest: the Trainer says when.
         return TrainingState(rng=False, per_rank=["random"], **parts)
 
-    def _delete_removed(self: Any) -> None:
-        if self.args.process_index:
-            return
-        for step in sorted(self._removed):
-            try:
-                self._store.delete(step)
-            except NotFound:
-                pass
-            except TieredCkptError as error:  # the newest, or no later one is as safe yet
-                _log.debug("step %d stays in the store for now: %s", step, error)
-                continue
-            self._removed.discard(step)
-
-    def _remove_folders_without_step(self: Any, run: Path) -> None:
-        """Remove the folders of steps that the store's retention took, where every tier answers."""
-        if all(tier.healthy for tier in self._store.tier_infos()):
-            held = {(info.step, info.serial) for info in self._store.steps()}
-            for step, folder in _steps(run).items():
-                meant = _meant(folder)
-                if meant is not None and meant not in held and step != self.state.global_step:
-                    shutil.rmtree(folder, ignore_errors=True)
-
     # -- loading ------------------------------------------------------------------------------------------
 
     def _newest_whole(self: Any) -> str | None:
@@ -159,14 +232,14 @@ class TieredTrainerMixin(_Base):
         Raises `NotFound` where there are folders of steps and the store has none of them: to begin anew would be to
         train on from nothing, and to delete what comes back later.
         """
-        held = {(info.step, info.serial) for info in self._store.steps()}
+        held = self._held()
         known = [(_meant(folder), step, folder) for step, folder in _steps(Path(self.args.output_dir)).items()]
         whole = [each for each in known if (each[2] / "trainer_state.json").exists()]
         for meant, _, folder in sorted(whole, key=lambda each: (each[0][1] if each[0] else 0, each[1]), reverse=True):
             if meant is None or meant in held:
                 return str(folder)
         if any(meant is not None for meant, _, _ in whole):
-            problems = [f"tier {tier.name!r}: {tier.error}" for tier in self._store.tier_infos() if not tier.healthy]
+            problems = [f"tier {tier.name!r}: {tier.problem}" for tier in self._store.tier_infos() if not tier.healthy]
             raise NotFound(
                 f"{self.args.output_dir} has checkpoints, and the store has none of their steps (it has "
                 f"{', '.join(str(step) for step, _ in sorted(held)) or 'none'}; "
@@ -175,45 +248,59 @@ class TieredTrainerMixin(_Base):
         return None
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        if _meant(resume_from_checkpoint) is None:
+        step = self._step_of(resume_from_checkpoint)
+        if step is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         model = self.model if model is None else model
         like = {"model": get_model_state_dict(model)}
-        found = self._store.restore(self._step_of(resume_from_checkpoint), keys=["model"], like=like, resume=False)
+        found = self._store.restore(step, keys=["model"], like=like, resume=False)
         set_model_state_dict(model, found.tree["model"])
 
     def _load_best_model(self: Any) -> None:
-        if self.state.best_model_checkpoint and _meant(self.state.best_model_checkpoint) is not None:
-            self._load_from_checkpoint(self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
+        """The best model; where the store has it no more, the last one stays, as with the Trainer's own files."""
+        try:
+            if self._step_of(self.state.best_model_checkpoint) is None:
+                super()._load_best_model()
+            else:
+                self._load_from_checkpoint(self.state.best_model_checkpoint)
+        except NotFound as error:
+            _log.warning("the best model is not loaded, the last one stays: %s", error)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         """With all else of the step: now everything is there that takes it."""
-        if checkpoint is None or _meant(checkpoint) is None:
+        step = self._step_of(checkpoint)
+        if step is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif not self.args.save_only_model:
-            self._parts().restore(self._store, self._step_of(checkpoint), resume=True)
+            self._parts().restore(self._store, step, resume=True)
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or _meant(checkpoint) is None:
+        if self._step_of(checkpoint) is None:
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or _meant(checkpoint) is None:
+        if self._step_of(checkpoint) is None:
             super()._load_rng_state(checkpoint)
         elif self._random.loaded is not None:
             _set_rng_state(self._random.loaded)
 
-    def _step_of(self: Any, folder: str) -> int:
-        step, serial = _meant(folder) or (0, 0)
-        if (step, serial) not in {(info.step, info.serial) for info in self._store.steps()}:
-            raise NotFound(
-                f"{folder} means step {step} (serial {serial}), which the store does not have: its retention took it, "
-                f"or another training saved the step again; resume_from_checkpoint=True takes the newest one there is"
-            )
-        return step
+    def _step_of(self: Any, folder: str | None) -> int | None:
+        """The step that a folder means, as rank 0 sees it; None for one of another Trainer. Raises `NotFound` where the
+        number has another save by now.
+        """
+
+        def look_up() -> int | None:
+            meant = None if folder is None else _meant(folder)
+            if meant is not None and meant not in self._held():
+                raise NotFound(
+                    f"{folder} means step {meant[0]} (serial {meant[1]}), which the store does not have: its retention "
+                    f"took it, or another training saved the step again; resume_from_checkpoint=True takes the newest "
+                    f"one there is"
+                )
+            return None if meant is None else meant[0]
+
+        return _on_rank_0(look_up)
 
 
 class TieredTrainer(TieredTrainerMixin, Trainer):
@@ -230,6 +317,31 @@ class _Random:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state
+
+
+def _of_all_ranks(mine: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _on_rank_0(decide: Callable[[], T]) -> T:
+    """What rank 0 returns or raises, for all ranks: what is in folders and tiers may look different elsewhere."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return decide()
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [decide()]
+        except TieredCkptError as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], TieredCkptError):
+        raise told[0]
+    found: T = told[0]
+    return found
 
 
 def _steps(run: Path) -> dict[int, Path]:

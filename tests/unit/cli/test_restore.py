@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from typer.testing import Result
 
 from tieredckpt import CheckpointStore
-from tieredckpt.cli import arrays
-from tieredckpt.cli.extract import INDEX, file_name, member_name
+from tieredckpt.interchange import stored_step
+from tieredckpt.interchange.numpy_files import INDEX, file_name, member_name
 
 Run = Callable[..., Result]
 Told = Callable[..., Any]
@@ -76,7 +76,7 @@ def test_every_dtype_can_be_looked_at_and_extracted(
 def test_an_archive_holds_the_arrays_bit_for_bit(
     told: Told, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    monkeypatch.setattr(arrays, "_PART", part)
+    monkeypatch.setattr(stored_step, "_PART", part)
     found = told("restore", trained, 2, "--to", tmp_path / "deep" / "step.npz")
     assert found["files"] == 2
     assert found["sources"] == {"ram": 25640}

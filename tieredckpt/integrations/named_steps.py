@@ -1,0 +1,208 @@
+"""Steps that small files name: for frameworks that find, count and remove their checkpoints by paths."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tieredckpt import NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
+
+__all__ = ["PATHS", "Meant", "NamedSteps", "meant_by"]
+
+_log = logging.getLogger("tieredckpt")
+_STEP = "tieredckpt"
+"""What the files begin with that name a step."""
+_LARGEST = 1 << 20
+"""Bytes of such a file at most."""
+PATHS = "named_at"
+"""The key in the tree of a step that is not the framework's: the paths at which it is named."""
+
+
+class Meant(NamedTuple):
+    """What the file at a path says."""
+
+    step: int
+    serial: int
+    only: tuple[str, ...] | None
+    """The parts of the step that were saved under this path; None for all."""
+    paths: tuple[str, ...]
+    """At which the save is named."""
+
+
+@dataclass
+class _Saved:
+    """A step that this fit saved: another fit may save other weights under the same number."""
+
+    serial: int
+    names: frozenset[str]
+    paths: dict[str, frozenset[str]]
+    """Where it is named, and what was saved there."""
+
+
+class NamedSteps:
+    """A store whose steps are found by paths."""
+
+    def __init__(self, store: SyncStore) -> None:
+        self.store = store
+        self._saved: dict[int, _Saved] = {}
+        self._removed: dict[tuple[int, int], set[str]] = {}
+        """Steps, with their serials, of which a name was removed, and that the store has not deleted yet; with the
+        paths at which each was named too."""
+
+    def save(
+        self,
+        step: int,
+        checkpoint: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        rank: int | None = None,
+        names: frozenset[str] | None = None,
+    ) -> bool:
+        """Save a step and name it at ``path``; what keeps the store from it is a warning: the training goes on.
+
+        Lightning saves one step under several paths. The last save counts for all that have no more than it; one of
+        fewer parts, such as weights only, becomes a name for these parts of the save before.
+
+        Args:
+            step, checkpoint, path: of Lightning.
+            rank: of several that save their shards.
+            names: of the parts of the checkpoint, if this rank does not have all of them.
+
+        Returns:
+            False for a checkpoint that is neither more nor a part of what was saved as this step: it is not saved.
+        """
+        names = frozenset(checkpoint) if names is None else names
+        before = self._saved.get(step)
+        if before is not None:
+            before.paths = {each: has for each, has in before.paths.items() if meant_by(each) or rank}
+            if rank is None and before.names - names and not (names < before.names and self._same(step, checkpoint)):
+                return False
+            if names < before.names:
+                self._name(step, before, str(path), names, rank)
+                return True
+        paths = {**({} if before is None else before.paths), str(path): names}
+        tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
+        try:
+            saved = self.store.save(step, tree, overwrite=True).saved
+        except (NoSpace, TierUnavailable) as error:
+            _log.warning("step %d was not saved, %s does not name it, training goes on: %s", step, path, error)
+            return True
+        assert saved is not None
+        if saved.skipped:
+            _log.warning("step %d was not saved, %s does not name it: %s", step, path, saved.skipped)
+            return True
+        self._saved[step] = _Saved(saved.step.serial, names, paths)
+        self._name(step, self._saved[step], str(path), names, rank)
+        return True
+
+    def _same(self, step: int, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether the tensors of a checkpoint are those of the step, which a callback may have replaced in it."""
+        try:
+            found = self.store.restore(step, keys=list(checkpoint), copy=False, resume=False)
+        except TieredCkptError:
+            return False
+        return found is not None and _equal(found.tree, checkpoint)
+
+    def _name(self, step: int, saved: _Saved, path: str, names: frozenset[str], rank: int | None) -> None:
+        saved.paths[path] = names
+        if rank:
+            return
+        before = meant_by(path)
+        for each, has in saved.paths.items():
+            _name(each, Meant(step, saved.serial, tuple(has) if has < saved.names else None, tuple(saved.paths)))
+        if before is not None and before.step != step:  # as when Lightning writes over a file
+            self._removed.setdefault((before.step, before.serial), set()).update(before.paths)
+        self._delete()
+
+    def look_up(self, path: str | os.PathLike[str], meant: Meant) -> list[str]:
+        """The parts that ``path`` names of its step; a call of all ranks.
+
+        Raises `NotFound` where the store has another save of that number, or none.
+        """
+        try:
+            found = self.store.restore(meant.step, as_="specs", resume=False)
+        except NotFound:
+            found = None
+        if found is None or found.serial != meant.serial:
+            raise NotFound(
+                f"{path} names step {meant.step} (serial {meant.serial}), which the store does not have any more: its "
+                f'retention took it (set retain = "all"; Lightning removes what it does not need), or a later training '
+                f"saved the step again"
+            )
+        return [name for name in found.tree if meant.only is None or name in meant.only]
+
+    def remove(self, path: str | os.PathLike[str]) -> bool:
+        """Forget ``path``, and delete its step, unless another path names it, as soon as the store permits it; False
+        for a path that names none.
+        """
+        meant = meant_by(path)
+        if meant is None:
+            return False
+        Path(path).unlink()
+        self._removed.setdefault((meant.step, meant.serial), set()).update(meant.paths)
+        self._delete()
+        return True
+
+    def flush(self) -> None:
+        try:
+            self.store.flush()
+        except TieredCkptError as error:
+            _log.warning("the store does not have everything where it should be: %s", error)
+        self._delete()
+        self._saved.clear()
+
+    def _delete(self) -> None:
+        """Delete the removed steps that the store can do without by now: those that are followed by one as safe."""
+        for (step, serial), paths in sorted(self._removed.items()):
+            try:
+                found = self.store.describe(step, keys=[PATHS])
+                also = (str(each) for each in found.scalars.values())
+                named = any((meant := meant_by(each)) and meant[:2] == (step, serial) for each in (*paths, *also))
+                if found.info.serial == serial and not named:
+                    self.store.delete(step)
+            except NotFound:
+                pass
+            except TieredCkptError as error:
+                _log.debug("step %d stays in the store for now: %s", step, error)
+                continue
+            del self._removed[step, serial]
+
+
+def _equal(stored: Any, live: Any) -> bool:
+    """Whether the tensors in ``live`` are those in ``stored``, which has arrays in their place."""
+    if isinstance(live, Mapping):
+        return isinstance(stored, Mapping) and all(key in stored and _equal(stored[key], live[key]) for key in live)
+    if isinstance(live, list | tuple):
+        return len(stored) == len(live) and all(map(_equal, stored, live))
+    if not isinstance(live, torch.Tensor):
+        return True
+    host = live.detach().cpu().contiguous()
+    same = isinstance(stored, np.ndarray) and stored.shape == tuple(host.shape)
+    return same and np.array_equal(
+        np.ascontiguousarray(stored).reshape(-1).view(np.uint8), host.reshape(-1).view(torch.uint8).numpy()
+    )
+
+
+def _name(path: str, meant: Meant) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(f"{path}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps({_STEP: meant._asdict()}) + "\n")
+    unfinished.replace(path)
+
+
+def meant_by(path: str | os.PathLike[str]) -> Meant | None:
+    """What the file at ``path`` names; None for one that is not ours, or not there."""
+    try:
+        with open(path, "rb") as file:
+            ours = json.loads(file.read(_LARGEST))[_STEP]
+        only = None if ours.get("only") is None else tuple(map(str, ours["only"]))
+        return Meant(int(ours["step"]), int(ours["serial"]), only, tuple(map(str, ours.get("paths", ()))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,396 @@
+"""Folders of torch.distributed.checkpoint: read without running what a forged one would run, and written.
+
+DCP reads its ``.metadata`` with `pickle.load`, which runs whatever the file says. Here only the classes that such a
+file consists of may be named, records without any method take their place, and items are read as `torch.load` reads
+weights only.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import optree
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.planner import WriteItem
+
+from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError
+from tieredckpt.interchange.base import Format, content
+from tieredckpt.interchange.stored_step import StoredStep
+from tieredckpt.interchange.torch_files import load_weights, refused
+from tieredckpt.tree.leaf import ArraySpec
+
+__all__ = ["DCP"]
+
+_METADATA = ".metadata"
+_DEEPEST = 256
+"""Dimensions of a tensor, and levels of a tree."""
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    )
+}
+"""By the names under which a pickle has them; nothing else of torch is looked up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: dict[tuple[int, ...], tuple[int, ...]]
+    """The shape of each part, by its offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Where a part of a tensor, or a value, lies."""
+
+    name: str
+    offset: tuple[int, ...] | None
+    """In the tensor; None for all of it, and for a value."""
+    file: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a ``.metadata`` says, checked but for what is in the items."""
+
+    tensors: dict[str, _Tensor]
+    items: list[_Item]
+    """File by file."""
+    paths: dict[str, tuple[str | int, ...]]
+    """Where each thing lies in the tree."""
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path) -> Any:
+    """The state dict that DCP wrote to a folder, tensors whole and on the CPU."""
+    contents = _contents(folder)
+    flat: dict[str, Any] = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in contents.tensors.items()
+    }
+    for item in contents.items:
+        if item.name not in contents.tensors:
+            flat[item.name] = _load(item)
+            continue
+        offset, part = _part(contents.tensors[item.name], item)
+        flat[item.name][tuple(map(slice, offset, map(add, offset, part.shape)))] = part
+    try:
+        return unflatten_state_dict(flat, contents.paths)
+    except Exception as error:  # it trusts the paths
+        raise Corrupt(f"{folder / _METADATA}: the paths of the names contradict each other: {error}") from error
+
+
+def _contents(folder: Path) -> _Contents:
+    """Read a ``.metadata`` and compare it with the files, before memory is taken for what it says."""
+    metadata = folder / _METADATA
+    try:
+        pickled = metadata.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"{folder} has no .metadata: it is no folder of torch.distributed.checkpoint") from error
+    try:
+        found = _Unpickler(io.BytesIO(pickled)).load()
+    except Invalid:
+        raise
+    except Exception as error:  # whatever the bytes make of it
+        raise Corrupt(f"{metadata} is malformed: {type(error).__name__}: {error}") from error
+    entries, stored, paths = (_get(found, each) for each in ("state_dict_metadata", "storage_data", "planner_data"))
+    if not isinstance(entries, dict) or not isinstance(stored, dict):
+        raise Corrupt(f"{metadata} has no metadata of DCP")
+    tensors = {}
+    for name, entry in entries.items():
+        if not isinstance(name, str) or _kind(entry) not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+            raise Corrupt(f"{metadata}: {str(name)[:100]!r} is neither a tensor nor a value")
+        if _kind(entry) == "TensorStorageMetadata":
+            tensors[name] = _tensor(metadata, name, entry)
+    items = sorted((_item(folder, *each) for each in stored.items()), key=lambda item: (item.file, item.start))
+    _check_items(folder, entries.keys(), tensors, items)
+    if paths is None:
+        paths = {name: (name,) for name in entries}
+    return _Contents(tensors, items, _paths(metadata, entries, paths))
+
+
+def _tensor(metadata: Path, name: str, entry: Any) -> _Tensor:
+    properties = _get(_get(entry, "properties"), "state")
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    if not isinstance(dtype, torch.dtype):
+        raise Corrupt(f"{metadata}: {name!r} has no dtype")
+    shape, chunks = _get(entry, "size"), _get(entry, "chunks")
+    boxes = [(_get(each, "offsets"), _get(each, "sizes")) for each in chunks] if isinstance(chunks, list) else []
+    if not all(_is_box(each, shape) for each in (shape, *chain(*boxes))):
+        raise Corrupt(f"{metadata}: {name!r} or a part of it has no shape or place")
+    parts = dict(boxes)
+    if any(
+        start + size > end for offset, sizes in boxes for start, size, end in zip(offset, sizes, shape, strict=True)
+    ):
+        raise Corrupt(f"{metadata}: a part of {name!r} does not lie in its tensor")
+    if len(parts) < len(boxes) or _overlap(boxes):
+        raise Corrupt(f"{metadata}: parts of {name!r} overlap, and either may be the right one")
+    if sum(map(prod, parts.values())) < prod(shape):
+        raise Corrupt(f"{metadata} does not have all of {name!r}")
+    return _Tensor(dtype, shape, parts)
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two of the boxes (offset, shape) share an element."""
+    boxes = [(offset, shape) for offset, shape in boxes if prod(shape)]
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1
+    # Along the axis that is cut most, only the boxes that are begun and not ended are compared.
+    axis = max(range(len(boxes[0][0])), key=lambda axis: len({offset[axis] for offset, _ in boxes}))
+    begun: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offset, shape in sorted(boxes, key=lambda box: box[0][axis]):
+        begun = [box for box in begun if box[0][axis] + box[1][axis] > offset[axis]]
+        for other, extent in begun:
+            if all(a < b + d and b < a + c for a, b, c, d in zip(offset, other, shape, extent, strict=True)):
+                return True
+        begun.append((offset, shape))
+    return False
+
+
+def _item(folder: Path, index: Any, info: Any) -> _Item:
+    metadata = folder / _METADATA
+    name, offset = _get(index, "fqn"), _get(index, "offset")
+    file, start, length = (_get(info, each) for each in ("relative_path", "offset", "length"))
+    if not isinstance(name, str) or not (offset is None or _is_box(offset, offset)):
+        raise Corrupt(f"{metadata} has an item without a name or place")
+    if not isinstance(file, str) or not _is_box((start, length), (0, 0)):
+        raise Corrupt(f"{metadata}: no file and range for {name!r}")
+    path = folder / file
+    if "\0" in file or path.resolve().parent != folder.resolve():
+        raise Invalid(f"{metadata} names {file!r} for {name!r}, which is not in the folder")
+    if _get(info, "transform_descriptors"):
+        raise Invalid(f"{path}: {name!r} was stored through extensions of DCP; load it with DCP, and save it without")
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} is not there, and .metadata names it for {name!r}") from error
+    if start + length > size:
+        raise Corrupt(f"{path} is cut off: {name!r} ends at {start + length}, the file at {size}")
+    return _Item(name, offset, path, start, length)
+
+
+def _check_items(folder: Path, names: Collection[str], tensors: Mapping[str, _Tensor], items: Sequence[_Item]) -> None:
+    """Every part and value has one item, and no tensor is larger than what lies in the files for it."""
+    stored: dict[str, list[tuple[int, ...]]] = {}
+    lengths: Counter[str] = Counter()
+    for item in items:
+        if item.name not in names:
+            raise Corrupt(f"{item.file} has {item.name!r}, of which {_METADATA} says nothing")
+        stored.setdefault(item.name, []).append(_offset(tensors.get(item.name), item))
+        lengths[item.name] += item.length
+    for name in names:
+        tensor, found = tensors.get(name), stored.get(name, [])
+        expected = [()] if tensor is None else list(tensor.parts)
+        if sorted(found) != sorted(expected):
+            raise Corrupt(f"{folder} does not have all of {name!r}, or has a part of it twice")
+        if tensor is not None and prod(tensor.shape) * tensor.dtype.itemsize > lengths[name]:
+            raise Corrupt(f"{folder}: {name!r} is said to be larger than what the files have of it")
+
+
+def _offset(tensor: _Tensor | None, item: _Item) -> tuple[int, ...]:
+    if tensor is None:
+        return ()
+    return (0,) * len(tensor.shape) if item.offset is None else item.offset
+
+
+def _paths(metadata: Path, names: Mapping[str, Any], paths: Any) -> dict[str, tuple[str | int, ...]]:
+    if not isinstance(paths, dict) or paths.keys() != names.keys():
+        raise Corrupt(f"{metadata}: the paths are not those of the names")
+    for name, path in paths.items():
+        fits = isinstance(path, tuple) and 0 < len(path) <= _DEEPEST and isinstance(path[0], str)
+        # A list is made as long as its largest index says.
+        if not fits or not all(isinstance(at, str) or (type(at) is int and 0 <= at < len(paths)) for at in path):
+            raise Corrupt(f"{metadata}: {name!r} has no path")
+    return paths
+
+
+def _part(tensor: _Tensor, item: _Item) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Where a part lies in its tensor, and the part, read from the file."""
+    offset, found = _offset(tensor, item), _load(item)
+    if not isinstance(found, torch.Tensor) or found.dtype is not tensor.dtype or found.is_sparse:
+        raise Corrupt(f"{item.file}: {item.name!r} is no tensor of {tensor.dtype}, as {_METADATA} says")
+    if tuple(found.shape) != tensor.parts[offset]:
+        raise Corrupt(f"{item.file}: {item.name!r} has another shape than {_METADATA} says")
+    return offset, found
+
+
+def _load(item: _Item) -> Any:
+    try:
+        return load_weights(io.BytesIO(_bytes(item)))
+    except Exception as error:
+        raise refused(f"{item.file}: {item.name!r}", error) from error
+
+
+def _bytes(item: _Item) -> bytes:
+    with item.file.open("rb") as file:
+        file.seek(item.start)
+        return file.read(item.length)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what a ``.metadata`` consists of, as records without methods.
+
+    A pickle may set attributes of what it names, so nothing that it names is used by others: the classes are made for
+    each file.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._named: dict[tuple[str, str], Any] = {
+            **{("torch.distributed.checkpoint.metadata", name): type(name, (_Record,), {}) for name in _RECORDS},
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (_Record,), {}),
+            ("torch", "Size"): tuple,
+            # Not used: how tensors lay in memory, and the folder to which they were written.
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda *_: None,
+            ("torch.serialization", "_get_layout"): lambda *_: None,
+            **{("pathlib", name): lambda *_: None for name in ("PosixPath", "PurePosixPath", "WindowsPath")},
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        try:
+            return self._named[module, name]
+        except KeyError:
+            raise Invalid(
+                f"the .metadata names {module}.{name}, of which no checkpoint of DCP consists; nothing was run. Do not "
+                f"load it with PyTorch either unless you trust where it is from"
+            ) from None
+
+
+class _Record:
+    """What a class of DCP had as its attributes; what it had as another state under ``state``."""
+
+    def __setstate__(self, state: Any) -> None:
+        object.__setattr__(self, "__dict__", state if isinstance(state, dict) else {"state": state})
+
+
+_RECORDS = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+)
+
+
+def _get(record: Any, name: str) -> Any:
+    return object.__getattribute__(record, "__dict__").get(name) if isinstance(record, _Record) else None
+
+
+def _kind(record: Any) -> str:
+    return type(record).__name__ if isinstance(record, _Record) else ""
+
+
+def _is_box(numbers: Any, like: Any) -> bool:
+    """Whether it is a tuple of natural numbers, as many as ``like`` has."""
+    if not isinstance(numbers, tuple) or not isinstance(like, tuple) or len(numbers) != len(like):
+        return False
+    return len(numbers) <= _DEEPEST and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+
+
+# -- writing ----------------------------------------------------------------------------------------------
+
+
+def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
+    """Write a folder by DCP itself; arrays of every kind become tensors, and are read when it writes them."""
+    specs: dict[int, ArraySpec] = {}
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, ArraySpec):
+            return leaf
+        dtype = _DTYPES.get(leaf.dtype.name)
+        if dtype is None:
+            raise Invalid(f"array {leaf.key!r}: torch has no dtype {leaf.dtype}; leave it out with a part or keys")
+        tensor = torch.empty(leaf.shape, dtype=dtype, device="meta")
+        specs[id(tensor)] = leaf
+        return tensor
+
+    tree = optree.tree_map(stand_in, step.tree(), none_is_leaf=True)
+    if not isinstance(tree, dict):
+        raise Invalid(f"step {step.info.step} is no dict, as a state dict of DCP is; export a part of it")
+    left_out = {info.key for info in step.arrays} - {spec.key for spec in specs.values()}
+    if left_out:
+        raise Invalid(f"array {min(left_out)!r} lies in a container that DCP does not have; export another part")
+    written: dict[str, bytes] = {}
+    arrays, ahead = step.read(), dict[str, npt.NDArray[Any]]()
+
+    def fetch(key: str) -> npt.NDArray[Any]:
+        """Array by array as the step has them, which is the order in which DCP asks for them."""
+        while key not in ahead:
+            info, array = next(arrays)
+            ahead[info.key] = array
+        return ahead.pop(key)
+
+    def tensor(stand_in: Any) -> Any:
+        array = fetch(specs[id(stand_in)].key)
+        flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return flat.view(stand_in.dtype).reshape(stand_in.shape)
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            name = write_item.index.fqn
+            value = self.state_dict[name]
+            if id(value) in specs:
+                found = tensor(value)
+                written[name] = content(found.reshape(-1).view(torch.uint8).numpy())
+                return found
+            # A tuple may have tensors too, which DCP stores in one piece.
+            whole = optree.tree_map(lambda leaf: tensor(leaf) if id(leaf) in specs else leaf, value, none_is_leaf=True)
+            data = self.transform_object(write_item, whole)
+            written[name] = content(np.frombuffer(data.getbuffer(), np.uint8))
+            return data
+
+    try:
+        with warnings.catch_warnings():  # that it is one process
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save(tree, storage_writer=FileSystemWriter(to), planner=Planner(), no_dist=True)
+    except CheckpointException as error:
+        raise _first(error) from error
+    return written
+
+
+def _first(error: CheckpointException) -> BaseException:
+    """What went wrong, which DCP wraps."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, TieredCkptError | OSError):
+        return cause
+    return Invalid(f"DCP cannot write the step: {cause}")
+
+
+def _read_back(folder: Path) -> Iterator[tuple[str, bytes]]:
+    contents = _contents(folder)
+    for item in contents.items:
+        if item.name not in contents.tensors:
+            yield item.name, content(np.frombuffer(_bytes(item), np.uint8))
+            continue
+        _, part = _part(contents.tensors[item.name], item)  # in one part each
+        yield item.name, content(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+DCP = Format(_read, _write, _read_back)

@@ -1,0 +1,163 @@
+"""Writes a step in another library's format: beside its place, verified, and then there at once or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tieredckpt.engine.inventory import Scalar, StepInfo
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
+from tieredckpt.interchange.base import Digests, Format
+from tieredckpt.interchange.formats import find
+from tieredckpt.interchange.stored_step import StoredStep
+from tieredckpt.sync import SyncStore
+
+__all__ = ["Exported", "export_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote."""
+
+    info: StepInfo
+    path: Path
+    part: str | None
+    """What was exported; None for the whole step."""
+    names: tuple[str, ...]
+    """Of the arrays, and of other things where the format has them, in the file or folder."""
+    sources: Mapping[str, int]
+    """Bytes that came from each tier."""
+    scalars: Mapping[str, Scalar]
+    """The step's leaves that are no arrays, by key; of the formats here, ``dcp`` has them."""
+
+
+def export_step(
+    store: SyncStore,
+    target: str,
+    step: int | None = None,
+    *,
+    part: str | None = None,
+    keys: Sequence[str] | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    **options: Any,
+) -> Exported:
+    """Write a step of ``store`` to ``SCHEME:PATH``, where nothing is yet but perhaps an empty folder.
+
+    It is written beside that place, flushed to the device, read back, compared, and then renamed.
+
+    Args:
+        store: open; one that is only looked at will do.
+        target: such as ``safetensors:out/model``; `formats.FORMATS` has the schemes.
+        step: its number; None for the newest.
+        part: the path of a container of the step that is exported, such as ``model``. Without it and ``keys``,
+            safetensors takes ``model`` or ``state_dict`` if the step has one of them; other formats take all.
+        keys: only the leaves under these keys or patterns, under their whole names.
+        progress: is told the bytes of each array that was read.
+        options: of the format. safetensors: ``cast`` (``"bf16"`` or ``"fp16"``) and ``shard_size`` in bytes.
+
+    Raises:
+        Conflict: something is there.
+        Invalid: the format cannot have what the step has, or has no such option; or the place cannot be written.
+        Corrupt: what was written did not come back, or the step is damaged.
+        NotFound, TierUnavailable: as `SyncStore.describe`.
+    """
+    scheme, format_, to = find(target, "write")
+    for option in options.keys() - format_.options:
+        raise Invalid(f"{scheme} has no option {option}")
+    if part is not None and keys is not None:
+        raise Invalid("part and keys: give one of them")
+    with _new(to) as unfinished:
+        chosen = _chosen(store, step, part, keys, format_.parts, progress)
+        assert format_.write is not None
+        written = format_.write(chosen, unfinished, **options)
+        _flush(unfinished)
+        _compare(format_, unfinished, written, to)
+    return Exported(chosen.info, to, chosen.part, tuple(written), dict(chosen.sources), chosen.scalars)
+
+
+def _chosen(
+    store: SyncStore,
+    step: int | None,
+    part: str | None,
+    keys: Sequence[str] | None,
+    parts: Sequence[str],
+    progress: Callable[[int], None],
+) -> StoredStep:
+    if part is None and keys is None:
+        for usual in parts:
+            try:
+                return StoredStep(store, step, part=usual, progress=progress)
+            except NotFound:
+                continue
+    return StoredStep(store, step, part=part, keys=keys, progress=progress)
+
+
+@contextmanager
+def _new(to: Path) -> Iterator[Path]:
+    """A path to write to, which becomes ``to`` when all went well."""
+    try:
+        if os.path.lexists(to) and not (to.is_dir() and not to.is_symlink() and not any(to.iterdir())):
+            raise _exists(to)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=".tieredckpt-", dir=to.parent))
+        try:
+            unfinished = beside / to.name
+            yield unfinished
+            try:
+                if unfinished.is_dir():
+                    unfinished.rename(to)
+                else:
+                    os.link(unfinished, to)  # unlike a rename, it refuses to replace a file that came meanwhile
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise _exists(to) from error
+                raise
+            _flush_folder(to.parent)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        raise Invalid(f"{to} cannot be written: {error.strerror or error}") from error
+
+
+def _exists(to: Path) -> Conflict:
+    return Conflict(f"{to} exists already; choose another name, nothing is replaced")
+
+
+def _flush(path: Path) -> None:
+    """Have files on the device, and out of the memory, so that what is read back comes from there."""
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    if path.is_dir():
+        _flush_folder(path)
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _compare(format_: Format, path: Path, written: Digests, to: Path) -> None:
+    assert format_.read_back is not None
+    found = dict(format_.read_back(path))
+    wrong = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
+    if wrong:
+        raise Corrupt(
+            f"{to}: {', '.join(map(repr, wrong[:5]))} did not come back as written, nothing was exported; look at the "
+            f"device, and try again"
+        )

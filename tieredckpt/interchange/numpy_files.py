@@ -1,0 +1,104 @@
+"""The files of NumPy: one ``.npz``, or a folder of ``.npy`` files.
+
+The names of an ``.npz`` are the keys, and no member leads out of the folder where it is extracted. The files of a
+folder are named by keys, percent-escaped (RFC 3986): ``urllib.parse.unquote`` gives the key back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.errors import Corrupt
+from tieredckpt.interchange.base import Format, content
+from tieredckpt.interchange.stored_step import StoredStep
+
+__all__ = ["INDEX", "NPY", "NPZ", "file_name", "member_name"]
+
+INDEX = "index.json"
+"""Lists key, dtype and shape of each file of a folder: NumPy has no names for bfloat16 and its like."""
+
+_LONGEST = 200
+"""Characters of a file's name; file systems end at 255 bytes."""
+
+# The format escapes these in a key, but for backslashes and drives; here no archive depends on that.
+_LEADS_OUT = re.compile(r"\0|^[A-Za-z]:|(?:^|[/\\])(?:\.*[/\\]|\.*$)")
+"""A path with a root, a drive, or a component that is empty or of full stops alone; for Windows too."""
+
+
+def file_name(key: str) -> str:
+    """The file of an array in a folder; a long one ends in a digest of the key."""
+    name = quote(key, safe="")
+    if len(name) > _LONGEST:
+        name = f"{name[: _LONGEST - 33]}~{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    return f"{name}.npy"
+
+
+def member_name(key: str) -> str:
+    """The member of an array in a ``.npz``: its key, or if that could lead out of a folder, its escaped key."""
+    return ("/".join(map(_component, key.split("/"))) if _LEADS_OUT.search(key) else key) + ".npy"
+
+
+def _component(part: str) -> str:
+    name = quote(part, safe="")
+    return name if name.strip(".") else name.replace(".", "%2E") or "%"
+
+
+def _write_archive(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
+    """One ``.npz``."""
+    written = {}
+    with open(to, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for info, array in step.read():
+            name = member_name(step.name(info))
+            with archive.open(name, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+            written[name] = content(array)
+    return written
+
+
+def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                yield name, content(_array(path, name, member))
+
+
+def _write_folder(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
+    """A folder of ``.npy``, and its index."""
+    index, written = [], {}
+    to.mkdir()
+    for info, array in step.read():
+        name = file_name(step.name(info))
+        with (to / name).open("xb") as file:
+            np.lib.format.write_array(file, array, allow_pickle=False)
+        index.append({"file": name, "key": step.name(info), "dtype": info.dtype, "shape": info.shape})
+        written[name] = content(array)
+    (to / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return written
+
+
+def _read_folder(path: Path) -> Iterator[tuple[str, bytes]]:
+    for file in path.glob("*.npy"):
+        with file.open("rb") as opened:
+            yield file.name, content(_array(path, file.name, opened))
+
+
+def _array(path: Path, name: str, file: IO[bytes]) -> npt.NDArray[Any]:
+    try:
+        found: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise Corrupt(f"{path}: {name!r} is no array: {error}") from error
+    return found
+
+
+NPZ = Format(write=_write_archive, read_back=_read_archive)
+NPY = Format(write=_write_folder, read_back=_read_folder)

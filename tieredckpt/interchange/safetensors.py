@@ -1,0 +1,253 @@
+"""Weights as Hugging Face reads them: files of safetensors, one or several with an index.
+
+A file is the length of its header (8 bytes, little-endian), the header in JSON, and the bytes of the tensors back to
+back (https://github.com/huggingface/safetensors). It is read and written here, array by array, because the library's
+own NumPy functions know no 8-bit floats and hold all of a file in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.engine.inventory import ArrayInfo
+from tieredckpt.errors import Corrupt, Invalid, NotFound
+from tieredckpt.interchange.base import Format, content
+from tieredckpt.interchange.stored_step import StoredStep
+from tieredckpt.tree.leaf import ArraySpec
+
+__all__ = ["SAFETENSORS"]
+
+_INDEX = "model.safetensors.index.json"
+_LARGEST_HEADER = 100 << 20
+"""Bytes; the library refuses larger ones too."""
+_SHARD = 5_000_000_000
+"""Bytes of a file at most, unless one tensor is larger; what the hub's tools write too."""
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    "C64": np.dtype(np.complex64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CASTS: dict[str, np.dtype[Any]] = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
+_CAST_FROM = [_DTYPES[name] for name in ("F64", "F32", "F16", "BF16")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    info: ArrayInfo
+    dtype: np.dtype[Any]
+    """In the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.info.shape) * self.dtype.itemsize
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a file, or of a folder as transformers has it, by name, mapped from the files."""
+    if path.is_dir():
+        indexes = sorted(path.glob("*.safetensors.index.json"))
+        files = sorted(path.glob("*.safetensors"))
+        if len(indexes) == 1:
+            path = indexes[0]
+        elif not indexes and len(files) == 1:
+            path = files[0]
+        else:
+            found = ", ".join(file.name for file in (*indexes, *files)[:5]) or "nothing"
+            raise NotFound(f"{path} has neither one .safetensors.index.json nor one .safetensors (but {found})")
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
+    return dict(_tensors(path))
+
+
+def _read_shards(index: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        files = _json(index, index.read_bytes()).get("weight_map")
+    except FileNotFoundError as error:
+        raise NotFound(f"{index} is not there") from error
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise Corrupt(f"{index} has no weight_map of names to files")
+    for name in set(files.values()):
+        if Path(name).name != name or (index.parent / name).resolve().parent != index.parent.resolve():
+            raise Invalid(f"{index} names {name!r}, which is not in its folder")
+    shards = {name: dict(_tensors(index.parent / name)) for name in sorted(set(files.values()))}
+    for key, name in files.items():
+        if key not in shards[name]:
+            raise Corrupt(f"{index} says that {key!r} is in {name}, which does not have it")
+    return {key: shards[name][key] for key, name in files.items()}
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Each tensor of a file with its name, mapped from the file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise Corrupt(f"{path} is no file of safetensors, or cut off: {size} bytes, a header of {length}")
+            header = _json(path, file.read(length))
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} is not there") from error
+    header.pop("__metadata__", None)
+    memory = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda each: _start(path, *each)):
+        dtype, shape, start, stop = _checked(path, name, entry)
+        if start != end:
+            raise Corrupt(f"{path}: {name!r} begins at {start}, and the tensor before it ends at {end}")
+        if stop > memory.size:
+            raise Corrupt(f"{path} ends within {name!r}: it is cut off")
+        end = stop
+        yield name, memory[start:stop].view(dtype).reshape(shape)
+    if end != memory.size:
+        raise Corrupt(f"{path} has {memory.size - end} bytes of no tensor")
+
+
+def _start(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    return _checked(path, name, entry)[2:]
+
+
+def _checked(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    """Dtype, shape, and the range of bytes of a tensor."""
+    try:
+        label, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise Corrupt(f"{path}: the header's entry of {name!r} is malformed") from error
+    if not isinstance(label, str) or label not in _DTYPES:
+        raise Invalid(f"{path}: {name!r} has the dtype {label!r}, which no step can have")
+    dtype = _DTYPES[label]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+        raise Corrupt(f"{path}: {name!r} has a shape or range of no natural numbers")
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise Corrupt(f"{path}: {name!r} is {label} of shape {list(shape)}, which are not {stop - start} bytes")
+    return dtype, shape, start, stop
+
+
+def _json(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{path}: the header is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Corrupt(f"{path}: the header is no JSON object")
+    return found
+
+
+# -- writing ----------------------------------------------------------------------------------------------
+
+
+def _write(step: StoredStep, to: Path, *, cast: str | None = None, shard_size: int = _SHARD) -> dict[str, bytes]:
+    """One file where ``to`` ends in ``.safetensors``, else a folder as transformers has it."""
+    if cast is not None and cast not in _CASTS:
+        raise Invalid(f"cast={cast!r}: should be one of {', '.join(_CASTS)}")
+    tensors = _named(step, None if cast is None else _CASTS[cast])
+    if to.suffix == ".safetensors":
+        return _write_file(step, to, tensors)
+    to.mkdir()
+    shards = _shards(tensors, shard_size)
+    if len(shards) == 1:
+        return _write_file(step, to / "model.safetensors", tensors)
+    written: dict[str, bytes] = {}
+    files: dict[str, str] = {}
+    for at, shard in enumerate(shards, 1):
+        name = f"model-{at:05}-of-{len(shards):05}.safetensors"
+        written |= _write_file(step, to / name, shard)
+        files |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)}, "weight_map": files}
+    (to / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return written
+
+
+def _named(step: StoredStep, cast: np.dtype[Any] | None) -> list[_Tensor]:
+    """The arrays by the names that they get, and in the dtype: the components of their paths joined by full stops."""
+    infos = {info.key: info for info in step.arrays}
+    specs: dict[str, ArraySpec] = {}
+    for path, leaf in step.leaves():
+        name = ".".join(path)
+        if isinstance(leaf, ArraySpec) and specs.setdefault(name, leaf) is not leaf:
+            raise Invalid(f"{specs[name].key!r} and {leaf.key!r} would both be called {name!r}")
+    left_out = infos.keys() - {spec.key for spec in specs.values()}
+    if left_out or not infos:
+        what = f"{min(left_out)!r} lies in a container without names" if left_out else "there are no arrays"
+        raise Invalid(f"step {step.info.step}: {what}; export another part of it")
+    found = []
+    for name, spec in specs.items():
+        dtype = spec.dtype.newbyteorder("=")
+        if cast is not None and dtype in _CAST_FROM:
+            dtype = cast
+        if dtype not in _NAMES:
+            raise Invalid(f"array {spec.key!r}: safetensors has no dtype {dtype}; leave it out with a part or keys")
+        found.append(_Tensor(name, infos[spec.key], dtype))
+    return found
+
+
+def _shards(tensors: Sequence[_Tensor], largest: int) -> list[list[_Tensor]]:
+    shards: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _write_file(step: StoredStep, to: Path, tensors: Sequence[_Tensor]) -> dict[str, bytes]:
+    # Wide ones first, so that each is aligned for its dtype.
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers demanded once
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.info.shape), "data_offsets": [start, end]}
+        header[tensor.name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LARGEST_HEADER:
+        raise Invalid(f"{len(tensors)} tensors do not fit one file of safetensors; give a smaller shard size")
+    written = {}
+    with to.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor, (info, array) in zip(tensors, step.read([tensor.info for tensor in tensors]), strict=True):
+            stored = _cast(info.key, array, tensor.dtype)
+            file.write(memoryview(stored.reshape(-1).view(np.uint8)))
+            written[tensor.name] = content(stored)
+    return written
+
+
+def _cast(key: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore"):
+        stored = np.ascontiguousarray(array.astype(dtype, copy=False))
+    if stored.dtype != array.dtype and not np.isfinite(stored[np.isfinite(array)]).all():
+        raise Invalid(f"array {key!r} has values beyond the largest of {dtype}; cast to bf16, or not at all")
+    return stored if sys.byteorder == "little" else stored.byteswap()
+
+
+def _read_back(path: Path) -> Iterator[tuple[str, bytes]]:
+    for name, array in _read(path).items():
+        yield name, content(array)
+
+
+SAFETENSORS = Format(_read, _write, _read_back, ("model", "state_dict"), frozenset({"cast", "shard_size"}))
