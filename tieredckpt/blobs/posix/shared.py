@@ -33,9 +33,9 @@ class SharedFolders(Folders):
         return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE
 
     def open(self, path: Path, flags: int) -> int:
-        # A name that was replaced leads to the old file for a while: to open its folder has the client ask the server.
-        with contextlib.suppress(OSError):
-            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        # A name that was replaced leads to the old file for a while: to list its folder has the client ask the server.
+        with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+            next(entries, None)
         try:
             return super().open(path, flags)
         except FileNotFoundError:

@@ -113,20 +113,18 @@ class TestNamesThatOthersMade:
         assert (await store.stat("a/key")).size == 5
 
     @pytest.mark.parametrize("verb", VERBS)
-    async def test_the_folder_of_a_name_is_opened_before_the_name(
+    async def test_the_folder_of_a_name_is_listed_before_the_name_is_opened(
         self, store: PosixStore, root: Path, verb: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of a name that another node has replaced, a client opens the old file until it has asked for the folder."""
         await store.put("a/key", [b"x"])
-        real, opened = os.open, []
-
-        def noting(path: Any, *arguments: Any, **named: Any) -> int:
-            opened.append(Path(path))
-            return real(path, *arguments, **named)
-
-        monkeypatch.setattr(os, "open", noting)
+        called = []
+        for name in ("open", "scandir"):
+            real = getattr(os, name)
+            noting = lambda path, *rest, _real=real: (called.append(Path(path)), _real(path, *rest))[1]  # noqa: E731
+            monkeypatch.setattr(os, name, noting)
         await VERBS[verb](store)
-        assert opened == [root / "a", root / "a/key"]
+        assert called == [root / "a", root / "a/key"]
 
     async def test_what_the_client_says_is_missing_is_deleted(
         self, store: PosixStore, root: Path, client: Client
