@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from typing import Annotated
 
@@ -10,9 +9,9 @@ import typer
 
 from tieredckpt.bench.codecs import CodecRow, measure_codecs
 from tieredckpt.cli import amounts
-from tieredckpt.cli.arrays import restored
 from tieredckpt.cli.console import bar, print_json, print_table, printable
 from tieredckpt.cli.opening import Json, StorePath, reading
+from tieredckpt.interchange.stored_step import StoredStep
 from tieredckpt.units import format_rate, format_size
 
 __all__ = ["bench_codecs"]
@@ -34,16 +33,16 @@ def bench_codecs(
     wanted = amounts.size("--size", size)
     with reading(store) as opened:
         details = opened.describe(step, keys=keys or None)
-        nbytes = sum(array.nbytes for array in details.arrays)
+        number, nbytes = details.info.step, sum(array.nbytes for array in details.arrays)
         with bar("measuring", nbytes) as progress:
-            arrays = restored(opened, details.info.step, details.arrays, Counter(), progress)
-            named = ((info.key, array) for info, array in arrays if array.nbytes)
+            found = StoredStep(opened, number, keys=keys or None, progress=progress)
+            named = ((info.key, array) for info, array in found.read() if array.nbytes)
             rows = measure_codecs(named, _CHUNK, every=max(1, nbytes // max(wanted, 1)))
     if as_json:
-        print_json({"step": details.info.step, "rows": [asdict(row) for row in rows]})
+        print_json({"step": number, "rows": [asdict(row) for row in rows]})
         return
     print_table(
-        f"step {details.info.step}, {format_size(rows[-1].nbytes)} of {format_size(nbytes)}",
+        f"step {number}, {format_size(rows[-1].nbytes)} of {format_size(nbytes)}",
         ("arrays", "codec", "stored", "compress", "decompress", "saves time"),
         [_shown(row) for row in rows if row.nbytes],
         right=("stored", "compress", "decompress"),

@@ -617,7 +617,7 @@ class TestCancellation:
             threading.Timer(0.05, calls.go_on.set).start()
 
         asyncio.run(abandon())
-        stores[0]._pool.shutdown(wait=True)
+        stores[0]._calls.pool.shutdown(wait=True)
         assert files(root) == set()
 
 
