@@ -19,7 +19,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt._opened import Opened
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.promoting import copy_step, pack_writer
+from tieredckpt.engine.promoting import pack_writer
 from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.saving import snapshot
 from tieredckpt.errors import Closed, NotFound
@@ -109,7 +109,6 @@ class Touched:
             (snapshot, "copy_and_digest"),
             (reader, "deliver"),
             (CopyDigester, "copy"),
-            (copy_step, "seal"),
             (pack_writer, "seal"),
         ):
             patch.setattr(owner, name, self._counted(getattr(owner, name)))

@@ -21,7 +21,7 @@ from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 from tieredckpt import CheckpointStore, _life, checkpoint, store
 from tieredckpt.engine import loop
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.promoting import copy_step, pack_writer
+from tieredckpt.engine.promoting import pack_writer
 from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.saving import snapshot
 from tieredckpt.engine.tier import chunk_reader, commit_file, step_index
@@ -41,7 +41,6 @@ SYSTEM_CALLS = (
 """Of `os`, beside those that blockbuster knows."""
 
 HEAVY = (
-    (copy_step, "seal"),
     (commit_file, "encode_step"),
     (pack_writer, "seal"),
     (reader, "deliver"),

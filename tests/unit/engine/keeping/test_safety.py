@@ -258,9 +258,10 @@ class _Store:
 def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
     nearest = {"ram": {"kind": "ram"}} if with_ram else {}
     settings = config(nearest | {name: folder(Path(f"/nowhere/{name}")) for name in "abc"[: draw(st.integers(1, 3))]})
-    tiers = make_tiers(settings, read_only=False)
+    events = Events()
+    tiers = make_tiers(settings, read_only=False, events=events)
     # Nothing here runs: no thread, no memory, no loop.
-    state = State(config=settings, tiers=tiers, events=Events(), pool=None, scratch=None, read_only=False)
+    state = State(config=settings, tiers=tiers, events=events, pool=None, scratch=None, read_only=False)
     for tier in tiers:
         survives = [Survives.NOTHING, Survives.PROCESS] if tier.config.kind == "ram" else [*Survives]
         tier.blobs = _Store(draw(st.sampled_from(survives)))

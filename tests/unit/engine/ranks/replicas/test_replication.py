@@ -116,9 +116,9 @@ async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> A
                 {"ram": ram(shared_memory, path=shared_memory / f"node-{communicator.rank}", capacity=capacity)},
                 name="test",
             )
-            state = State(
-                settings, make_tiers(settings, read_only=False), Events(), pool, Scratch(1 << 20), read_only=False
-            )
+            events = Events()
+            tiers = make_tiers(settings, read_only=False, events=events)
+            state = State(settings, tiers, events, pool, Scratch(1 << 20), read_only=False)
             state.identity.marker = StoreMarker(store=STORE)
             connect_ram(state, sharers=1)
             await connect(state, state.tiers[0])
