@@ -23,22 +23,31 @@ from tieredckpt.format.replicas import Difference, differences
 from tieredckpt.tree.flatten import Replicated
 from tieredckpt.tree.leaf import ArrayLeaf
 
-__all__ = ["Comparison", "Digests", "digests_of"]
+__all__ = ["Comparison", "Digests", "digests_elsewhere", "with_own"]
 
 Digests = dict[str, bytes]
 """The digests of all chunks of some pieces, one after another, by the storage key of the piece."""
 
 
-async def digests_of(state: State, groups: Sequence[Replicated], index: StepIndex) -> dict[bytes, Digests]:
-    """The digests of all that this rank and others have alike, by the name of the group of ranks.
+async def digests_elsewhere(state: State, groups: Sequence[Replicated]) -> dict[bytes, Digests]:
+    """The digests of what this rank has and others store, by the name of the group of ranks.
 
-    Those of what this rank stores are in ``index``; the rest is read, by no thread any more when this ends.
+    Reads the arrays, and no thread does so any more when this ends.
     """
-    found: dict[bytes, Digests] = {}
-    for group in groups if state.config.when_replicas_differ != "ignore" else ():
-        digests = found[_name(group)] = await _Pass(group.elsewhere, state.config.chunk_size).run(state)
-        digests |= {key: b"".join([chunk.digest for chunk in index.arrays[key].chunks]) for key in group.here}
-    return found
+    compared = groups if state.config.when_replicas_differ != "ignore" else ()
+    return {_name(group): await _Pass(group.elsewhere, state.config.chunk_size).run(state) for group in compared}
+
+
+def with_own(
+    elsewhere: Mapping[bytes, Digests], groups: Sequence[Replicated], index: StepIndex
+) -> dict[bytes, Digests]:
+    """``elsewhere`` with the digests of what this rank stores itself, of which ``index`` is."""
+    return {
+        name: elsewhere[name]
+        | {key: b"".join([chunk.digest for chunk in index.arrays[key].chunks]) for key in group.here}
+        for group in groups
+        if (name := _name(group)) in elsewhere
+    }
 
 
 def _name(group: Replicated) -> bytes:

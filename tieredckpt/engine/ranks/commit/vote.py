@@ -313,9 +313,10 @@ class Votes:
     async def end_streamed(self, step: StepId, failure: TieredCkptError | None) -> None:
         """A step that did not fit into RAM is on a shared tier now, or will not get there."""
         if step in self._state.membership.undecided:
-            await self._drop(step, failure)
+            await self.drop(step, failure)
 
-    async def _drop(self, step: StepId, failure: TieredCkptError | None) -> None:
+    async def drop(self, step: StepId, failure: TieredCkptError | None = None) -> None:
+        """Take this rank's part of a step back that is, or becomes, none because of ``failure``."""
         self._state.membership.undecided.discard(step)
         self._state.branch.failed(step)
         self._state.membership.streamed.pop(step, None)
@@ -331,7 +332,7 @@ class Votes:
     async def _let_go(self, attempt: str, reason: str) -> None:
         step = self._announced.pop(attempt)
         self.comparison.forget(attempt)
-        await self._drop(step, _not_committed(step, reason))
+        await self.drop(step, _not_committed(step, reason))
 
     def _emit(self, step: StepId, differing: Sequence[Difference]) -> None:
         for found in differing:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.cohort import Cohort, cohort
+from support.insight import slab_of
 from support.scenes import SOON
 
+from tieredckpt.engine.ranks import ranked
 from tieredckpt.engine.ranks.commit import compare
-from tieredckpt.errors import RanksUnavailable
-from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted
+from tieredckpt.errors import Corrupt, RanksUnavailable
+from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted, StepSaved
 
 DECLARED = ("**",)
 
@@ -170,25 +173,92 @@ async def test_a_rank_that_is_silent_when_it_is_asked_costs_that_step_alone(
         held.release()
 
 
-async def test_a_cancelled_save_ends_only_when_no_thread_reads_the_replicas_any_more(
+class Held:
+    """A first piece that is digested when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.end = threading.Event(), threading.Event()
+        self._cells = compare._cells
+        monkeypatch.setattr(compare, "_cells", self.cells)
+
+    def cells(self, *arguments: Any) -> Iterator[tuple[str, Any]]:
+        for key, cell in self._cells(*arguments):
+            yield key, cell if self.began.is_set() else partial(self.digest, cell)
+
+    def digest(self, cell: Any) -> bytes:
+        self.began.set()
+        assert self.end.wait(SOON)
+        return bytes(cell())
+
+
+async def test_a_cancelled_save_ends_when_no_thread_reads_the_replicas_and_leaves_no_part(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, end = threading.Event(), threading.Event()
-
-    def cell() -> bytes:
-        began.set()
-        assert end.wait(SOON)
-        return bytes(16)
-
-    async with ranks_of(2, shared_memory, tmp_path) as ranks:
-        monkeypatch.setattr(compare, "_cells", lambda *_: iter([("a", cell)]))
+    async with ranks_of(2, shared_memory, tmp_path, crashing=True) as ranks:
+        held = Held(monkeypatch)
         saving = asyncio.ensure_future(ranks[1].save(1, replica(1), replicated=DECLARED))
-        assert await asyncio.to_thread(began.wait, SOON)
+        assert await asyncio.to_thread(held.began.wait, SOON)
         saving.cancel()
         assert not (await asyncio.wait([saving], timeout=0.3))[0]
-        end.set()
+        held.end.set()
         with pytest.raises(asyncio.CancelledError):
             await saving
+        await ranks[0].save(1, replica(1), replicated=DECLARED)
+        await ranks.failed(step=1)
+        assert slab_of(ranks[1]).used == 0
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        assert await ranks.all(lambda store, _: store.all_steps()) == [()] * 2
+
+
+async def test_a_save_that_fails_after_its_copy_leaves_no_part(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks_of(2, shared_memory, tmp_path, crashing=True) as ranks:
+        load = ranked.step_index.load
+
+        async def fail(*_: Any) -> Any:
+            monkeypatch.setattr(ranked.step_index, "load", load)
+            raise Corrupt("the index is damaged")
+
+        for store in ranks.stores:
+            monkeypatch.setattr(ranked.step_index, "load", fail)
+            with pytest.raises(Corrupt):
+                await store.save(1, replica(1), replicated=DECLARED)
+        await ranks.failed(step=1)
+        assert [slab_of(store).used for store in ranks.stores] == [0, 0]
+        await ranks.reached(await save(ranks, 2, [replica(2)] * 2, DECLARED), "ram")
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        assert await ranks.all(lambda store, _: store.all_steps()) == [(2,)] * 2
+
+
+async def test_no_save_takes_the_room_of_one_that_is_compared(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"ram_settings": {"capacity": "3MiB"}, "when_full": "replace"}  # a share takes 2 MiB
+    async with ranks_of(2, shared_memory, tmp_path, **settings) as ranks:
+        held = Held(monkeypatch)
+        trees = {step: {"a": np.random.default_rng(step).standard_normal((1024, 512))} for step in (1, 2)}
+        first = asyncio.ensure_future(ranks[1].save(1, trees[1], replicated=DECLARED))
+        assert await asyncio.to_thread(held.began.wait, SOON)
+        second = asyncio.ensure_future(ranks[1].save(2, trees[2], replicated=DECLARED))
+        await asyncio.wait([second], timeout=0.3)
+        held.end.set()
+        assert "full of steps that must stay" in (await second).saved.skipped
+        await ranks.reached([await first, await ranks[0].save(1, trees[1], replicated=DECLARED)], "disk")
+        for restored in await ranks.restored(1):
+            assert restored is not None
+            np.testing.assert_array_equal(restored.tree["a"], trees[1]["a"])
+
+
+async def test_the_trainers_wait_for_the_comparison_is_counted(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        held = Held(monkeypatch)
+        threading.Timer(0.5, held.end.set).start()
+        await save(ranks, 1, [replica(1)] * 2, DECLARED)
+        assert max(heard.of(StepSaved)[0].seconds for heard in ranks.heard) >= 0.4
+        assert max(store.observed().stalled_seconds for store in ranks.stores) >= 0.4
 
 
 @pytest.mark.slow
