@@ -169,6 +169,7 @@ class Votes:
         """Wait no more; the part stays, should rank 0 come back and decide."""
         if attempt in self._announced:
             self._group.missed([COORDINATOR])
+            self.comparison.forget(attempt)
             self._state.membership.undecided.discard(step)
             self._state.branch.failed(step)
             self._fail(step, (COORDINATOR,), reason)
@@ -178,25 +179,30 @@ class Votes:
     async def _decide(self, attempt: str, step: StepId, mine: Save) -> None:
         saves = {COORDINATOR: mine}
         differing: tuple[Difference, ...] = ()
+        deadline = asyncio.get_running_loop().time() + self._group.deadline
         try:
             await self._gather(attempt, saves)
-            differing = await self.comparison.differing(attempt, [save.replicas for save in saves.values()])
+            votes = {rank: save.replicas for rank, save in saves.items()}
+            differing = await self.comparison.differing(attempt, votes, deadline)
             self._check(step, differing)
             parts = {rank: save.part for rank, save in saves.items()}
             whole = await in_thread(_merged, parts, pool=self._state.pool)
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
             ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
+            reason = str(error)
             if isinstance(error, ReplicasDisagree):
-                known = {found.key for found in differing}
-                differing = (*differing, *(found for found in error.found if found.key not in known))
-                ranks = sorted({rank for found in differing for rank in found.ranks})
+                # Of the few ranks that store a copy all are suspect; a comparison of all ranks knows better.
+                named = {rank for found in differing for rank in found.ranks}
+                reason = _told(differing) if named else reason
+                differing = (*differing, *(found for found in error.found if named.isdisjoint(found.ranks)))
+                ranks = sorted(named or {rank for found in differing for rank in found.ranks})
             failed = Aborted(
                 step=step.step,
                 serial=max(save.serial for save in saves.values()),
                 tier=None,
                 ranks=tuple(ranks),
-                reason=str(error),
+                reason=reason,
                 attempt=attempt,
                 last_serial=self._after(saves),
                 open=tuple(self._open),
@@ -220,8 +226,7 @@ class Votes:
         """Log replicas that are not equal; raise `ReplicasDisagree` if the configuration says so."""
         if not differing:
             return
-        told = "; ".join(map(show_difference, differing[:4]))
-        told = f"{told}. Memory or computation of a rank is wrong, or what was declared or sharded as replicas is none"
+        told = _told(differing)
         if self._state.config.when_replicas_differ == "refuse":
             raise ReplicasDisagree(told, differing)
         _log.error("%s: %s", step, told)
@@ -354,6 +359,11 @@ class Votes:
 
 def _merged(parts: Mapping[int, bytes]) -> MergedStep:
     return without_places(merge_parts(parts))
+
+
+def _told(differing: Sequence[Difference]) -> str:
+    told = "; ".join(map(show_difference, differing[:4]))
+    return f"{told}. Memory or computation of a rank is wrong, or what was declared or sharded as replicas is none"
 
 
 def _not_committed(step: StepId, reason: str) -> RanksUnavailable:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.cohort import Cohort, cohort
 from support.insight import slab_of
-from support.scenes import SOON
+from support.scenes import SOON, folder
 
 from tieredckpt.engine.ranks import ranked
 from tieredckpt.engine.ranks.commit import compare
@@ -159,18 +159,77 @@ async def test_only_ranks_that_differ_are_asked_for_more_than_one_digest(
         assert asked == ["0.2.0"] * 2
 
 
-async def test_a_rank_that_is_silent_when_it_is_asked_costs_that_step_alone(
-    shared_memory: Path, tmp_path: Path
+@pytest.mark.parametrize("choice", ["report", "refuse"])
+async def test_a_rank_that_is_silent_when_it_is_asked_keeps_a_step_only_where_it_is_to_be_refused(
+    shared_memory: Path, tmp_path: Path, choice: str
 ) -> None:
-    async with ranks_of(3, shared_memory, tmp_path) as ranks:
-        trees = [replica(1) for _ in range(3)]
+    async with ranks_of(4, shared_memory, tmp_path, when_replicas_differ=choice) as ranks:
+        trees = [replica(1) for _ in range(4)]
         flip(trees[1]["layers"][0])
         held = ranks.world.hold(2, "send", topic="replicas/*")
         ranks.let_wait(1.0)
         await save(ranks, 1, trees, DECLARED)
-        for event in await ranks.failed([0, 1], step=1):
-            assert event.ranks == (2,)
+        if choice == "refuse":
+            for event in await ranks.failed([0, 1], step=1):
+                assert event.ranks == (2,)
+        else:
+            assert (await named(ranks, 1)).ranks == (1,)
+            assert not any(heard.of(CommitFailed) for heard in ranks.heard)
         held.release()
+
+
+async def test_the_comparison_and_the_vote_have_one_deadline(shared_memory: Path, tmp_path: Path) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][0])
+        ranks.let_wait(3.0)
+        votes, answers = (ranks.world.hold(2, "send", topic=topic) for topic in ("saved/*", "replicas/*"))
+        checkpoints = await save(ranks, 1, trees, DECLARED)
+        await asyncio.sleep(2.0)  # of the three seconds
+        votes.release()
+        await ranks.reached(checkpoints[:2], "ram")
+        answers.release()
+        assert not any(heard.of(CommitFailed) for heard in ranks.heard[:2])
+
+
+async def test_a_leaf_that_only_some_ranks_have_is_named_and_no_rank_is_suspected(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        trees[2]["own"] = np.ones((150, 128), np.float32)
+        await save(ranks, 1, trees, DECLARED)
+        for event in await ranks.failed(step=1):
+            assert "leaf 'own' is one that ranks have alike, and ranks 0, 1 did not save it" in event.reason
+        assert not any(heard.of(ReplicasDiffer) for heard in ranks.heard)
+
+
+async def test_a_rank_that_differs_in_copies_on_two_nodes_is_the_only_one_named(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(4, shared_memory, tmp_path, nodes=["a", "a", "b", "b"]) as ranks:
+        trees = [replica(1) for _ in range(4)]
+        for layer, at in ((0, 0), (1, 0), (2, -1)):
+            flip(trees[0]["layers"][layer], at)
+        await save(ranks, 1, trees, DECLARED)
+        found = await named(ranks, 1)
+        assert (found.key, found.ranks, found.more) == ("layers/0", (0,), 2)
+        for event in await ranks.failed(step=1):
+            assert event.ranks == (0,)
+            assert "not the same on rank 0 as on most of the 4 ranks" in event.reason
+        assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [1] * 4
+
+
+@pytest.mark.parametrize("kind", ["a small slab", "no RAM tier"])
+async def test_streamed_replicas_are_compared_too(shared_memory: Path, tmp_path: Path, kind: str) -> None:
+    small = {"ram_settings": {"capacity": "64 KiB"}}
+    settings = small if kind == "a small slab" else {"tiers": {"disk": folder(tmp_path / "disk")}}
+    async with ranks_of(3, shared_memory, tmp_path, **settings) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][1])
+        await ranks.reached(await save(ranks, 1, trees, DECLARED), "disk")
+        found = await named(ranks, 1)
+        assert (found.key, found.ranks) == ("layers/1", (1,))
 
 
 class Held:
