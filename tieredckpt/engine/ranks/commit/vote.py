@@ -83,6 +83,8 @@ class Votes:
         """Attempts of which this rank has its part, and that rank 0 has not decided on."""
         self._missed: dict[str, str] = {}
         """Attempts that failed before this rank had its part of them, and why."""
+        self._suspects: set[tuple[int, ...]] = set()
+        """At rank 0: the ranks that differed in the last save that was compared."""
         self._open: set[str] = set()
         """At rank 0: the attempts that it is deciding on."""
 
@@ -223,13 +225,18 @@ class Votes:
             await self._commit_streamed(step, tier, parts)
 
     def _check(self, step: StepId, differing: Sequence[Difference]) -> None:
-        """Log replicas that are not equal; raise `ReplicasDisagree` if the configuration says so."""
+        """Log replicas that are not equal, once as long as the same ranks differ.
+
+        Raises `ReplicasDisagree` if the configuration says so.
+        """
+        before, self._suspects = self._suspects, {found.ranks for found in differing}
         if not differing:
             return
         told = _told(differing)
         if self._state.config.when_replicas_differ == "refuse":
             raise ReplicasDisagree(told, differing)
-        _log.error("%s: %s", step, told)
+        if self._suspects != before:  # replicas that drift would fill the log
+            _log.error("%s: %s", step, told)
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """What every rank has to say of its save; raises when not all have saved the same step."""

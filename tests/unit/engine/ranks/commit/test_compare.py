@@ -118,6 +118,35 @@ async def test_a_step_of_shares_is_committed_unless_it_is_to_be_refused(shared_m
             assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [1] * 3
 
 
+async def test_a_difference_is_logged_once_while_the_same_ranks_differ(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        for step, wrong in enumerate((1, 1, 2, None, 2)):
+            trees = [replica(step) for _ in range(3)]
+            if wrong is not None:
+                flip(trees[wrong]["layers"][step % 3])
+            await ranks.reached(await save(ranks, step, trees, DECLARED), "ram")
+        assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [4] * 3
+    logged = [record.args[0] for record in caplog.records if "is not the same on" in record.getMessage()]
+    assert [found.step for found in logged] == [0, 2, 4]
+
+
+async def test_a_share_that_differs_on_the_nodes_that_store_it_makes_no_step(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(4, shared_memory, tmp_path, nodes=["a", "a", "b", "b"]) as ranks:
+        for step, rank in ((1, 1), (2, 0)):  # ranks 0 and 2 store the first bytes
+            trees = [replica(step) for _ in range(4)]
+            flip(trees[rank]["layers"][0], 0)
+            checkpoints = await save(ranks, step, trees, DECLARED)
+            assert (await named(ranks, step)).ranks == (rank,)
+            if rank == 1:
+                await ranks.reached(checkpoints, "disk")
+            else:
+                assert [event.ranks for event in await ranks.failed(step=step)] == [(0,)] * 4
+
+
 async def test_undeclared_leaves_that_differ_make_no_step(shared_memory: Path, tmp_path: Path) -> None:
     async with ranks_of(3, shared_memory, tmp_path) as ranks:
         trees = [replica(1) for _ in range(3)]
