@@ -328,6 +328,13 @@ def test_what_does_not_fit_is_named(store: SyncStore) -> None:
         TrainingState(model=model).restore(store)
 
 
+def test_rank_0_alone_warns_of_generators_that_were_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in (1, 0):
+        assert "rng=False" not in caplog.text
+        TrainingState()._check_parts_of_rank(3, rank, {})
+    assert "step 3 was saved with rng=False" in caplog.text
+
+
 def test_parts_of_a_rank_that_the_step_lacks_or_has_besides_are_named(
     store: SyncStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -210,7 +210,7 @@ class TrainingState:
                 f"step {step} does not have the parts of rank {rank}: {'; '.join(wrong)}. Give data loaders and the "
                 f"parts of `per_rank` the names under which they were saved"
             )
-        if self._rng and _RNG not in stored:
+        if self._rng and _RNG not in stored and rank == 0:
             _log.warning("step %d was saved with rng=False: random number generators stay as they are", step)
 
     def _live(self, state_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
