@@ -160,13 +160,13 @@ class Ranked:
             state.membership.undecided.add(saved.step)  # at once, or a save that needs room takes the part for none
             streamed = state.membership.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
+            alike = with_own(elsewhere, own.replicated, index)
         except BaseException as error:
             self._count_as_saved(step, origin)
             self.votes.not_saved(attempt, step, error)
             if saved is not None:
                 await self.votes.drop(saved.step)
             raise
-        alike = with_own(elsewhere, own.replicated, index)
         self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier, alike)
         return saved
 
