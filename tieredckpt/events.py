@@ -121,8 +121,8 @@ class ReplicasDiffer(Event):
 
     Memory or computation of a rank is wrong, or the array is no replica. ``ranks`` are those that differ from more than
     half of the ranks; all that have the array, where no value is that of more than half. ``key`` is the first such
-    array by name, ``more`` counts further ones of the same ranks. Whether the step is committed is said by
-    ``when_replicas_differ``, and by a `CommitFailed` if it is not.
+    array by name, ``more`` counts further ones of the same ranks. A `CommitFailed` of the same step tells if
+    it is not committed, which for what each rank or node stores whole no setting changes.
     """
 
     step: int

@@ -94,7 +94,7 @@ def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigk
     # Every rank was given the buffers of the first, and had others in the end.
     for kind in ("fsdp", "ddp"):
         assert told[1][0][kind]["restored"] == told[1][1][kind]["restored"] != told[0][0][kind]["restored"]
-        assert told[1][0][kind]["buffers"] != told[1][1][kind]["buffers"]
+    assert told[1][0]["ddp"]["buffers"] != told[1][1]["ddp"]["buffers"]
     # Any number of ranks takes the weights; the generators of two are not those of one.
     model = model_of_ranks(3)
     noise = torch.get_rng_state()
@@ -326,6 +326,13 @@ def test_what_does_not_fit_is_named(store: SyncStore) -> None:
     store.save(2, {"model": model.state_dict()})
     with pytest.raises(NotFound, match="'about'"):
         TrainingState(model=model).restore(store)
+
+
+def test_rank_0_alone_warns_of_generators_that_were_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in (1, 0):
+        assert "rng=False" not in caplog.text
+        TrainingState()._check_parts_of_rank(3, rank, {})
+    assert "step 3 was saved with rng=False" in caplog.text
 
 
 def test_parts_of_a_rank_that_the_step_lacks_or_has_besides_are_named(

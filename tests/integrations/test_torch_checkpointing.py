@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
@@ -9,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from distributed.launch import SOON, launch
 from reliability.tiers import FaultyTiers
+from support.cohort import cohort
 from support.frameworks import require
 from support.scenes import config, folder, ram
 
@@ -118,3 +120,47 @@ def test_ranks_load_their_parts_and_one_process_all_of_it(tmp_path: Path, shared
         loaded = manager.load("step_1", into={"model": {"w": torch.zeros(60, 10)}, "data": None})
     assert torch.equal(loaded["model"]["w"], torch.arange(600.0).reshape(60, 10))
     assert loaded["data"] == {"at": 0}
+
+
+class Moments(NamedTuple):
+    first: Any
+    count: int
+
+
+def test_a_named_tuple_is_filled_from_a_tuple(manager: Any) -> None:
+    manager.save("step_1", {"pair": (torch.ones(2), 3)}).result(SOON)
+    pair = manager.load("step_1", into={"pair": Moments(torch.zeros(2), 0)})["pair"]
+    assert isinstance(pair, Moments)
+    assert (pair.first.tolist(), pair.count) == ([1, 1], 3)
+
+
+def test_a_dtensor_of_another_dtype_is_named(manager: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        manager.save("step_1", {"model": {"w": distribute_tensor(torch.ones(4), mesh, [Replicate()])}}).result(SOON)
+        other = distribute_tensor(torch.zeros(4, dtype=torch.bfloat16), mesh, [Replicate()])
+        with pytest.raises(Invalid, match=r"'model/w' is a DTensor of torch.bfloat16, and was saved as float32"):
+            manager.load("step_1", into={"model": {"w": other}})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+async def test_a_rank_that_misses_something_keeps_no_other_from_loading(shared_memory: Path, tmp_path: Path) -> None:
+    async with cohort(2, shared_memory, tmp_path) as ranks:
+        managers = [integration.TieredCheckpointManager(store.sync()) for store in ranks.stores]
+        saves = [asyncio.to_thread(each.save, "step_1", {"w": torch.ones(4)}) for each in managers]
+        for future in await asyncio.gather(*saves):
+            await asyncio.to_thread(future.result, SOON)
+        ranks.let_wait(3.0)
+        intos: list[dict[str, Any]] = [{"w": torch.zeros(4)}, {"w": torch.zeros(4), "more": 1}]
+        loads = [
+            asyncio.to_thread(each.load, "step_1", into, strict=True)
+            for each, into in zip(managers, intos, strict=True)
+        ]
+        found, missed = await asyncio.gather(*loads, return_exceptions=True)
+        assert found["w"].tolist() == [1] * 4
+        assert isinstance(missed, NotFound)

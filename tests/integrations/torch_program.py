@@ -101,7 +101,7 @@ def trained(folder: Path, *, plain: bool, kill_at: int = 0) -> str:
 
 
 def model_of_ranks(seed: int, *, norm: bool = False) -> Any:
-    """What ranks train together, whole; its buffer, and the statistics of a norm, become others on every rank."""
+    """What ranks train together, whole; its buffer, and the statistics of a norm, become others in training."""
     torch.manual_seed(seed)
     middle = [torch.nn.Dropout(0.5), *([torch.nn.BatchNorm1d(14)] if norm else [])]
     model = torch.nn.Sequential(torch.nn.Linear(8, 14), *middle, torch.nn.Linear(14, 3))
@@ -148,7 +148,9 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
         step = state.restore(store) or 0
         buffers = buffers_of(model)
         while step < until:
-            next(buffer for name, buffer in model.named_buffers() if name.endswith("seen")).add_(rank + 1)
+            next(buffer for name, buffer in model.named_buffers() if name.endswith("seen")).add_(
+                1 + rank * (kind == "ddp")
+            )
             loss = model(torch.randn(4, 8)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -162,10 +164,8 @@ def trained_together(folder: Path, rank: int, kind: str, *, until: int = STEPS, 
                 checkpoint.reached("disk")
                 os.kill(os.getpid(), signal.SIGKILL)
     assert state["epoch"] == until // BATCHES
-    # Without DDP, which broadcasts those of rank 0, the ranks go on with other buffers than they had.
-    own = model.buffers() if kind == "ddp" else ()
     return {
-        "digest": digest(*model.parameters(), *own, *moments(optimizer)),
+        "digest": digest(*model.parameters(), *model.buffers(), *moments(optimizer)),
         "weights": weights_of(model),
         "restored": buffers,
         "buffers": buffers_of(model),

@@ -48,8 +48,10 @@ class StoreSettings(Settings):
     replicated: tuple[str, ...] = ()
     """Keys or glob patterns of leaves that every rank has alike: the ranks share the work of storing them."""
     when_replicas_differ: Literal["report", "refuse", "ignore"] = "report"
-    """What the ranks do when leaves differ of which each stores a share, such as those of ``replicated``: report it,
-    commit no such step either, or not even compare, which saves a digest of what the other ranks store."""
+    """What the ranks do when leaves differ of which each stores a share, such as those of ``replicated``.
+
+    ``"report"`` emits `ReplicasDiffer` and commits the step, unless two nodes store different copies of a share.
+    ``"refuse"`` commits no such step. ``"ignore"`` compares no shares and does not read what other ranks store."""
     rank_deadline: Interval = 600.0
     """Seconds for which the ranks of a training wait for each other."""
     restore_group: Annotated[int, Field(strict=True, ge=1)] | None = None

@@ -11,7 +11,7 @@ import msgspec
 from tieredckpt.errors import Conflict
 from tieredckpt.format.layout import parse_block_key
 
-__all__ = ["Difference", "ReplicasDisagree", "differences", "show_difference", "show_ranks"]
+__all__ = ["Difference", "ReplicasDisagree", "array_key", "differences", "show_difference", "show_ranks"]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -43,15 +43,20 @@ def differences(arrays: Mapping[str, Mapping[int, Sequence[bytes]]]) -> list[Dif
             should have it does not.
     """
     keys: dict[tuple[int, ...], dict[str, int]] = {}
-    for name in sorted(arrays):
+    for name in sorted(arrays, key=array_key):
         digests = arrays[name]
         if ranks := _in_minority(digests):
-            block = parse_block_key(name)
-            keys.setdefault(ranks, {}).setdefault(name if block is None else block[0], len(digests))
+            keys.setdefault(ranks, {}).setdefault(array_key(name), len(digests))
     return [
         Difference(next(iter(found)), ranks, next(iter(found.values())), len(found) - 1)
         for ranks, found in keys.items()
     ]
+
+
+def array_key(name: str) -> str:
+    """The key of the array of a storage key, which may be that of a block."""
+    block = parse_block_key(name)
+    return name if block is None else block[0]
 
 
 def _in_minority(digests: Mapping[int, Sequence[bytes]]) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -57,8 +56,9 @@ class TrainingState:
     Parts are modules, optimizers, what has ``state_dict`` and ``load_state_dict`` (schedulers, scalers, torchdata's
     ``StatefulDataLoader``), and plain values, which ``state["name"]`` reads and sets. Names of parameters are those of
     the model itself, without the wrapping of ``torch.compile`` and of DistributedDataParallel; FSDP2, tensor parallel
-    and DDP are saved and restored by all ranks, on any number of them. Of buffers that are no DTensors, such as the
-    running statistics of BatchNorm, the first of the ranks that have the module saves its own, and all get these.
+    and DDP are saved and restored by all ranks, on any number of them. Of the buffers of DDP, such as the running
+    statistics of BatchNorm, the first of its ranks saves its own, and all get these. Other buffers, unless they are
+    DTensors, and those of a single number must be equal on all ranks.
 
     Args:
         rng: save the states of the random number generators of Python, NumPy, torch and this process's CUDA device.
@@ -210,7 +210,7 @@ class TrainingState:
                 f"step {step} does not have the parts of rank {rank}: {'; '.join(wrong)}. Give data loaders and the "
                 f"parts of `per_rank` the names under which they were saved"
             )
-        if self._rng and _RNG not in stored:
+        if self._rng and _RNG not in stored and rank == 0:
             _log.warning("step %d was saved with rng=False: random number generators stay as they are", step)
 
     def _live(self, state_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -240,20 +240,16 @@ class TrainingState:
         raise Invalid(f"part {name!r}: no module of this state has all of its parameters; give the module too")
 
     def _saved(self, name: str) -> Any:
-        """As `_stored`, without the buffers of a module that another rank saves."""
+        """As `_stored`, without the buffers of DDP that another rank saves."""
         part, stored = self._parts[name], self._stored(name)
-        ranks = _ranks_with(part) if isinstance(part, torch.nn.Module) else []
-        if len(ranks) < 2:
+        if not isinstance(part, torch.nn.Module):
             return stored
-        own = {buffer.untyped_storage().data_ptr() for buffer in part.buffers() if not _is_wrapper(buffer)}
-        found = {}
-        for key, value in stored.items():
-            is_buffer = isinstance(value, torch.Tensor) and not _is_wrapper(value)
-            if not (is_buffer and value.untyped_storage().data_ptr() in own):
-                found[key] = value
-            elif _rank()[0] == ranks[0]:  # as a shard: what is `replicated` is divided among ranks that all have it
-                found[key] = Shard(value, value.shape, (0,) * value.ndim)
-        return found
+        with _naming(name, "tell its state"):
+            first = _first_ranks(part)
+            return {
+                key: value if (rank := first.get(_storage(value))) is None else _of_first(value, rank)
+                for key, value in stored.items()
+            }
 
     def _stored(self, name: str) -> Any:
         part = self._parts[name]
@@ -298,15 +294,34 @@ def _rank() -> tuple[int, int]:
     return 0, 1
 
 
-def _ranks_with(module: torch.nn.Module) -> list[int]:
-    """The ranks that train a module together by DDP or as DTensors, in their order; none where that is not known."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    for child in module.modules():
+def _first_ranks(module: torch.nn.Module) -> dict[int, int]:
+    """The first rank of the DDP that a buffer is in, by the `_storage` of the buffer."""
+    found: dict[int, int] = {}
+    for child in module.modules() if dist.is_available() and dist.is_initialized() else ():
         if isinstance(child, DistributedDataParallel):
-            return sorted(dist.get_process_group_ranks(child.process_group))
-    meshes = [param.device_mesh.mesh for param in module.parameters() if isinstance(param, DTensor)]
-    return sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist()) if meshes else []
+            ranks = dist.get_process_group_ranks(child.process_group)
+            if len(ranks) > 1:
+                found.update(dict.fromkeys(map(_storage, child.buffers()), min(ranks)))
+    for none in (0, *map(_storage, module.parameters())):
+        found.pop(none, None)
+    return found
+
+
+def _of_first(buffer: torch.Tensor, rank: int) -> Any:
+    """What this rank saves of a buffer of which ``rank`` saves all.
+
+    It is a shard, for what is `replicated` is divided among ranks that all have it. The others save a shard of no
+    rows, so that a buffer that the first does not have makes no step. Nothing smaller than one number can be saved.
+    """
+    if not buffer.ndim:
+        return buffer
+    return Shard(buffer if _rank()[0] == rank else buffer[:0], buffer.shape, (0,) * buffer.ndim)
+
+
+def _storage(value: Any) -> int:
+    """Where a dense tensor has its data; 0 for anything else, and without data."""
+    dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not _is_wrapper(value)
+    return value.untyped_storage().data_ptr() if dense else 0
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

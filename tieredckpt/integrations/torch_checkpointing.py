@@ -120,12 +120,12 @@ class TieredCheckpointManager:
             raise NotFound(f"the store has no step {step}; store.latest_step() tells the newest")
         missing: list[str] = []
         wanted = AS_SAVED if into is None else _wanted(specs.tree, self._tree(into), "", missing)
+        found = self.store.restore(step, like=wanted, resume=True)  # also where this rank raises: others wait for it
+        assert found is not None
         if missing and strict:
             raise NotFound(f"step {step} lacks {', '.join(missing)}")
         if missing:
             _log.warning("step %d lacks %s, which stay as they are", step, ", ".join(missing[:10]))
-        found = self.store.restore(step, like=wanted, resume=True)
-        assert found is not None
         for name in self._per_rank:
             of_ranks = found.tree.pop(name, {})
             if (rank := _rank()) in of_ranks:
@@ -187,9 +187,15 @@ def _wanted(stored: Any, target: Any, path: str, missing: list[str]) -> Any:
         }
     if type(stored) is type(target) and isinstance(target, list | tuple) and len(stored) == len(target):
         pairs = enumerate(zip(stored, target, strict=True))
-        return type(target)([_wanted(one, other, f"{path}{at}/", missing) for at, (one, other) in pairs])
+        return _like(target, [_wanted(one, other, f"{path}{at}/", missing) for at, (one, other) in pairs])
     if isinstance(stored, ArraySpec) and isinstance(target, torch.Tensor):
-        return target if str(target.dtype) == f"torch.{stored.dtype.name}" else AS_SAVED
+        if str(target.dtype) == f"torch.{stored.dtype.name}":
+            return target
+        if hasattr(target, "to_local"):
+            raise Invalid(
+                f"{path.rstrip('/')!r} is a DTensor of {target.dtype}, and was saved as {stored.dtype.name}; load it "
+                f"into one of that dtype"
+            )
     return AS_SAVED
 
 
@@ -204,10 +210,15 @@ def _filled(target: Any, value: Any, device: Any) -> Any:
     if isinstance(target, list | tuple) and isinstance(value, list | tuple) and len(target) == len(value):
         filled = [_filled(one, other, device) for one, other in zip(target, value, strict=True)]
         if isinstance(target, tuple):
-            return type(target)(filled)
+            return _like(target, filled)
         target[:] = filled
         return target
     return _moved(value, device)
+
+
+def _like(sequence: Any, values: list[Any]) -> Any:
+    """A list, tuple or named tuple, as ``sequence`` is one, of other values."""
+    return sequence._make(values) if hasattr(sequence, "_make") else type(sequence)(values)
 
 
 def _moved(value: Any, device: Any) -> Any:
@@ -216,5 +227,5 @@ def _moved(value: Any, device: Any) -> Any:
     if isinstance(value, dict):
         return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_moved(each, device) for each in value])
+        return _like(value, [_moved(each, device) for each in value])
     return value.to(device) if isinstance(value, torch.Tensor) else value

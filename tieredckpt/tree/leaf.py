@@ -65,7 +65,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     prng: str | None
     """Implementation of a typed PRNG key, such as ``threefry2x32``."""
     place: Place | None = None
-    """Of a piece; of a whole array only where it is known which other ranks have it too, or that none has."""
+    """Of a piece; of a whole array where it was given as a `Shard`, or its replicas are known."""
     part: tuple[slice, ...] | None = None
     """The part of ``source`` that this leaf is, where it is not all of it."""
 

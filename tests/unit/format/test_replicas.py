@@ -30,6 +30,7 @@ def test_arrays_of_the_same_ranks_are_one_difference_and_blocks_count_as_their_a
     blocks = {block_key("layer", (start, 0)): odd for start in (0, 4)}
     found = differences({**blocks, "bias": odd, "even": {0: [A], 1: [A]}, "z": {0: [A], 1: [B]}})
     assert found == [Difference("bias", (1,), 3, 1), Difference("z", (0, 1), 2)]
+    assert differences({"v": odd, block_key("a", (0,)): odd}) == [Difference("a", (1,), 3, 1)]
     assert (
         show_difference(found[0]) == "array 'bias' (and 1 more) is not the same on rank 1 as on most of the 3 ranks "
         "that have it"

@@ -18,7 +18,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy.base import StoreView, TierView
 
-__all__ = ["is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion", "why_not_due"]
+__all__ = ["any_due", "is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion", "why_not_due"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -53,6 +53,16 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
             raise
         _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
     return True
+
+
+def any_due(state: State) -> tuple[StepId, Tier] | None:
+    """A step that is due on a tier, and the tier; none where every step is where it is to be."""
+    view = state.view(at_rest=True)
+    for tier in state.tiers:
+        for step in state.records():
+            if step not in tier.steps.stuck and is_due(state, step, tier, view):
+                return step, tier
+    return None
 
 
 def why_not_due(state: State, step: StepId, tier: Tier) -> str:

@@ -65,7 +65,7 @@ class AmongRanks(Alone):
         step: int,
         flat: Flat,
         replicated: Sequence[str],
-        save: Callable[[Flat], Awaitable[Saved]],
+        save: Callable[..., Awaitable[Saved]],
         origin: Origin | None,
     ) -> Saved:
         return await self.ranked.save(step, flat, (*self.state.config.replicated, *replicated), save, origin)

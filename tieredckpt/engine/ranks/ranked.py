@@ -11,11 +11,11 @@ from functools import partial
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.policies import is_due, waits_for_promotion
+from tieredckpt.engine.keeping.policies import any_due, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.ram import mark_ram
 from tieredckpt.engine.ranks.commit.commit import Commits
-from tieredckpt.engine.ranks.commit.compare import digests_of
+from tieredckpt.engine.ranks.commit.compare import digests_elsewhere, with_own
 from tieredckpt.engine.ranks.commit.vote import Missed, Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group
@@ -100,6 +100,8 @@ class Ranked:
         ram = state.config.ram
         self.replicas = Replication(state, collector, group, self.commits, ram) if ram and ram.replicas > 1 else None
         self.plan = Plan(state, coordinates=group.coordinates, tell=self._tell_plan)
+        self._guards_saves = asyncio.Lock()
+        """Held by the save under way: all ranks number their saves in the order of the calls."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
         """Serial and step of what this rank has let go from RAM, for rank 0."""
@@ -129,14 +131,14 @@ class Ranked:
         step: int,
         flat: Flat,
         replicated: Sequence[str],
-        save: Callable[[Flat], Awaitable[Saved]],
+        save: Callable[..., Awaitable[Saved]],
         origin: Origin | None,
     ) -> Saved:
         """Save this rank's part by ``save``, and let the ranks agree on the step behind the training.
 
-        ``origin`` is the last restore before the save was called.
+        ``origin`` is the last restore before the save was called, and ``save`` is `Writer.save` but for the tree.
         """
-        state, saved = self._state, None
+        state, saved, began = self._state, None, time.monotonic()
         try:
             attempt = self.votes.begin(step)
         except Missed as missed:
@@ -145,23 +147,27 @@ class Ranked:
             state.events.emit(SaveSkipped(step, reason))
             return Saved(StepId(state.branch.last_serial, step), None, 0, 0, 0.0, reason)
         nodes, size = self.group.nodes, state.config.chunk_size
+        share = partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size)
         try:
-            own = await in_thread(partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size))
-            saved = await save(own)
+            async with self._guards_saves:
+                own = await in_thread(share)
+                elsewhere = await digests_elsewhere(state, own.replicated)  # while there is no part that could be lost
+                saved = await save(own, began=began)
             if saved.tier is None:
                 self._count_as_saved(step, origin)
                 self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
+            state.membership.undecided.add(saved.step)  # at once, or a save that needs room takes the part for none
             streamed = state.membership.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
-            replicas = await digests_of(state, own.replicated, index)
+            alike = with_own(elsewhere, own.replicated, index)
         except BaseException as error:
-            if saved is not None:
-                state.branch.failed(saved.step)
             self._count_as_saved(step, origin)
             self.votes.not_saved(attempt, step, error)
+            if saved is not None:
+                await self.votes.drop(saved.step)
             raise
-        self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier, replicas)
+        self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier, alike)
         return saved
 
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
@@ -192,7 +198,7 @@ class Ranked:
         while state.membership.undecided:
             await self.heard_more(min(state.membership.undecided), state.tiers[-1], begin)
         begin = time.monotonic()
-        while not self.group.coordinates and (due := self._due()) is not None:
+        while not self.group.coordinates and (due := any_due(state)) is not None:
             step, tier = due
             if tier.health.error is not None:
                 raise TierUnavailable(f"tier {tier.name!r} lacks {step}: {tier.health.error}")
@@ -220,16 +226,6 @@ class Ranked:
             self.group.missed([COORDINATOR])
             raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {COORDINATOR} is silent", [COORDINATOR])
         await state.changed.wait(left)
-
-    def _due(self) -> tuple[StepId, Tier] | None:
-        """A step that rank 0 is still to bring to a shared tier."""
-        state = self._state
-        view = state.view(at_rest=True)
-        for tier in state.tiers:
-            for step in state.records():
-                if step not in tier.steps.stuck and is_due(state, step, tier, view):
-                    return step, tier
-        return None
 
     async def _commit_streamed(self, step: StepId, tier: str, parts: Mapping[int, bytes]) -> None:
         await self.commits.commit_streamed(step, tier, parts)

@@ -93,6 +93,7 @@ class Writer:
         overwrite: bool = False,
         origin: Origin | None = None,
         stall: float | None = None,
+        began: float | None = None,
     ) -> Saved:
         """Copy and commit one tree.
 
@@ -103,12 +104,13 @@ class Writer:
             overwrite: save a step number again that the branch has already.
             origin: the last restore before the save was called.
             stall: seconds for which the trainer waited; None if it waits for this save to end.
+            began: when (monotonic) work on the save began, if that was before this call.
 
         Raises:
             Conflict: the branch has that step already.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        begin = time.monotonic()
+        begin = time.monotonic() if began is None else began
         async with self._guards_saves:
             state = self._state
             continued = self._decide(step, origin, overwrite=overwrite)

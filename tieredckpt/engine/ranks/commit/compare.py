@@ -7,38 +7,52 @@ ranks that have the same. Where these differ, rank 0 asks all for the digests of
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from tieredckpt.concurrency import settle
+from tieredckpt.concurrency import in_thread, settle
+from tieredckpt.engine.ranks.communicator import RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import CompareReplicas
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import decode, encode
+from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.manifest import StepIndex
-from tieredckpt.format.replicas import Difference, differences
+from tieredckpt.format.replicas import Difference, array_key, differences, show_ranks
 from tieredckpt.tree.flatten import Replicated
 from tieredckpt.tree.leaf import ArrayLeaf
 
-__all__ = ["Comparison", "Digests", "digests_of"]
+__all__ = ["Comparison", "Digests", "digests_elsewhere", "with_own"]
+
+_log = logging.getLogger("tieredckpt")
 
 Digests = dict[str, bytes]
 """The digests of all chunks of some pieces, one after another, by the storage key of the piece."""
 
 
-async def digests_of(state: State, groups: Sequence[Replicated], index: StepIndex) -> dict[bytes, Digests]:
-    """The digests of all that this rank and others have alike, by the name of the group of ranks.
+async def digests_elsewhere(state: State, groups: Sequence[Replicated]) -> dict[bytes, Digests]:
+    """The digests of what this rank has and others store, by the name of the group of ranks.
 
-    Those of what this rank stores are in ``index``; the rest is read, by no thread any more when this ends.
+    Reads the arrays, and no thread does so any more when this ends.
     """
-    found: dict[bytes, Digests] = {}
-    for group in groups if state.config.when_replicas_differ != "ignore" else ():
-        digests = found[_name(group)] = await _Pass(group.elsewhere, state.config.chunk_size).run(state)
-        digests |= {key: b"".join([chunk.digest for chunk in index.arrays[key].chunks]) for key in group.here}
-    return found
+    compared = groups if state.config.when_replicas_differ != "ignore" else ()
+    return {_name(group): await _Pass(group.elsewhere, state.config.chunk_size).run(state) for group in compared}
+
+
+def with_own(
+    elsewhere: Mapping[bytes, Digests], groups: Sequence[Replicated], index: StepIndex
+) -> dict[bytes, Digests]:
+    """``elsewhere`` with the digests of what this rank stores itself, of which ``index`` is."""
+    return {
+        name: elsewhere[name]
+        | {key: b"".join([chunk.digest for chunk in index.arrays[key].chunks]) for key in group.here}
+        for group in groups
+        if (name := _name(group)) in elsewhere
+    }
 
 
 def _name(group: Replicated) -> bytes:
@@ -111,13 +125,20 @@ class Comparison:
     def forget(self, attempt: str) -> None:
         self._mine.pop(attempt, None)
 
-    async def differing(self, attempt: str, votes: Iterable[Mapping[bytes, bytes]]) -> tuple[Difference, ...]:
+    async def differing(
+        self, attempt: str, votes: Mapping[int, Mapping[bytes, bytes]], deadline: float
+    ) -> tuple[Difference, ...]:
         """At rank 0: who has what else than the rest, given the digests that every rank voted with.
 
-        Raises `RanksUnavailable` when a rank does not say what it has.
+        Waits until ``deadline``, by the loop's clock. A rank that does not say by then what it has is left out, unless
+        such steps are refused.
+
+        Raises:
+            Conflict: not all ranks have the same leaves.
+            RanksUnavailable: a rank is left out, and such steps are refused.
         """
         values: dict[bytes, set[bytes]] = {}
-        for voted in votes:
+        for voted in votes.values():
             for name, value in voted.items():
                 values.setdefault(name, set()).add(value)
         groups = tuple(name for name, found in values.items() if len(found) > 1)
@@ -125,11 +146,18 @@ class Comparison:
             return ()
         asked = CompareReplicas(attempt, groups)
         self._group.tell(asked)
-        came = await self._group.gather(_topic(asked), self._said(asked))
-        said: dict[int, dict[bytes, Digests]] = {
-            rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()
-        }
-        return tuple(difference for name in groups for difference in differences(_by_key(name, said)))
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            came = await self._group.gather(_topic(asked), self._said(asked), timeout=left)
+        except RanksMissing as error:
+            came = {**error.came, self._group.rank: self._said(asked)}
+        found, silent = await in_thread(_compared, groups, votes, came, pool=self._state.pool)
+        if silent:
+            told = f"replicas differ, and {show_ranks(silent)} did not say in time what they have"
+            if self._state.config.when_replicas_differ == "refuse":
+                raise RanksUnavailable(told, silent)
+            _log.error("%s", told)
+        return found
 
     async def answer(self, asked: CompareReplicas) -> None:
         """Tell rank 0 what this rank has."""
@@ -144,14 +172,39 @@ def _topic(asked: CompareReplicas) -> str:
     return f"replicas/{asked.attempt}"
 
 
+def _compared(
+    groups: Sequence[bytes], votes: Mapping[int, Mapping[bytes, bytes]], came: Mapping[int, bytes]
+) -> tuple[tuple[Difference, ...], list[int]]:
+    """Who differs in some groups of ranks, and who of these groups has not said what it has."""
+    said: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
+    silent = [rank for rank in votes if any(name in votes[rank] and name not in said.get(rank, {}) for name in groups)]
+    return tuple(difference for name in groups for difference in differences(_by_key(name, said))), silent
+
+
 def _by_key(name: bytes, said: Mapping[int, Mapping[bytes, Digests]]) -> dict[str, dict[int, list[bytes]]]:
-    """The digests of each piece of a group by rank; none where a rank of the group lacks it."""
+    """The digests of each piece of a group by rank. Raises `Conflict` where the ranks have different pieces."""
     members = {rank: groups[name] for rank, groups in said.items() if name in groups}
-    keys = dict.fromkeys(key for found in members.values() for key in found)
+    pieces: dict[str, dict[int, set[tuple[str, int]]]] = {}
+    for rank, found in members.items():
+        for key, own in found.items():
+            pieces.setdefault(array_key(key), {}).setdefault(rank, set()).add((key, len(own)))
+    # What only some have moves the pieces of all the rest, so it is looked for first.
+    for key, by_rank in pieces.items():
+        if lacking := members.keys() - by_rank:
+            raise Conflict(
+                f"leaf {key!r} is one that ranks have alike, and {show_ranks(lacking)} did not save it; give it on all "
+                f"of them, or exclude it from `replicated`"
+            )
+    for key, by_rank in pieces.items():
+        if any(cut != by_rank[min(by_rank)] for cut in by_rank.values()):
+            raise Conflict(
+                f"the ranks cut leaf {key!r} in different ways; it, or another that they should have alike, has not "
+                f"the same shape and dtype on all"
+            )
     return {
         key: {
-            rank: [own[at : at + SIZE] for at in range(0, len(own), SIZE)]
-            for rank, own in ((rank, found.get(key, b"")) for rank, found in members.items())
+            rank: [found[key][at : at + SIZE] for at in range(0, len(found[key]), SIZE)]
+            for rank, found in members.items()
         }
-        for key in keys
+        for key in dict.fromkeys(key for found in members.values() for key in found)
     }

@@ -83,6 +83,8 @@ class Votes:
         """Attempts of which this rank has its part, and that rank 0 has not decided on."""
         self._missed: dict[str, str] = {}
         """Attempts that failed before this rank had its part of them, and why."""
+        self._suspects: set[tuple[int, ...]] = set()
+        """At rank 0: the ranks that differed in the last save that was compared."""
         self._open: set[str] = set()
         """At rank 0: the attempts that it is deciding on."""
 
@@ -169,6 +171,7 @@ class Votes:
         """Wait no more; the part stays, should rank 0 come back and decide."""
         if attempt in self._announced:
             self._group.missed([COORDINATOR])
+            self.comparison.forget(attempt)
             self._state.membership.undecided.discard(step)
             self._state.branch.failed(step)
             self._fail(step, (COORDINATOR,), reason)
@@ -178,25 +181,30 @@ class Votes:
     async def _decide(self, attempt: str, step: StepId, mine: Save) -> None:
         saves = {COORDINATOR: mine}
         differing: tuple[Difference, ...] = ()
+        deadline = asyncio.get_running_loop().time() + self._group.deadline
         try:
             await self._gather(attempt, saves)
-            differing = await self.comparison.differing(attempt, [save.replicas for save in saves.values()])
+            votes = {rank: save.replicas for rank, save in saves.items()}
+            differing = await self.comparison.differing(attempt, votes, deadline)
             self._check(step, differing)
             parts = {rank: save.part for rank, save in saves.items()}
             whole = await in_thread(_merged, parts, pool=self._state.pool)
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
             ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
+            reason = str(error)
             if isinstance(error, ReplicasDisagree):
-                known = {found.key for found in differing}
-                differing = (*differing, *(found for found in error.found if found.key not in known))
-                ranks = sorted({rank for found in differing for rank in found.ranks})
+                # Of the few ranks that store a copy all are suspect; a comparison of all ranks knows better.
+                named = {rank for found in differing for rank in found.ranks}
+                reason = _told(differing) if named else reason
+                differing = (*differing, *(found for found in error.found if named.isdisjoint(found.ranks)))
+                ranks = sorted(named or {rank for found in differing for rank in found.ranks})
             failed = Aborted(
                 step=step.step,
                 serial=max(save.serial for save in saves.values()),
                 tier=None,
                 ranks=tuple(ranks),
-                reason=str(error),
+                reason=reason,
                 attempt=attempt,
                 last_serial=self._after(saves),
                 open=tuple(self._open),
@@ -217,14 +225,18 @@ class Votes:
             await self._commit_streamed(step, tier, parts)
 
     def _check(self, step: StepId, differing: Sequence[Difference]) -> None:
-        """Log replicas that are not equal; raise `ReplicasDisagree` if the configuration says so."""
+        """Log replicas that are not equal, once as long as the same ranks differ.
+
+        Raises `ReplicasDisagree` if the configuration says so.
+        """
+        before, self._suspects = self._suspects, {found.ranks for found in differing}
         if not differing:
             return
-        told = "; ".join(map(show_difference, differing[:4]))
-        told = f"{told}. Memory or computation of a rank is wrong, or what was declared or sharded as replicas is none"
+        told = _told(differing)
         if self._state.config.when_replicas_differ == "refuse":
             raise ReplicasDisagree(told, differing)
-        _log.error("%s: %s", step, told)
+        if self._suspects != before:  # replicas that drift would fill the log
+            _log.error("%s: %s", step, told)
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """What every rank has to say of its save; raises when not all have saved the same step."""
@@ -313,9 +325,10 @@ class Votes:
     async def end_streamed(self, step: StepId, failure: TieredCkptError | None) -> None:
         """A step that did not fit into RAM is on a shared tier now, or will not get there."""
         if step in self._state.membership.undecided:
-            await self._drop(step, failure)
+            await self.drop(step, failure)
 
-    async def _drop(self, step: StepId, failure: TieredCkptError | None) -> None:
+    async def drop(self, step: StepId, failure: TieredCkptError | None = None) -> None:
+        """Take this rank's part of a step back that is, or becomes, none because of ``failure``."""
         self._state.membership.undecided.discard(step)
         self._state.branch.failed(step)
         self._state.membership.streamed.pop(step, None)
@@ -331,7 +344,7 @@ class Votes:
     async def _let_go(self, attempt: str, reason: str) -> None:
         step = self._announced.pop(attempt)
         self.comparison.forget(attempt)
-        await self._drop(step, _not_committed(step, reason))
+        await self.drop(step, _not_committed(step, reason))
 
     def _emit(self, step: StepId, differing: Sequence[Difference]) -> None:
         for found in differing:
@@ -353,6 +366,11 @@ class Votes:
 
 def _merged(parts: Mapping[int, bytes]) -> MergedStep:
     return without_places(merge_parts(parts))
+
+
+def _told(differing: Sequence[Difference]) -> str:
+    told = "; ".join(map(show_difference, differing[:4]))
+    return f"{told}. Memory or computation of a rank is wrong, or what was declared or sharded as replicas is none"
 
 
 def _not_committed(step: StepId, reason: str) -> RanksUnavailable:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.cohort import Cohort, cohort
-from support.scenes import SOON
+from support.insight import slab_of
+from support.scenes import SOON, folder
 
+from tieredckpt.engine.ranks import ranked
 from tieredckpt.engine.ranks.commit import compare
-from tieredckpt.errors import RanksUnavailable
-from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted
+from tieredckpt.errors import Corrupt, RanksUnavailable
+from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted, StepSaved
 
 DECLARED = ("**",)
 
@@ -115,6 +118,35 @@ async def test_a_step_of_shares_is_committed_unless_it_is_to_be_refused(shared_m
             assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [1] * 3
 
 
+async def test_a_difference_is_logged_once_while_the_same_ranks_differ(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        for step, wrong in enumerate((1, 1, 2, None, 2)):
+            trees = [replica(step) for _ in range(3)]
+            if wrong is not None:
+                flip(trees[wrong]["layers"][step % 3])
+            await ranks.reached(await save(ranks, step, trees, DECLARED), "ram")
+        assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [4] * 3
+    logged = [record.args[0] for record in caplog.records if "is not the same on" in record.getMessage()]
+    assert [found.step for found in logged] == [0, 2, 4]
+
+
+async def test_a_share_that_differs_on_the_nodes_that_store_it_makes_no_step(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(4, shared_memory, tmp_path, nodes=["a", "a", "b", "b"]) as ranks:
+        for step, rank in ((1, 1), (2, 0)):  # ranks 0 and 2 store the first bytes
+            trees = [replica(step) for _ in range(4)]
+            flip(trees[rank]["layers"][0], 0)
+            checkpoints = await save(ranks, step, trees, DECLARED)
+            assert (await named(ranks, step)).ranks == (rank,)
+            if rank == 1:
+                await ranks.reached(checkpoints, "disk")
+            else:
+                assert [event.ranks for event in await ranks.failed(step=step)] == [(0,)] * 4
+
+
 async def test_undeclared_leaves_that_differ_make_no_step(shared_memory: Path, tmp_path: Path) -> None:
     async with ranks_of(3, shared_memory, tmp_path) as ranks:
         trees = [replica(1) for _ in range(3)]
@@ -156,39 +188,165 @@ async def test_only_ranks_that_differ_are_asked_for_more_than_one_digest(
         assert asked == ["0.2.0"] * 2
 
 
-async def test_a_rank_that_is_silent_when_it_is_asked_costs_that_step_alone(
-    shared_memory: Path, tmp_path: Path
+@pytest.mark.parametrize("choice", ["report", "refuse"])
+async def test_a_rank_that_is_silent_when_it_is_asked_keeps_a_step_only_where_it_is_to_be_refused(
+    shared_memory: Path, tmp_path: Path, choice: str
 ) -> None:
-    async with ranks_of(3, shared_memory, tmp_path) as ranks:
-        trees = [replica(1) for _ in range(3)]
+    async with ranks_of(4, shared_memory, tmp_path, when_replicas_differ=choice) as ranks:
+        trees = [replica(1) for _ in range(4)]
         flip(trees[1]["layers"][0])
         held = ranks.world.hold(2, "send", topic="replicas/*")
         ranks.let_wait(1.0)
         await save(ranks, 1, trees, DECLARED)
-        for event in await ranks.failed([0, 1], step=1):
-            assert event.ranks == (2,)
+        if choice == "refuse":
+            for event in await ranks.failed([0, 1], step=1):
+                assert event.ranks == (2,)
+        else:
+            assert (await named(ranks, 1)).ranks == (1,)
+            assert not any(heard.of(CommitFailed) for heard in ranks.heard)
         held.release()
 
 
-async def test_a_cancelled_save_ends_only_when_no_thread_reads_the_replicas_any_more(
+async def test_the_comparison_and_the_vote_have_one_deadline(shared_memory: Path, tmp_path: Path) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][0])
+        ranks.let_wait(3.0)
+        votes, answers = (ranks.world.hold(2, "send", topic=topic) for topic in ("saved/*", "replicas/*"))
+        checkpoints = await save(ranks, 1, trees, DECLARED)
+        await asyncio.sleep(2.0)  # of the three seconds
+        votes.release()
+        await ranks.reached(checkpoints[:2], "ram")
+        answers.release()
+        assert not any(heard.of(CommitFailed) for heard in ranks.heard[:2])
+
+
+async def test_a_leaf_that_only_some_ranks_have_is_named_and_no_rank_is_suspected(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        trees[2]["own"] = np.ones((150, 128), np.float32)
+        await save(ranks, 1, trees, DECLARED)
+        for event in await ranks.failed(step=1):
+            assert "leaf 'own' is one that ranks have alike, and ranks 0, 1 did not save it" in event.reason
+        assert not any(heard.of(ReplicasDiffer) for heard in ranks.heard)
+
+
+async def test_a_rank_that_differs_in_copies_on_two_nodes_is_the_only_one_named(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(4, shared_memory, tmp_path, nodes=["a", "a", "b", "b"]) as ranks:
+        trees = [replica(1) for _ in range(4)]
+        for layer, at in ((0, 0), (1, 0), (2, -1)):
+            flip(trees[0]["layers"][layer], at)
+        await save(ranks, 1, trees, DECLARED)
+        found = await named(ranks, 1)
+        assert (found.key, found.ranks, found.more) == ("layers/0", (0,), 2)
+        for event in await ranks.failed(step=1):
+            assert event.ranks == (0,)
+            assert "not the same on rank 0 as on most of the 4 ranks" in event.reason
+        assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [1] * 4
+
+
+@pytest.mark.parametrize("kind", ["a small slab", "no RAM tier"])
+async def test_streamed_replicas_are_compared_too(shared_memory: Path, tmp_path: Path, kind: str) -> None:
+    small = {"ram_settings": {"capacity": "64 KiB"}}
+    settings = small if kind == "a small slab" else {"tiers": {"disk": folder(tmp_path / "disk")}}
+    async with ranks_of(3, shared_memory, tmp_path, **settings) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][1])
+        await ranks.reached(await save(ranks, 1, trees, DECLARED), "disk")
+        found = await named(ranks, 1)
+        assert (found.key, found.ranks) == ("layers/1", (1,))
+
+
+class Held:
+    """A first piece that is digested when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.end = threading.Event(), threading.Event()
+        self._cells = compare._cells
+        monkeypatch.setattr(compare, "_cells", self.cells)
+
+    def cells(self, *arguments: Any) -> Iterator[tuple[str, Any]]:
+        for key, cell in self._cells(*arguments):
+            yield key, cell if self.began.is_set() else partial(self.digest, cell)
+
+    def digest(self, cell: Any) -> bytes:
+        self.began.set()
+        assert self.end.wait(SOON)
+        return bytes(cell())
+
+
+async def test_a_cancelled_save_ends_when_no_thread_reads_the_replicas_and_leaves_no_part(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, end = threading.Event(), threading.Event()
-
-    def cell() -> bytes:
-        began.set()
-        assert end.wait(SOON)
-        return bytes(16)
-
-    async with ranks_of(2, shared_memory, tmp_path) as ranks:
-        monkeypatch.setattr(compare, "_cells", lambda *_: iter([("a", cell)]))
+    async with ranks_of(2, shared_memory, tmp_path, crashing=True) as ranks:
+        held = Held(monkeypatch)
         saving = asyncio.ensure_future(ranks[1].save(1, replica(1), replicated=DECLARED))
-        assert await asyncio.to_thread(began.wait, SOON)
+        assert await asyncio.to_thread(held.began.wait, SOON)
         saving.cancel()
         assert not (await asyncio.wait([saving], timeout=0.3))[0]
-        end.set()
+        held.end.set()
         with pytest.raises(asyncio.CancelledError):
             await saving
+        await ranks[0].save(1, replica(1), replicated=DECLARED)
+        await ranks.failed(step=1)
+        assert slab_of(ranks[1]).used == 0
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        assert await ranks.all(lambda store, _: store.all_steps()) == [()] * 2
+
+
+async def test_a_save_that_fails_after_its_copy_leaves_no_part(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks_of(2, shared_memory, tmp_path, crashing=True) as ranks:
+        load = ranked.step_index.load
+
+        async def fail(*_: Any) -> Any:
+            monkeypatch.setattr(ranked.step_index, "load", load)
+            raise Corrupt("the index is damaged")
+
+        for store in ranks.stores:
+            monkeypatch.setattr(ranked.step_index, "load", fail)
+            with pytest.raises(Corrupt):
+                await store.save(1, replica(1), replicated=DECLARED)
+        await ranks.failed(step=1)
+        assert [slab_of(store).used for store in ranks.stores] == [0, 0]
+        await ranks.reached(await save(ranks, 2, [replica(2)] * 2, DECLARED), "ram")
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        assert await ranks.all(lambda store, _: store.all_steps()) == [(2,)] * 2
+
+
+async def test_no_save_takes_the_room_of_one_that_is_compared(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"ram_settings": {"capacity": "3MiB"}, "when_full": "replace"}  # a share takes 2 MiB
+    async with ranks_of(2, shared_memory, tmp_path, **settings) as ranks:
+        held = Held(monkeypatch)
+        trees = {step: {"a": np.random.default_rng(step).standard_normal((1024, 512))} for step in (1, 2)}
+        first = asyncio.ensure_future(ranks[1].save(1, trees[1], replicated=DECLARED))
+        assert await asyncio.to_thread(held.began.wait, SOON)
+        second = asyncio.ensure_future(ranks[1].save(2, trees[2], replicated=DECLARED))
+        await asyncio.wait([second], timeout=0.3)
+        held.end.set()
+        assert "full of steps that must stay" in (await second).saved.skipped
+        await ranks.reached([await first, await ranks[0].save(1, trees[1], replicated=DECLARED)], "disk")
+        for restored in await ranks.restored(1):
+            assert restored is not None
+            np.testing.assert_array_equal(restored.tree["a"], trees[1]["a"])
+
+
+async def test_the_trainers_wait_for_the_comparison_is_counted(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks_of(2, shared_memory, tmp_path) as ranks:
+        held = Held(monkeypatch)
+        threading.Timer(0.5, held.end.set).start()
+        await save(ranks, 1, [replica(1)] * 2, DECLARED)
+        assert max(heard.of(StepSaved)[0].seconds for heard in ranks.heard) >= 0.4
+        assert max(store.observed().stalled_seconds for store in ranks.stores) >= 0.4
 
 
 @pytest.mark.slow
