@@ -211,10 +211,10 @@ async def test_the_comparison_and_the_vote_have_one_deadline(shared_memory: Path
     async with ranks_of(3, shared_memory, tmp_path) as ranks:
         trees = [replica(1) for _ in range(3)]
         flip(trees[1]["layers"][0])
-        ranks.let_wait(3.0)
+        ranks.let_wait(8.0)
         votes, answers = (ranks.world.hold(2, "send", topic=topic) for topic in ("saved/*", "replicas/*"))
         checkpoints = await save(ranks, 1, trees, DECLARED)
-        await asyncio.sleep(2.0)  # of the three seconds
+        await asyncio.sleep(5.0)  # of the eight seconds
         votes.release()
         await ranks.reached(checkpoints[:2], "ram")
         answers.release()
