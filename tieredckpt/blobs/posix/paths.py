@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -273,23 +273,24 @@ class Folders:
             if first:
                 self.check_way(self.root / prefix / "any")
                 first = False
-            try:
-                with os.scandir(f"{self.root}/{prefix}") as entries:
-                    # By name: some file systems list one twice that is replaced meanwhile.
-                    for entry in {entry.name: entry for entry in entries}.values():
-                        if not _KEY_PART.fullmatch(entry.name) or _UNLINKED.fullmatch(entry.name):
-                            continue
-                        if entry.is_dir(follow_symlinks=False):
-                            pending.append(f"{prefix}{entry.name}/")
-                        elif entry.is_file(follow_symlinks=self.follow_symlinks):
-                            with contextlib.suppress(FileNotFoundError):
-                                infos.append(self._listed(prefix + entry.name, entry))
-            except OSError as error:
-                if error.errno not in _NOT_THERE:
-                    raise
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for entry in self._entries(self.root / prefix):
+                    name = entry.name
+                    if not _KEY_PART.fullmatch(name) or (name[0] == "." and _UNLINKED.fullmatch(name)):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(f"{prefix}{name}/")
+                    elif entry.is_file(follow_symlinks=self.follow_symlinks):
+                        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                            infos.append(self._listed(prefix + name, entry))
         # After the scan: what was read from an unmounted file system's folder would be silently short.
         self.check_root()
         return Scanned(infos, time.monotonic() - began, time.thread_time() - worked)
+
+    def _entries(self, folder: Path) -> Iterable[os.DirEntry[str]]:
+        """What a folder holds. Raises `OSError`, `TierUnavailable`."""
+        with os.scandir(folder) as entries:
+            return list(entries)
 
     def _listed(self, key: str, entry: os.DirEntry[str]) -> BlobInfo:
         """Size and time of a file that was just listed. Raises `OSError`, `Corrupt`."""

@@ -144,6 +144,25 @@ class TestNamesThatOthersMade:
         assert await listed(store) == {"a/key": 1}
         assert client.said == ["open"]
 
+    @pytest.mark.parametrize("missing", ["/a", "/a/b"])
+    async def test_a_listing_is_not_short_of_a_folder_that_the_client_says_is_missing(
+        self, store: PosixStore, client: Client, missing: str
+    ) -> None:
+        await store.put("a/b/key", [b"x"])
+        client.says("scandir", errno.ENOENT, missing)
+        assert await listed(store, "a/b/") == {"a/b/key": 1}
+        client.says("scandir", errno.ENOENT, missing, times=None)
+        with pytest.raises(TierUnavailable, match="is listed"):
+            await listed(store, missing.strip("/") + "/")
+
+    async def test_a_listing_opens_a_folder_once(self, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in "123":
+            await store.put(f"a/{name}", [b"x"])
+        scanned, real = [], os.scandir
+        monkeypatch.setattr(os, "scandir", lambda path: (scanned.append(Path(path).name), real(path))[1])
+        assert len(await listed(store, "a/")) == 3
+        assert scanned == ["a"]
+
     async def test_a_listing_has_the_sizes_and_times_of_opened_files(
         self, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
