@@ -99,16 +99,18 @@ class LustreFolders(Folders):
     """Whether a layout that is asked for is set."""
     system: System = SYSTEM
     _block: int = field(init=False, default=BLOCK)
+    _refused: bool = field(init=False, default=False)
+    """Whether the layout that is asked for could not be set."""
 
     def __post_init__(self) -> None:
         Folders.__post_init__(self)
         packs = self.root / PACKS
-        if self.striping is not None and self.writes:
-            if not packs.is_dir():
+        try:
+            if self.striping is not None and self.writes:
                 self._make(packs)
-            elif self._layout(packs) != (self.striping,):
-                self._stripe(packs)
-        layout = self._layout(packs if packs.is_dir() else self.root)
+            layout = self._layout(packs if packs.is_dir() else self.root)
+        except OSError as error:
+            raise self.error(error, packs, "made") from error
         if layout and 0 < layout[-1].size <= _LARGEST_BLOCK:
             self._block = max(BLOCK // layout[-1].size, 1) * layout[-1].size
         told = ", ".join(map(str, layout)) or "that of the file system"
@@ -122,6 +124,12 @@ class LustreFolders(Folders):
     def _make_one(self, path: Path) -> None:
         Folders._make_one(self, path)
         if self.striping is not None and path == self.root / PACKS:
+            self._stripe(path)
+
+    def _complete(self, path: Path) -> None:
+        Folders._complete(self, path)
+        asked = self.striping is not None and not self._refused and path == self.root / PACKS
+        if asked and self._layout(path) != (self.striping,):
             self._stripe(path)
 
     def _layout(self, folder: Path) -> tuple[Layout, ...]:
@@ -143,6 +151,7 @@ class LustreFolders(Folders):
         try:
             self.system.lfs(["setstripe", "-c", str(layout.count), "-S", str(layout.size), *pool, str(folder)])
         except (OSError, subprocess.SubprocessError) as error:
+            self._refused = True
             said = (getattr(error, "stderr", None) or str(error)).strip()
             _log.warning("%s was not striped as %s: %s; `lfs setstripe`: %s", folder, layout, refused.strerror, said)
 

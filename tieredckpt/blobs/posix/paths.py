@@ -87,6 +87,7 @@ class Folders:
                     except FileExistsError:
                         if not path.is_dir():
                             raise
+                        self._complete(path)
                 if self.fsync:
                     sync_folder(self.root.parent)
             found = os.stat(self.root)
@@ -169,6 +170,8 @@ class Folders:
                 os.fchmod(fd, self.file_mode)
             except BaseException:
                 os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
                 raise
         return temporary, fd
 
@@ -177,6 +180,8 @@ class Folders:
             try:
                 self._make_one(path)
             except FileExistsError:
+                if path not in self._durable:
+                    self._complete(path)
                 continue
             self._durable.discard(path)
 
@@ -184,6 +189,14 @@ class Folders:
         os.mkdir(path, self.folder_mode)
         if self.exact:
             os.chmod(path, self.folder_mode)
+
+    def _complete(self, path: Path) -> None:
+        """Do what is left of making a folder: whoever made it may have died, or the client repeated that call."""
+        if self.exact:
+            found = os.lstat(path)
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and stat.S_IMODE(found.st_mode) != self.folder_mode:
+                os.chmod(path, self.folder_mode)
 
     def _below_root(self, folder: Path) -> list[Path]:
         """``folder`` and its parents below the root, outermost first."""

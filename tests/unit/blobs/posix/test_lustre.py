@@ -97,6 +97,34 @@ class TestStriping:
         await store.close()
         assert [path for path, _ in attributes.set] == [root / "packs"] * 2
 
+    async def test_it_is_set_though_the_client_repeated_the_call_that_made_the_folder(
+        self, root: Path, attributes: Attributes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.mkdir
+
+        def repeated(path: Path, mode: int) -> None:
+            real(path, mode)
+            if path.name == "packs":
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+        monkeypatch.setattr(os, "mkdir", repeated)
+        await (await opened(root, attributes, striping=STRIPING)).close()
+        assert attributes.set == [(root / "packs", encode_layout(WIDE))]
+
+    async def test_a_folder_of_packs_that_cannot_be_made_is_an_error_of_the_tier(
+        self, root: Path, attributes: Attributes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.mkdir
+
+        def full(path: Path, mode: int) -> None:
+            if path.name == "packs":
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            real(path, mode)
+
+        monkeypatch.setattr(os, "mkdir", full)
+        with pytest.raises(NoSpace, match="packs was not made: .*lfs quota"):
+            await opened(root, attributes, striping=STRIPING)
+
     async def test_a_layout_that_was_there_is_replaced_by_the_one_that_is_asked_for(
         self, root: Path, attributes: Attributes
     ) -> None:
