@@ -63,7 +63,7 @@ async def test_a_private_store_whose_root_alone_was_given_to_the_group_is_refuse
     await private.put("packs/ab/1", [b"x"])
     await private.close()
     tmp_path.chmod(0o2770)
-    with pytest.raises(Invalid, match="packs may not .*chmod -R g"):
+    with pytest.raises(Invalid, match=r"packs may not .*chmod -R g"):
         await POSIX.open(PosixTier(name="disk", path=tmp_path, access="group"))
 
 

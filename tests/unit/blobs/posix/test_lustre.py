@@ -122,7 +122,7 @@ class TestStriping:
             real(path, mode)
 
         monkeypatch.setattr(os, "mkdir", full)
-        with pytest.raises(NoSpace, match="packs was not made: .*lfs quota"):
+        with pytest.raises(NoSpace, match=r"packs was not made: .*lfs quota"):
             await opened(root, attributes, striping=STRIPING)
 
     async def test_a_layout_that_was_there_is_replaced_by_the_one_that_is_asked_for(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from support.file_systems import kind_on, system_of
 from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.posix.system import NFS
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.errors import Closed, NotFound, TierUnavailable
 from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import listed, pattern
 
@@ -245,6 +247,26 @@ class TestFilesThatWereReplaced:
         assert await store.get_digested("a/key", [Stretch(0, LARGE, memoryview(into))]) == [digest(data)]
         assert into == data
         assert client.said == [call]
+
+    @pytest.mark.parametrize("verb", VERBS)
+    async def test_a_store_that_was_closed_meanwhile_says_so(
+        self, store: PosixStore, verb: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("a/key", [b"x"])
+        opening, go_on = threading.Event(), threading.Event()
+
+        def stale(path: Any, *_: Any) -> int:
+            opening.set()
+            assert go_on.wait(30)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(os, "open", stale)
+        reading = asyncio.ensure_future(VERBS[verb](store))
+        await asyncio.to_thread(opening.wait, 30)
+        await store.close()
+        go_on.set()
+        with pytest.raises(Closed):
+            await reading
 
     async def test_a_file_that_stays_stale_is_an_error(self, store: PosixStore, client: Client) -> None:
         await store.put("a/key", [b"x"])
