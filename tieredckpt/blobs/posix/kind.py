@@ -72,7 +72,7 @@ def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
         found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
     except OSError as error:
         raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
-    if stated not in (None, found):
+    if stated not in (None, found) and found:  # 0: this platform does not say
         raise TierUnavailable(
             f"tier {tier.name!r}: {tier.path} is on {name_of(found)}, not on {name_of(stated or 0)}; is it mounted? "
             "If the folder is meant to be there, let the tier have kind = 'posix'"
@@ -138,11 +138,14 @@ def _facts(tier: FolderTier, system: System, found: int) -> dict[str, str]:
     except OSError:
         options = ""
     told = f"{name_of(found)} ({options})" if options else name_of(found)
-    if "soft" in options.replace(" ", ",").split(","):
+    for soft in {"soft", "softerr"} & {*options.replace(" ", ",").split(",")}:
         _log.warning(
-            "tier %r: %s is mounted `soft`: the loss of a write may go unnoticed; mount it `hard`", tier.name, tier.path
+            "tier %r: %s is mounted `%s`: the loss of a write may go unnoticed; mount it `hard`",
+            tier.name,
+            tier.path,
+            soft,
         )
-        told += "; `soft` may lose writes, mount it `hard`"
+        told += f"; `{soft}` may lose writes, mount it `hard`"
     if (kind := _KINDS.get(found, tier.kind)) != tier.kind:
         told += f"; kind = {kind!r} says so, and has deadlines for it"
     return {"file system": told}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.system import SYSTEM, System
 from tieredckpt.blobs.posix.transfer import BLOCK
@@ -111,7 +112,7 @@ class LustreFolders(Folders):
             layout = self._layout(packs if packs.is_dir() else self.root)
         except OSError as error:
             raise self.error(error, packs, "made") from error
-        if layout and 0 < layout[-1].size <= _LARGEST_BLOCK:
+        if layout and 0 < layout[-1].size <= _LARGEST_BLOCK and not layout[-1].size % ALIGNMENT:
             self._block = max(BLOCK // layout[-1].size, 1) * layout[-1].size
         told = ", ".join(map(str, layout)) or "that of the file system"
         good = any(part.count == -1 or part.count > 1 for part in layout)
@@ -167,7 +168,7 @@ class LustreFolders(Folders):
             )
         if error.errno in _EVICTED:
             return TierUnavailable(
-                f"{what}; a server has evicted this client or cannot be reached, see `lfs check servers` and the "
+                f"{what}; a server may have evicted this client, or cannot be reached, see `lfs check servers` and the "
                 "kernel's log; the client connects again by itself"
             )
         return Folders.error(self, error, path, doing)

@@ -26,10 +26,10 @@ from tieredckpt.errors import (
     TierUnavailable,
 )
 
-__all__ = ["Folders", "Scanned"]
+__all__ = ["KEY_PART", "Folders", "Scanned"]
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
-_KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
+KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
 _UNLINKED = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
 """What an NFS client calls a file that was deleted while it was open, until it is closed."""
 
@@ -289,7 +289,7 @@ class Folders:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 for entry in self._entries(self.root / prefix):
                     name = entry.name
-                    if not _KEY_PART.fullmatch(name) or (name[0] == "." and _UNLINKED.fullmatch(name)):
+                    if not KEY_PART.fullmatch(name) or (name[0] == "." and _UNLINKED.fullmatch(name)):
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(f"{prefix}{name}/")

@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.blobs.posix.files import describe
-from tieredckpt.blobs.posix.paths import Folders
+from tieredckpt.blobs.posix.paths import KEY_PART, Folders
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 
 __all__ = ["SharedFolders"]
@@ -100,7 +100,9 @@ class SharedFolders(Folders):
         except OSError:
             return False
         try:
-            return os.path.samestat(os.fstat(fd), written)
+            found = os.fstat(fd)
+            is_same = os.path.samestat(found, written)  # an inode's number may be used anew
+            return is_same and (found.st_size, found.st_mtime_ns) == (written.st_size, written.st_mtime_ns)
         finally:
             os.close(fd)
 
@@ -126,7 +128,8 @@ class SharedFolders(Folders):
         removed = super().sweep(age)
         before = self.now() - age
         for folder, _, _ in os.walk(self.root, topdown=False):
-            if folder != str(self.root):
+            parts = Path(folder).relative_to(self.root).parts
+            if parts and all(map(KEY_PART.fullmatch, parts)):  # others are a user's
                 with contextlib.suppress(OSError):
                     if os.lstat(folder).st_mtime <= before:
                         os.rmdir(folder)

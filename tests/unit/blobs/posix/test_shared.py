@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["nfs", "posix"])
 async def store(request: pytest.FixtureRequest, root: Path) -> AsyncIterator[PosixStore]:
-    """By the kind that states it, and by the one that finds it out."""
+    """By the kind that states it, and by the one that detects it."""
     kind = kind_on(request.param, system_of(NFS))
     store = await kind.open(kind.config(name="shared", path=root))
     yield store
@@ -291,13 +291,15 @@ class TestNamesOfTheClient:
     async def test_the_folders_that_they_kept_are_swept(self, store: PosixStore, root: Path) -> None:
         for name in ("old", "young"):
             (root / name / "inner").mkdir(parents=True)
+        (root / "a user's").mkdir()
+        os.utime(root / "a user's", (time.time() - 1000,) * 2)
         for path in (root / "old/inner", root / "old"):
             os.utime(path, (time.time() - 1000,) * 2)
         await store.sweep(900)
-        assert {path.name for path in root.iterdir()} == {"old", "young"}  # which has just been changed
+        assert {path.name for path in root.iterdir()} == {"a user's", "old", "young"}  # which has just been changed
         os.utime(root / "old", (time.time() - 1000,) * 2)
         await store.sweep(900)
-        assert {path.name for path in root.iterdir()} == {"young"}
+        assert {path.name for path in root.iterdir()} == {"a user's", "young"}
 
 
 class TestKinds:
@@ -320,12 +322,17 @@ class TestKinds:
             assert store.facts() == {"file system": told}
             await store.close()
 
+    async def test_a_platform_that_does_not_name_file_systems_refuses_none(self, tmp_path: Path) -> None:
+        kind = kind_on("nfs", system_of(0))
+        await (await kind.open(kind.config(name="shared", path=tmp_path))).close()
+
+    @pytest.mark.parametrize("soft", ["soft", "softerr"])
     async def test_a_mount_that_may_lose_writes_is_warned_of(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, soft: str
     ) -> None:
-        kind = kind_on("nfs", system_of(NFS, options="nfs4 rw,soft,timeo=600"))
+        kind = kind_on("nfs", system_of(NFS, options=f"nfs4 rw,{soft},timeo=600"))
         store = await kind.open(kind.config(name="shared", path=tmp_path))
-        assert "mounted `soft`" in caplog.text
+        assert f"mounted `{soft}`" in caplog.text
         assert "mount it `hard`" in store.facts()["file system"]
         await store.close()
 
