@@ -107,4 +107,9 @@ async def test_a_name_that_the_kernel_remembers_as_missing_is_not_said_to_be(tmp
     for verb in (store.stat("a/key"), store.get("a/key", limit=9), listed(store)):
         with pytest.raises(TierUnavailable, match="is listed"):
             await verb
+    assert not await asyncio.to_thread((tmp_path / "mount/b").exists)
+    (tmp_path / "server/b").mkdir()
+    (tmp_path / "server/b/key").write_bytes(b"x")
+    with pytest.raises(TierUnavailable, match="is listed"):
+        await listed(store, "b/")
     await store.close()

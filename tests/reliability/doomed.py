@@ -14,6 +14,7 @@ no import is paid for again. A trainer says on its output, line by line::
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -151,6 +152,7 @@ def is_state(found: Any, step: int) -> bool:
 
 def main() -> None:
     """Run the jobs of the input, one after the other, until it ends."""
+    faulthandler.enable()
     logging.getLogger("tieredckpt").setLevel(logging.CRITICAL)
     for line in sys.stdin:
         process = os.fork()

@@ -264,6 +264,34 @@ class TestDeadline:
         release.set()
         await inner.close()
 
+    async def test_a_thread_that_hangs_is_counted_once_and_no_call_is_named_for_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        inner = await asyncio.to_thread(PosixStore, tmp_path)
+        release = threading.Event()
+        monkeypatch.setattr(Folders, "remove", lambda folders, path: release.wait(30))
+        store = Deadline(inner, "nfs", base=0.01)
+        with pytest.raises(Overdue):
+            await store.delete("key")
+        assert store.hanging == store.left_behind == 1
+        assert "delete of key hangs" in caplog.text
+        release.set()
+        async with asyncio.timeout(20):
+            while store.hanging:
+                await asyncio.sleep(0.001)
+        release.clear()
+        monkeypatch.setattr(Folders, "info", lambda folders, path: release.wait(30))
+        caplog.clear()
+        monkeypatch.setattr(store, "_told", False)
+        with pytest.raises(Overdue):
+            await store.stat("other")
+        async with asyncio.timeout(20):
+            while "hangs in the device" not in caplog.text:
+                await asyncio.sleep(0.001)
+        assert "other hangs" not in caplog.text
+        release.set()
+        await inner.close()
+
     @pytest.mark.parametrize("digested", [False, True])
     async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty, digested: bool) -> None:
         await faulty.put("key", [b"late"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from tieredckpt.blobs.posix.target import Stop
@@ -47,21 +47,23 @@ class Calls:
     async def settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
         """As `tieredckpt.concurrency.settle`, for a verb whose thread uses the caller's memory."""
         self._begin(running)
-        return await settle(running, give_up)
+        try:
+            return await settle(running, give_up)
+        except GeneratorExit:  # nothing may be awaited
+            give_up()
+            running.add_done_callback(note)
+            raise
 
     async def read(self, work: Callable[[], T], stop: Stop, pool: Threads) -> T:
         """The result of ``work``, which touches no memory of a caller; a cancellation leaves its thread alone."""
         call = pool.submit(work)
-        return await self.leaving(asyncio.wrap_future(call), stop, lambda: pool.leave(call))
-
-    async def leaving(self, running: asyncio.Future[T], stop: Stop, leave: Callable[[], object]) -> T:
-        """The result of ``running``; a cancellation sets ``stop``, calls ``leave``, and waits for nothing."""
+        running = asyncio.wrap_future(call)
         self._begin(running)
         try:
             await asyncio.wait([running])
-        except asyncio.CancelledError:
+        except BaseException:  # also of a coroutine that is closed
             stop.set()
-            leave()
+            pool.leave(call)
             running.add_done_callback(note)
             raise
         return running.result()
@@ -86,16 +88,24 @@ class Calls:
 
 
 class Followed(Executor):
-    """Threads as aiofiles uses them, for one verb: its call can be left when nobody waits for it any more."""
+    """Threads as aiofiles uses them, for the calls of one verb in turn: they can be left when nobody waits any more."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._call: Future[Any] | None = None
+        self._calls: list[Future[Any]] = []
+        self._is_left = False
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        self._call = call = self._threads.submit(work, *arguments, **named)
+        if self._is_left:  # what tidies up is never refused
+            call = ThreadPoolExecutor.submit(self._threads, work, *arguments, **named)
+            self._threads.leave(call, cancel=False)
+        else:
+            call = self._threads.submit(work, *arguments, **named)
+        self._calls.append(call)
         return call
 
     def leave(self) -> None:
-        if self._call is not None:
-            self._threads.leave(self._call)
+        """Leave the call under way, and those that follow. None but the first is cancelled: they tidy up."""
+        self._is_left = True
+        if self._calls:
+            self._threads.leave(self._calls[-1], cancel=len(self._calls) == 1)

@@ -19,7 +19,7 @@ from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
 from tieredckpt.config.tiers import FolderTier, PosixTier
 from tieredckpt.errors import Invalid, NotFound, TierUnavailable
-from tieredckpt.format.layout import MARKER
+from tieredckpt.format.layout import CATALOGS, LEASES, MARKER, PACKS, RANKS, STEPS
 
 if TYPE_CHECKING:
     from tieredckpt.blobs.posix.paths import Folders
@@ -72,7 +72,7 @@ def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
         found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
     except OSError as error:
         raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
-    if stated not in (None, found):
+    if stated not in (None, found) and found:  # 0: this platform does not say
         raise TierUnavailable(
             f"tier {tier.name!r}: {tier.path} is on {name_of(found)}, not on {name_of(stated or 0)}; is it mounted? "
             "If the folder is meant to be there, let the tier have kind = 'posix'"
@@ -92,12 +92,27 @@ def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
         facts=_facts(tier, system, found),
         tries=not read_only,
     )
-    if of_group and not read_only and (mode := tier.path.stat().st_mode) & _OF_GROUP != _OF_GROUP:
-        raise Invalid(
-            f"tier {tier.name!r}: the group of {tier.path} may not use it as `access = 'group'` says (its mode is "
-            f"{mode & 0o7777:o}); `chgrp GROUP {tier.path}` and `chmod 2770 {tier.path}` let it"
-        )
+    if of_group and not read_only:
+        try:
+            _check_group(tier)
+        except OSError as error:
+            raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
     return store
+
+
+def _check_group(tier: FolderTier) -> None:
+    """`Invalid` if the root, or one of the store's folders in it, is not for its group. Raises `OSError`."""
+    for folder in (tier.path, *(tier.path / name for name in (STEPS, PACKS, CATALOGS, LEASES, RANKS))):
+        try:
+            mode = folder.stat().st_mode
+        except FileNotFoundError:
+            continue
+        if mode & _OF_GROUP != _OF_GROUP:
+            raise Invalid(
+                f"tier {tier.name!r}: the group of {folder} may not use it as `access = 'group'` says (its mode is "
+                f"{mode & 0o7777:o}); `chgrp -R GROUP {tier.path}`, `chmod -R g+rwX {tier.path}` and "
+                f"`find {tier.path} -type d -exec chmod 2770 {{}} +` let it"
+            )
 
 
 def _folders(tier: FolderTier, system: System, found: int, *, writes: bool) -> Callable[..., Folders]:
@@ -123,11 +138,14 @@ def _facts(tier: FolderTier, system: System, found: int) -> dict[str, str]:
     except OSError:
         options = ""
     told = f"{name_of(found)} ({options})" if options else name_of(found)
-    if "soft" in options.replace(" ", ",").split(","):
+    for soft in {"soft", "softerr"} & {*options.replace(" ", ",").split(",")}:
         _log.warning(
-            "tier %r: %s is mounted `soft`: the loss of a write may go unnoticed; mount it `hard`", tier.name, tier.path
+            "tier %r: %s is mounted `%s`: the loss of a write may go unnoticed; mount it `hard`",
+            tier.name,
+            tier.path,
+            soft,
         )
-        told += "; `soft` may lose writes, mount it `hard`"
+        told += f"; `{soft}` may lose writes, mount it `hard`"
     if (kind := _KINDS.get(found, tier.kind)) != tier.kind:
         told += f"; kind = {kind!r} says so, and has deadlines for it"
     return {"file system": told}

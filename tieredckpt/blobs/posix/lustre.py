@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.system import SYSTEM, System
 from tieredckpt.blobs.posix.transfer import BLOCK
@@ -99,17 +100,19 @@ class LustreFolders(Folders):
     """Whether a layout that is asked for is set."""
     system: System = SYSTEM
     _block: int = field(init=False, default=BLOCK)
+    _refused: bool = field(init=False, default=False)
+    """Whether the layout that is asked for could not be set."""
 
     def __post_init__(self) -> None:
         Folders.__post_init__(self)
         packs = self.root / PACKS
-        if self.striping is not None and self.writes:
-            if not packs.is_dir():
+        try:
+            if self.striping is not None and self.writes:
                 self._make(packs)
-            elif self._layout(packs) != (self.striping,):
-                self._stripe(packs)
-        layout = self._layout(packs if packs.is_dir() else self.root)
-        if layout and 0 < layout[-1].size <= _LARGEST_BLOCK:
+            layout = self._layout(packs if packs.is_dir() else self.root)
+        except OSError as error:
+            raise self.error(error, packs, "made") from error
+        if layout and 0 < layout[-1].size <= _LARGEST_BLOCK and not layout[-1].size % ALIGNMENT:
             self._block = max(BLOCK // layout[-1].size, 1) * layout[-1].size
         told = ", ".join(map(str, layout)) or "that of the file system"
         good = any(part.count == -1 or part.count > 1 for part in layout)
@@ -122,6 +125,12 @@ class LustreFolders(Folders):
     def _make_one(self, path: Path) -> None:
         Folders._make_one(self, path)
         if self.striping is not None and path == self.root / PACKS:
+            self._stripe(path)
+
+    def _complete(self, path: Path) -> None:
+        Folders._complete(self, path)
+        asked = self.striping is not None and not self._refused and path == self.root / PACKS
+        if asked and self._layout(path) != (self.striping,):
             self._stripe(path)
 
     def _layout(self, folder: Path) -> tuple[Layout, ...]:
@@ -143,6 +152,7 @@ class LustreFolders(Folders):
         try:
             self.system.lfs(["setstripe", "-c", str(layout.count), "-S", str(layout.size), *pool, str(folder)])
         except (OSError, subprocess.SubprocessError) as error:
+            self._refused = True
             said = (getattr(error, "stderr", None) or str(error)).strip()
             _log.warning("%s was not striped as %s: %s; `lfs setstripe`: %s", folder, layout, refused.strerror, said)
 
@@ -158,7 +168,7 @@ class LustreFolders(Folders):
             )
         if error.errno in _EVICTED:
             return TierUnavailable(
-                f"{what}; a server has evicted this client or cannot be reached, see `lfs check servers` and the "
+                f"{what}; a server may have evicted this client, or cannot be reached, see `lfs check servers` and the "
                 "kernel's log; the client connects again by itself"
             )
         return Folders.error(self, error, path, doing)

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -26,10 +26,10 @@ from tieredckpt.errors import (
     TierUnavailable,
 )
 
-__all__ = ["Folders", "Scanned"]
+__all__ = ["KEY_PART", "Folders", "Scanned"]
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
-_KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
+KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
 _UNLINKED = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
 """What an NFS client calls a file that was deleted while it was open, until it is closed."""
 
@@ -87,6 +87,7 @@ class Folders:
                     except FileExistsError:
                         if not path.is_dir():
                             raise
+                        self._complete(path)
                 if self.fsync:
                     sync_folder(self.root.parent)
             found = os.stat(self.root)
@@ -169,6 +170,8 @@ class Folders:
                 os.fchmod(fd, self.file_mode)
             except BaseException:
                 os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
                 raise
         return temporary, fd
 
@@ -177,6 +180,8 @@ class Folders:
             try:
                 self._make_one(path)
             except FileExistsError:
+                if path not in self._durable:
+                    self._complete(path)
                 continue
             self._durable.discard(path)
 
@@ -184,6 +189,14 @@ class Folders:
         os.mkdir(path, self.folder_mode)
         if self.exact:
             os.chmod(path, self.folder_mode)
+
+    def _complete(self, path: Path) -> None:
+        """Do what is left of making a folder: whoever made it may have died, or the client repeated that call."""
+        if self.exact:
+            found = os.lstat(path)
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and stat.S_IMODE(found.st_mode) != self.folder_mode:
+                os.chmod(path, self.folder_mode)
 
     def _below_root(self, folder: Path) -> list[Path]:
         """``folder`` and its parents below the root, outermost first."""
@@ -273,23 +286,24 @@ class Folders:
             if first:
                 self.check_way(self.root / prefix / "any")
                 first = False
-            try:
-                with os.scandir(f"{self.root}/{prefix}") as entries:
-                    # By name: some file systems list one twice that is replaced meanwhile.
-                    for entry in {entry.name: entry for entry in entries}.values():
-                        if not _KEY_PART.fullmatch(entry.name) or _UNLINKED.fullmatch(entry.name):
-                            continue
-                        if entry.is_dir(follow_symlinks=False):
-                            pending.append(f"{prefix}{entry.name}/")
-                        elif entry.is_file(follow_symlinks=self.follow_symlinks):
-                            with contextlib.suppress(FileNotFoundError):
-                                infos.append(self._listed(prefix + entry.name, entry))
-            except OSError as error:
-                if error.errno not in _NOT_THERE:
-                    raise
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for entry in self._entries(self.root / prefix):
+                    name = entry.name
+                    if not KEY_PART.fullmatch(name) or (name[0] == "." and _UNLINKED.fullmatch(name)):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(f"{prefix}{name}/")
+                    elif entry.is_file(follow_symlinks=self.follow_symlinks):
+                        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                            infos.append(self._listed(prefix + name, entry))
         # After the scan: what was read from an unmounted file system's folder would be silently short.
         self.check_root()
         return Scanned(infos, time.monotonic() - began, time.thread_time() - worked)
+
+    def _entries(self, folder: Path) -> Iterable[os.DirEntry[str]]:
+        """What a folder holds. Raises `OSError`, `TierUnavailable`."""
+        with os.scandir(folder) as entries:
+            return list(entries)
 
     def _listed(self, key: str, entry: os.DirEntry[str]) -> BlobInfo:
         """Size and time of a file that was just listed. Raises `OSError`, `Corrupt`."""

@@ -1,10 +1,10 @@
 """A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
 
-Small durable objects go through aiofiles, everything else through `transfer`; both on threads of the store's own, so
+Small durable objects are written through aiofiles, large ones by `transfer`; all on threads of the store's own, so
 that a file system that hangs starves no other tier. A put that is cancelled waits for its thread, which looks for that
 before every block, since until then the caller's memory is in use; so does a `get_into` on a local file system. Other
-verbs that read and are cancelled end at once, and their threads when the device lets them: they read into memory of
-their own.
+verbs that read return at once when they are cancelled; their threads end when the device answers, since they read into
+memory of their own.
 """
 
 from __future__ import annotations
@@ -137,13 +137,9 @@ class PosixStore:
     async def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
 
-        async def read() -> bytes:
-            stop, pool = transfer.Stop(), Followed(self._calls.pool)
-            return await self._calls.leaving(
-                asyncio.ensure_future(self._read_whole(path, limit, stop, pool)), stop, pool.leave
-            )
-
-        return await self._reopening(read)
+        stop = transfer.Stop()
+        read = partial(self._read_whole, path, limit, stop)
+        return await self._reopening(lambda: self._calls.read(read, stop, self._calls.pool))
 
     async def get_into(self, key: str, offset: int, into: memoryview) -> None:
         path = self._path(key)
@@ -170,9 +166,14 @@ class PosixStore:
             # What waits for no device is written sooner than it is handed from one thread's turn to the next.
             await self._calls.run(partial(self._write_in_one_turn, path, parts, nbytes))
             return
-        stop = transfer.Stop()
-        write = self._write_and_sync(path, b"".join(parts), stop)
-        await self._calls.settle(asyncio.ensure_future(write), stop.set)
+        stop, pool = transfer.Stop(), Followed(self._calls.pool)
+        write = self._write_and_sync(path, b"".join(parts), stop, pool)
+
+        def give_up() -> None:
+            stop.set()
+            pool.leave()
+
+        await self._calls.settle(asyncio.ensure_future(write), give_up)
 
     async def stat(self, key: str) -> BlobInfo:
         path = self._path(key)
@@ -253,6 +254,7 @@ class PosixStore:
         except TierUnavailable as error:
             if not self._folders.is_stale(error):
                 raise
+        self._check_open()
         return await read()
 
     @contextlib.contextmanager
@@ -262,25 +264,16 @@ class PosixStore:
         except OSError as error:
             raise self._folders.error(error, path, doing) from error
 
-    async def _read_whole(self, path: Path, limit: int, stop: transfer.Stop, pool: Followed) -> bytes:
-        def opener(name: str, flags: int) -> int:
-            return self._folders.open(Path(name), flags)
-
-        try:
-            file = await aiofiles.open(path, "rb", opener=opener, executor=pool)
-            try:
-                size = (await aiofiles.os.stat(file.fileno(), executor=pool)).st_size
-                if size > limit:
-                    raise Corrupt(f"{path} has {size} bytes, and at most {limit} are acceptable")
-                transfer.check(stop)
-                data = await file.read(size)
-            finally:
-                await file.close()
-        except OSError as error:
-            raise await self._mapped(error, path, "read") from error
+    def _read_whole(self, path: Path, limit: int, stop: transfer.Stop) -> bytes:
+        with self._errors(path, "read"), open(self._folders.open(path, os.O_RDONLY), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise Corrupt(f"{path} has {size} bytes, and at most {limit} are acceptable")
+            transfer.check(stop)
+            data = file.read(size)
         if len(data) < size:
             raise ShortRead(f"{path} ended after {len(data)} of {size} bytes")
-        return bytes(data)
+        return data
 
     def _fill(self, path: Path, offset: int, into: memoryview, stop: transfer.Stop) -> None:
         array = np.frombuffer(into, dtype=np.uint8)
@@ -288,15 +281,18 @@ class PosixStore:
             transfer.fill(fd, offset, array, stop, direct=direct)
 
     async def _read(self, path: Path, target: Target, pool: Threads) -> None:
-        def read() -> None:
+        def fill() -> None:
             target.restart()
             with self._reading(path, target.begin, target.end - target.begin) as (fd, direct):
                 transfer.read(fd, target, direct=direct)
 
         try:
-            await self._reopening(lambda: self._calls.read(read, target.stop, pool))
+            await self._reopening(lambda: self._calls.read(fill, target.stop, pool))
         except asyncio.CancelledError:
             await target.take_back()
+            raise
+        except GeneratorExit:  # nothing may be awaited
+            target.let_go()
             raise
 
     @contextlib.contextmanager
@@ -324,8 +320,8 @@ class PosixStore:
                     raise
         return self._folders.open(path, os.O_RDONLY), False
 
-    async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop) -> None:
-        folders, pool = self._folders, self._calls.pool
+    async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop, pool: Followed) -> None:
+        folders = self._folders
         try:
             create = aiofiles.os.wrap(folders.create)
             temporary, fd = await create(path, 0, executor=pool)
@@ -346,7 +342,9 @@ class PosixStore:
                     await aiofiles.os.unlink(temporary, executor=pool)
                 raise
         except OSError as error:
-            raise _of_put(await self._mapped(error, path, "written"), path) from error
+            # On a thread, since it may have to look whether the root is still there.
+            mapped = await aiofiles.os.wrap(folders.error)(error, path, "written", executor=pool)
+            raise _of_put(mapped, path) from error
 
     def _write_in_one_turn(self, path: Path, parts: Sequence[Buffer], nbytes: int, stop: transfer.Stop) -> None:
         folders = self._folders
@@ -371,10 +369,6 @@ class PosixStore:
                 raise
         except OSError as error:
             raise _of_put(folders.error(error, path, "written"), path) from error
-
-    async def _mapped(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
-        # On a thread, since it may have to look whether the root is still there.
-        return await aiofiles.os.wrap(self._folders.error)(error, path, doing, executor=self._calls.pool)
 
 
 def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:

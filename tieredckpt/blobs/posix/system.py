@@ -52,7 +52,7 @@ def _type_of(path: Path) -> int:
 def _options_of(path: Path) -> str:
     found = os.stat(path).st_dev
     device = f"{os.major(found)}:{os.minor(found)}"
-    with open("/proc/self/mountinfo") as mounts:
+    with open("/proc/self/mountinfo", errors="surrogateescape") as mounts:
         for fields in map(str.split, mounts):
             if fields[2] == device:
                 return f"{fields[fields.index('-') + 1]} {fields[-1]}"

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Stretch, span
-from tieredckpt.concurrency import whole
 from tieredckpt.format.digest import CopyDigester
 
 __all__ = ["Bytes", "Stop", "Stopped", "Target"]
@@ -34,7 +33,8 @@ class Stopped(Exception):
 class Target:
     """Memory for stretches of a file, which are in order and do not overlap; with ``digested``, their digests too.
 
-    `take` and `restart` are for the thread that reads, `take_back` for the loop of the caller; ``stop`` is set by it.
+    `take` and `restart` are for the thread that reads, `take_back` and `let_go` for the loop of the caller, which sets
+    ``stop``.
     """
 
     def __init__(self, stretches: Sequence[Stretch], *, digested: bool, stop: Stop | None = None) -> None:
@@ -78,16 +78,26 @@ class Target:
             self._waiting.popleft()
 
     async def take_back(self) -> None:
-        """Nothing is written to the memory after this, and nothing refers to it; also when this is cancelled."""
+        """As `let_go`, without blocking the loop, unless this is closed; cancelled, it is none the sooner."""
         self.stop.set()
-        await whole(self._let_go())
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while self._guards_memory.locked():  # a thread has it, for one copy
+                try:
+                    await asyncio.sleep(_TURN)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        finally:
+            self.let_go()
+        if cancelled is not None:
+            raise cancelled
 
-    async def _let_go(self) -> None:
-        while not self._guards_memory.acquire(blocking=False):  # noqa: ASYNC110 a thread has it, for one copy
-            await asyncio.sleep(_TURN)
-        self._waiting.clear()
-        self._stretches = ()
-        self._guards_memory.release()
+    def let_go(self) -> None:
+        """Nothing is written to the memory after this, and nothing refers to it; waits for a copy under way."""
+        self.stop.set()
+        with self._guards_memory:
+            self._waiting.clear()
+            self._stretches = ()
 
 
 class _Copier:

@@ -41,9 +41,9 @@ class Threads(ThreadPoolExecutor):
             )
         return super().submit(work, *arguments, **named)
 
-    def leave(self, call: Future[Any]) -> None:
-        """Note that nobody waits for a call any more; one that no thread has begun is cancelled."""
-        if not call.cancel():
+    def leave(self, call: Future[Any], *, cancel: bool = True) -> None:
+        """Note that nobody waits for a call any more; with ``cancel``, one that no thread has begun is cancelled."""
+        if not (cancel and call.cancel()):
             self._left[call] = time.monotonic()
             call.add_done_callback(self._ended)
 

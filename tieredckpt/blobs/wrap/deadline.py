@@ -28,8 +28,8 @@ class Deadline(Forward):
 
     The verb is cancelled then. One that does not end within ``base`` seconds even so hangs in the device and
     is left behind, as the contract of a blob store allows; except a `get_into`, which is waited for, since it may still
-    write to the caller's memory. The first that hangs, or whose thread does in a store that lets go of its caller's
-    memory, is told; others are counted until none hangs any more.
+    write to the caller's memory. The first hang is reported, also of a thread alone in a store that lets go of its
+    caller's memory; others are counted until none hangs any more.
 
     Args:
         tier: the name of the tier, for messages.
@@ -60,7 +60,7 @@ class Deadline(Forward):
 
     @property
     def hanging(self) -> int:
-        return len(self._left_behind) + super().hanging
+        return max(len(self._left_behind), super().hanging)  # a store that counts its threads counts these too
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         if self._told and not self.hanging:
@@ -90,18 +90,18 @@ class Deadline(Forward):
             if not running.done():
                 self._left_behind.add(running)
                 running.add_done_callback(self._ended)
-                self._tell(operation)
+                self._tell(f"{operation.verb} of {operation.key}")
             elif self.hanging:
-                asyncio.get_running_loop().call_later(self._base, self._tell, operation)
+                asyncio.get_running_loop().call_later(self._base, self._tell, "a call")
             if operation.verb == "get_into":
                 await outlast(running)
             elif running.done():
                 note(running)
 
-    def _tell(self, operation: Operation) -> None:
+    def _tell(self, what: str) -> None:
         if self.hanging and not self._told:
             self._told = True
-            _log.warning("%s: %s of %s hangs in the device", self._tier, operation.verb, operation.key)
+            _log.warning("%s: %s hangs in the device", self._tier, what)
             self._tell_of(self.hanging)
 
     def _ended(self, running: asyncio.Future[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from support.file_systems import FILE_SYSTEMS, kind_on, system_of
 
 from tieredckpt import PosixTier, RamTier
 from tieredckpt.blobs.posix.kind import POSIX
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, TierUnavailable
 
 GROUP = 54321
 KINDS = [kind_on(name, system_of(found)) for name, found in FILE_SYSTEMS.items()]
@@ -55,6 +56,55 @@ async def test_a_folder_that_its_group_may_not_use_is_refused_with_what_to_do(tm
     with pytest.raises(Invalid, match="chmod 2770"):
         await POSIX.open(tier)
     await (await POSIX.open(tier, read_only=True)).close()  # who only reads may
+
+
+async def test_a_private_store_whose_root_alone_was_given_to_the_group_is_refused(tmp_path: Path) -> None:
+    private = await POSIX.open(PosixTier(name="disk", path=tmp_path))
+    await private.put("packs/ab/1", [b"x"])
+    await private.close()
+    tmp_path.chmod(0o2770)
+    with pytest.raises(Invalid, match=r"packs may not .*chmod -R g"):
+        await POSIX.open(PosixTier(name="disk", path=tmp_path, access="group"))
+
+
+async def test_a_root_that_vanishes_while_it_is_opened_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o2770)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("tieredckpt.blobs.posix.store.probe", lambda *_, **__: monkeypatch.setattr(Path, "stat", fail))
+    with pytest.raises(TierUnavailable, match="cannot be looked at"):
+        await POSIX.open(PosixTier(name="disk", path=tmp_path, access="group"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=FILE_SYSTEMS)
+async def test_a_folder_whose_making_broke_off_gets_its_permissions(tmp_path: Path, kind: type) -> None:
+    """Its maker died between two calls, or the client repeated the first and said that the folder exists."""
+    tmp_path.chmod(0o2770)
+    store = await kind.open(kind.config(name="disk", path=tmp_path, access="group"))
+    (tmp_path / "packs").mkdir(mode=0o700)
+    await store.put("packs/ab/1", [b"x"])
+    await store.close()
+    assert modes(tmp_path)["packs"] == 0o2770
+
+
+async def test_a_file_whose_permissions_cannot_be_set_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o2770)
+    store = await POSIX.open(PosixTier(name="disk", path=tmp_path, access="group"))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", fail)
+    with pytest.raises(TierUnavailable):
+        await store.put("key", [b"x"])
+    await store.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_private() -> None:

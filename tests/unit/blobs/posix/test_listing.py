@@ -17,6 +17,7 @@ import pytest
 from tieredckpt.blobs.posix import paths
 from tieredckpt.blobs.posix import store as posix_store
 from tieredckpt.blobs.posix.paths import Folders, Scanned
+from tieredckpt.blobs.posix.shared import SharedFolders
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.concurrency import together
 from tieredckpt.errors import Closed, TierUnavailable
@@ -157,9 +158,10 @@ async def test_a_cancelled_listing_ends_at_once_and_its_threads_after_their_fold
 
 
 async def test_a_name_that_the_system_lists_twice_is_listed_once(
-    store: PosixStore, keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As JuiceFS does with one that is replaced meanwhile."""
+    """As JuiceFS, a FUSE, does with one that is replaced meanwhile."""
+    store = await asyncio.to_thread(PosixStore, tmp_path, folders=SharedFolders)
     real = os.scandir
 
     @contextlib.contextmanager
@@ -169,6 +171,7 @@ async def test_a_name_that_the_system_lists_twice_is_listed_once(
 
     monkeypatch.setattr(os, "scandir", twice)
     assert await listed(store) == keys
+    await store.close()
 
 
 async def test_a_listing_says_that_its_store_was_closed_between_two_folders(store: PosixStore, scans: Scans) -> None:

@@ -16,6 +16,7 @@ import pytest
 from support.file_systems import Attributes, kind_on, system_of
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.posix.lustre import Layout, LustreFolders, decode_layout, encode_layout
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.posix.system import LUSTRE, System
@@ -97,6 +98,34 @@ class TestStriping:
         await store.close()
         assert [path for path, _ in attributes.set] == [root / "packs"] * 2
 
+    async def test_it_is_set_though_the_client_repeated_the_call_that_made_the_folder(
+        self, root: Path, attributes: Attributes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.mkdir
+
+        def repeated(path: Path, mode: int) -> None:
+            real(path, mode)
+            if path.name == "packs":
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+        monkeypatch.setattr(os, "mkdir", repeated)
+        await (await opened(root, attributes, striping=STRIPING)).close()
+        assert attributes.set == [(root / "packs", encode_layout(WIDE))]
+
+    async def test_a_folder_of_packs_that_cannot_be_made_is_an_error_of_the_tier(
+        self, root: Path, attributes: Attributes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.mkdir
+
+        def full(path: Path, mode: int) -> None:
+            if path.name == "packs":
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            real(path, mode)
+
+        monkeypatch.setattr(os, "mkdir", full)
+        with pytest.raises(NoSpace, match=r"packs was not made: .*lfs quota"):
+            await opened(root, attributes, striping=STRIPING)
+
     async def test_a_layout_that_was_there_is_replaced_by_the_one_that_is_asked_for(
         self, root: Path, attributes: Attributes
     ) -> None:
@@ -153,6 +182,15 @@ class TestStriping:
         assert "count = 4, size = '16 MiB'" in told["one"]
         assert "count = 4, size = '16 MiB'" in told["none"]
 
+    async def test_stripes_that_no_direct_write_can_end_with_are_not_heeded(
+        self, root: Path, attributes: Attributes
+    ) -> None:
+        root.mkdir()
+        attributes.set.append((root, encode_layout(Layout(1, MIB + 1))))
+        store = await opened(root, attributes)
+        assert store._folders.block % ALIGNMENT == 0
+        await store.close()
+
     @pytest.mark.parametrize(("size", "block"), [(3 * MIB, 15 * MIB), (4 * MIB, 16 * MIB), (20 * MIB, 20 * MIB)])
     async def test_calls_of_a_large_write_end_with_stripes(
         self, root: Path, attributes: Attributes, size: int, block: int, monkeypatch: pytest.MonkeyPatch
@@ -182,10 +220,10 @@ class TestErrors:
             (errno.EDQUOT, 1 << 40, NoSpace, "lfs quota"),
             (errno.ENOSPC, 1 << 40, NoSpace, "an OST is full, see `lfs df"),
             (errno.ENOSPC, 0, NoSpace, "evict steps, or give the tier more room"),
-            (errno.EIO, 1 << 40, TierUnavailable, "evicted this client"),
-            (errno.ESHUTDOWN, 1 << 40, TierUnavailable, "evicted this client"),
-            (errno.ENODEV, 1 << 40, TierUnavailable, "evicted this client"),
-            (errno.ENOTCONN, 1 << 40, TierUnavailable, "evicted this client"),
+            (errno.EIO, 1 << 40, TierUnavailable, "may have evicted this client"),
+            (errno.ESHUTDOWN, 1 << 40, TierUnavailable, "may have evicted this client"),
+            (errno.ENODEV, 1 << 40, TierUnavailable, "may have evicted this client"),
+            (errno.ENOTCONN, 1 << 40, TierUnavailable, "may have evicted this client"),
             (errno.EACCES, 1 << 40, TierUnavailable, "mounted and healthy"),
             (errno.ENOENT, 1 << 40, NotFound, "does not exist"),
         ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from support.file_systems import kind_on, system_of
 from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.posix.system import NFS
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.errors import Closed, NotFound, TierUnavailable
 from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import listed, pattern
 
@@ -30,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["nfs", "posix"])
 async def store(request: pytest.FixtureRequest, root: Path) -> AsyncIterator[PosixStore]:
-    """By the kind that states it, and by the one that finds it out."""
+    """By the kind that states it, and by the one that detects it."""
     kind = kind_on(request.param, system_of(NFS))
     store = await kind.open(kind.config(name="shared", path=root))
     yield store
@@ -144,6 +146,25 @@ class TestNamesThatOthersMade:
         assert await listed(store) == {"a/key": 1}
         assert client.said == ["open"]
 
+    @pytest.mark.parametrize("missing", ["/a", "/a/b"])
+    async def test_a_listing_is_not_short_of_a_folder_that_the_client_says_is_missing(
+        self, store: PosixStore, client: Client, missing: str
+    ) -> None:
+        await store.put("a/b/key", [b"x"])
+        client.says("scandir", errno.ENOENT, missing)
+        assert await listed(store, "a/b/") == {"a/b/key": 1}
+        client.says("scandir", errno.ENOENT, missing, times=None)
+        with pytest.raises(TierUnavailable, match="is listed"):
+            await listed(store, missing.strip("/") + "/")
+
+    async def test_a_listing_opens_a_folder_once(self, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in "123":
+            await store.put(f"a/{name}", [b"x"])
+        scanned, real = [], os.scandir
+        monkeypatch.setattr(os, "scandir", lambda path: (scanned.append(Path(path).name), real(path))[1])
+        assert len(await listed(store, "a/")) == 3
+        assert scanned == ["a"]
+
     async def test_a_listing_has_the_sizes_and_times_of_opened_files(
         self, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -227,6 +248,26 @@ class TestFilesThatWereReplaced:
         assert into == data
         assert client.said == [call]
 
+    @pytest.mark.parametrize("verb", VERBS)
+    async def test_a_store_that_was_closed_meanwhile_says_so(
+        self, store: PosixStore, verb: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await store.put("a/key", [b"x"])
+        opening, go_on = threading.Event(), threading.Event()
+
+        def stale(path: Any, *_: Any) -> int:
+            opening.set()
+            assert go_on.wait(30)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(os, "open", stale)
+        reading = asyncio.ensure_future(VERBS[verb](store))
+        await asyncio.to_thread(opening.wait, 30)
+        await store.close()
+        go_on.set()
+        with pytest.raises(Closed):
+            await reading
+
     async def test_a_file_that_stays_stale_is_an_error(self, store: PosixStore, client: Client) -> None:
         await store.put("a/key", [b"x"])
         client.says("open", errno.ESTALE, "a/key", times=None)
@@ -250,13 +291,15 @@ class TestNamesOfTheClient:
     async def test_the_folders_that_they_kept_are_swept(self, store: PosixStore, root: Path) -> None:
         for name in ("old", "young"):
             (root / name / "inner").mkdir(parents=True)
+        (root / "a user's").mkdir()
+        os.utime(root / "a user's", (time.time() - 1000,) * 2)
         for path in (root / "old/inner", root / "old"):
             os.utime(path, (time.time() - 1000,) * 2)
         await store.sweep(900)
-        assert {path.name for path in root.iterdir()} == {"old", "young"}  # which has just been changed
+        assert {path.name for path in root.iterdir()} == {"a user's", "old", "young"}  # which has just been changed
         os.utime(root / "old", (time.time() - 1000,) * 2)
         await store.sweep(900)
-        assert {path.name for path in root.iterdir()} == {"young"}
+        assert {path.name for path in root.iterdir()} == {"a user's", "young"}
 
 
 class TestKinds:
@@ -279,12 +322,17 @@ class TestKinds:
             assert store.facts() == {"file system": told}
             await store.close()
 
+    async def test_a_platform_that_does_not_name_file_systems_refuses_none(self, tmp_path: Path) -> None:
+        kind = kind_on("nfs", system_of(0))
+        await (await kind.open(kind.config(name="shared", path=tmp_path))).close()
+
+    @pytest.mark.parametrize("soft", ["soft", "softerr"])
     async def test_a_mount_that_may_lose_writes_is_warned_of(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, soft: str
     ) -> None:
-        kind = kind_on("nfs", system_of(NFS, options="nfs4 rw,soft,timeo=600"))
+        kind = kind_on("nfs", system_of(NFS, options=f"nfs4 rw,{soft},timeo=600"))
         store = await kind.open(kind.config(name="shared", path=tmp_path))
-        assert "mounted `soft`" in caplog.text
+        assert f"mounted `{soft}`" in caplog.text
         assert "mount it `hard`" in store.facts()["file system"]
         await store.close()
 

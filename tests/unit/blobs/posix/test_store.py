@@ -431,6 +431,7 @@ class TestCancellation:
         for _ in range(3):
             task.cancel()
             assert not await self.settled(task)
+        assert store.hanging == 1
         calls.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -501,7 +502,8 @@ class TestCancellation:
         task = asyncio.ensure_future(store.get_into("key", 0, aligned(bytes(LARGE))))
         await asyncio.to_thread(copying.wait, 30)
         for _ in range(3):
-            task.cancel()
+            for each in asyncio.all_tasks() - {asyncio.current_task()}:  # as the end of a loop does
+                each.cancel()
             assert not await self.settled(task)
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
@@ -530,9 +532,59 @@ class TestCancellation:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert store.hanging == 1
+        assert asyncio.all_tasks() == {asyncio.current_task()}
         calls.go_on.set()
         await self.until_none_hangs(store)
         assert await store.get("key", limit=10) == b"x"
+
+    @pytest.mark.parametrize(
+        ("name", "network", "verb"),
+        [
+            ("preadv", True, lambda store, into: store.get_into("key", 0, into)),
+            ("preadv", False, lambda store, into: store.get_into("key", 0, into)),
+            ("preadv", False, lambda store, into: store.get_digested("key", [Stretch(0, LARGE, into)])),
+            ("open", False, lambda store, _: store.get("key", limit=LARGE)),
+            ("fsync", False, lambda store, _: store.put("other", [b"x"])),
+        ],
+        ids=["read", "read in place", "digested", "get", "put"],
+    )
+    async def test_a_verb_whose_coroutine_is_closed_stops_its_thread(
+        self, root: Path, name: str, network: bool, verb: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = await asyncio.to_thread(PosixStore, root, folders=SharedFolders if network else Folders)
+        await store.put("key", [b"\x01" * LARGE])
+        calls, into = Calls(monkeypatch, name), aligned(bytes(LARGE))
+        calls.go_on.clear()
+        running = verb(store, into)
+        running.send(None)
+        await asyncio.to_thread(calls.entered.wait, 30)
+        running.close()
+        assert store.hanging == 1
+        calls.go_on.set()
+        await self.until_none_hangs(store)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+        assert (name == "preadv" and not network) or not any(into)
+        await store.close()
+        assert files(root) == {"key"}
+
+    async def test_small_puts_that_hang_are_bounded(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(threads, "_HANGS_AFTER", 0.0)
+        store = await asyncio.to_thread(PosixStore, root, threads=2)
+        calls = Calls(monkeypatch, "fsync")
+        tasks = []
+        for name in ("one", "two"):
+            calls.entered.clear()
+            tasks.append(await self.hang(store, calls, store.put(name, [b"x"])))
+            tasks[-1].cancel()
+            assert not await self.settled(tasks[-1])
+        with pytest.raises(Unanswered, match="all 2 threads hang"):
+            await store.put("key", [b"x"])
+        calls.go_on.set()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError)
+        assert files(root) == set()
+        await store.put("key", [b"x"])
+        await store.close()
 
     async def test_while_all_threads_hang_a_verb_is_refused_and_no_more_hang(
         self, root: Path, monkeypatch: pytest.MonkeyPatch
