@@ -181,8 +181,7 @@ class Collector:
         steps, grace = tier.steps, self._state.config.grace
         for step in tuple(steps.doubtful.keys() - steps.held.keys() - steps.damaged.keys()):
             async with steps.turn(step):
-                if step not in steps.held:
-                    doubt = steps.doubtful[step]
+                if step not in steps.held and (doubt := steps.doubtful.get(step)) is not None:
                     if not doubt.late or await step_index.root_key(tier, step) in doubt.btree_keys:
                         await tier.store.delete(layout.manifest_key(step.step, step.serial))
                     steps.believe(step, grace)
