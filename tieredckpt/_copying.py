@@ -10,10 +10,16 @@ from functools import partial
 from typing import Any
 
 from tieredckpt._arguments import checked_step
-from tieredckpt.concurrency import whole
+from tieredckpt.blobs.ram.find import FoundRam, find_ram
+from tieredckpt.blobs.ram.folder import ram_root
+from tieredckpt.blobs.ram.owner import Place
+from tieredckpt.blobs.ram.places import places_of
+from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.opening.ram import judged_within
+from tieredckpt.engine.opening.ram_choice import is_copy, notes
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.tier import marker_file
@@ -63,18 +69,18 @@ async def copy_steps(
     Raises:
         NotFound: there is no such store, or no such step.
         Invalid: of the configurations, or both are in one place.
-        Conflict: another process writes to the target; or it holds steps of another store, or another step under the
-            same number and serial.
+        Conflict: another process writes to the target; or it holds steps of another store, has gone on by itself since
+            it was copied, or has steps in RAM alone.
         Corrupt: a chunk is intact nowhere in the source; the array is named. Steps with such chunks are not copied, and
             all others were.
-        NoSpace, TierUnavailable: of the target, or of the source if nothing of it answers.
+        NoSpace: of the target, of which a copy evicts nothing.
+        TierUnavailable: of the target, or of the source if nothing of it answers.
     """
     numbers = None if steps is None else [checked_step(step) for step in steps]
     there, here = load(source), load(target)
-    here = here.model_copy(update={"tiers": here.slower, "promote_in": "trainer"})
-    if not here.tiers:
+    if not here.slower:
         raise Invalid("a store of RAM alone cannot be copied to: give a folder or a URL, or a configuration with one")
-    if common := {tier.location for tier in there.slower} & {tier.location for tier in here.tiers}:
+    if common := {tier.location for tier in there.slower} & {tier.location for tier in here.slower}:
         raise Invalid(f"both stores are at {', '.join(map(str, common))}; copy to a place of its own")
     loop = EngineLoop("tieredckpt copy")
     try:
@@ -90,29 +96,48 @@ async def _copy(
     numbers: Collection[int] | None,
     progress: Callable[[Copied], None] | None,
 ) -> list[Copied]:
-    source, target = Engine(there, Events(), read_only=True), Engine(here, Events(), read_only=False)
+    source = Engine(there, Events(), read_only=True)
     await source.start()
     try:
         if source.state.identity.marker is None:
             raise NotFound(f"there is no store at {', '.join(str(tier.location) for tier in there.slower)}")
+        records = dict(source.state.records())
+        if numbers is not None:
+            records = {step: records[step] for step in {source.state.find(number) for number in numbers}}
+        places = tuple((await places_of(here)).values())
+        ram = await _ram_of(here, places)
+        here = here.model_copy(update={"tiers": here.slower, "promote_in": "trainer"})
+        before = Engine(here, Events(), read_only=True)
+        try:  # before anything is written, a marker included
+            await before.start()
+            _check(source, before, records, ram)
+        finally:
+            await whole(before.close(flush=False, keep_ram=True))
+        target, begun = Engine(here, Events(), read_only=False), False
         await target.start()
         try:
-            return await _copy_all(source, target, numbers, progress)
+            _check(source, target, records, ram)
+            await _belong(source, target, records)
+            begun = True
+            return await _copy_all(source, target, records, only=numbers is not None, progress=progress)
         finally:
-            await whole(target.close(flush=True, keep_ram=True))
+            await whole(target.close(flush=begun, keep_ram=True))
     finally:
         await whole(source.close(flush=False, keep_ram=True))
 
 
 async def _copy_all(
-    source: Engine, target: Engine, numbers: Collection[int] | None, progress: Callable[[Copied], None] | None
+    source: Engine,
+    target: Engine,
+    records: Mapping[StepId, StepRecord],
+    *,
+    only: bool,
+    progress: Callable[[Copied], None] | None,
 ) -> list[Copied]:
-    records, damaged = dict(source.state.records()), set[StepId]()
-    if numbers is None:
+    """Copy those steps, which are ``only`` some of the source."""
+    damaged = set[StepId]()
+    if not only:
         damaged = {step for tier in source.state.tiers for step in tier.steps.damaged} - records.keys()
-    else:
-        records = {step: records[step] for step in {source.state.find(number) for number in numbers}}
-    await _belong(source, target, {record.store for record in records.values()})
     copied: list[Copied] = []
     corrupt = [f"{step} cannot be read: its commit is damaged" for step in sorted(damaged)]
     for step, record in sorted(records.items()):
@@ -122,7 +147,7 @@ async def _copy_all(
             _log.error("%s is not copied: %s", step, error)
             corrupt.append(str(error))
         except (Moved, NotFound):
-            if numbers is not None:
+            if only:
                 raise
             _log.warning("%s is not copied: it has left the source meanwhile", step)
         else:
@@ -138,30 +163,70 @@ async def _copy_all(
 
 async def _copy_one(source: Engine, target: Engine, step: StepId, record: StepRecord) -> int:
     tier = target.state.tiers[0]
-    if (held := tier.steps.held.get(step)) is not None:
-        if (held.record.store, held.record.saved_at) != (record.store, record.saved_at):
-            raise Conflict(
-                f"tier {tier.name!r} at {tier.store.location} holds another {step}, with this serial, which was saved "
-                f"there since the store was copied; copy to a place of its own"
-            )
+    if step in tier.steps.held:
         return 0
     return await copy_step(target.state, target.collector, step, tier, origin=source.state)
 
 
-async def _belong(source: Engine, target: Engine, stores: Collection[str]) -> None:
-    """See that steps of those stores belong to the target. Raises `Conflict`."""
-    tier, identity, theirs = target.state.tiers[0], target.state.identity, source.state.identity.marker
+async def _ram_of(here: StoreConfig, places: Collection[Place]) -> list[tuple[FoundRam, bool]]:
+    """The RAM on this machine that may be the target's, and whether it notes one of its places."""
+    seconds = min(tier.deadline for tier in here.tiers)
+    found = await in_thread(find_ram, ram_root(here.ram.path if here.ram is not None else None))
+    judged = [await judged_within(seconds, each) for each in found if each.steps and not each.lost]
+    return [(each, notes([each], places)) for each in judged if not is_copy(each, places)]
+
+
+def _check(
+    source: Engine, target: Engine, records: Mapping[StepId, StepRecord], ram: Sequence[tuple[FoundRam, bool]]
+) -> None:
+    """See that the target can take those steps beside its own. Raises `Conflict`."""
+    state, marker, theirs = target.state, target.state.identity.marker, source.state.identity.marker
+    tier, held = state.tiers[0], state.records()
+    where = f"tier {tier.name!r} at {tier.config.location}"
+    assert theirs is not None
+    for each, noted in ram:
+        alone = [StepId(*step) for step in each.steps if StepId(*step) not in held]
+        if alone and (noted or (marker is not None and each.store == marker.store)):
+            raise Conflict(
+                f"the RAM at {each.folder} has {', '.join(map(str, alone))} of the store of {where}, which no tier "
+                f"there holds; open that store once, so that they are promoted, or `tieredckpt forget` the RAM"
+            )
+    damaged = {step for each in state.tiers for step in each.steps.damaged}
+    if marker is None or not (held or damaged):
+        return
+    if not all(marker.owns(record.store) for record in records.values()):
+        raise Conflict(
+            f"{where} holds steps of another store ({marker.store}; the source is {theirs.store}); copy to a place of "
+            f"its own"
+        )
+    serials = {step.serial: step for step in (*damaged, *held)}
+    first_own = min((step.serial for step, record in held.items() if not theirs.owns(record.store)), default=None)
+    for step, record in sorted(records.items()):
+        there = serials.get(step.serial)
+        same = held.get(step)
+        if (there is not None and there != step) or (
+            same is not None and (same.store, same.saved_at) != (record.store, record.saved_at)
+        ):
+            raise Conflict(
+                f"{where} holds another {there}, with the serial of {step}, which was saved there since the store was "
+                f"copied; copy to a place of its own"
+            )
+        if there is None and first_own is not None and step.serial > first_own:
+            raise Conflict(
+                f"{where} has gone on by itself since the store was copied, from serial {first_own}, so {step} of the "
+                f"source does not continue it; copy to a place of its own"
+            )
+
+
+async def _belong(source: Engine, target: Engine, records: Mapping[StepId, StepRecord]) -> None:
+    """Have steps of the source belong to the target, which holds none if they do not yet."""
+    identity, theirs = target.state.identity, source.state.identity.marker
     assert identity.marker is not None
     assert theirs is not None
-    if all(map(identity.marker.owns, stores)):
+    if all(identity.marker.owns(record.store) for record in records.values()):
         return
-    if any(each.steps.held or each.steps.damaged for each in target.state.tiers):
-        raise Conflict(
-            f"tier {tier.name!r} at {tier.store.location} holds steps of another store ({identity.marker.store}; the "
-            f"source is {theirs.store}); copy to a place of its own"
-        )
     identity.marker = StoreMarker(store=identity.marker.store, forked_from=(theirs.store, *theirs.ancestors))
     for each in target.state.tiers:
         if each.marker is not None:
-            await marker_file.write(each.store, identity.marker)
-            each.marker = identity.marker
+            each.marker = identity.marker.at_version(each.format_version)
+            await marker_file.write(each.store, each.marker)

@@ -15,9 +15,9 @@ import pytest
 from support.limits import limit
 from support.object_stores import Place
 from support.proxy import proxy
-from support.scenes import assert_same, config, folder, tree
+from support.scenes import assert_same, config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NotFound, copy_steps
+from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NoSpace, NotFound, copy_steps
 from tieredckpt.config import StoreConfig, dump_with_secrets
 
 
@@ -200,12 +200,57 @@ async def test_a_copy_that_went_on_keeps_its_own_step_of_a_serial(source: StoreC
         assert_same((await store.restore(3)).tree, {"w": np.ones(3)})
 
 
+async def test_a_copy_that_went_on_is_not_mixed_with_steps_of_the_same_serials_or_later_ones(
+    source: StoreConfig, tmp_path: Path
+) -> None:
+    copy = disk(tmp_path / "copy")
+    await copy_steps(source, copy, [1, 2])
+    async with CheckpointStore.open(copy) as store:
+        await store.save(30, tree(30))  # serial 3, as step 3 of the source
+    everything = files(tmp_path / "copy", "**/*")
+    with pytest.raises(Conflict, match=r"holds another step 30 \(serial 3\), with the serial of step 3"):
+        await copy_steps(source, copy)
+    with pytest.raises(Conflict, match=r"has gone on by itself.*from serial 3, so step 4"):
+        await copy_steps(source, copy, [4])
+    assert files(tmp_path / "copy", "**/*") == everything
+
+
+async def test_a_target_with_steps_in_ram_alone_is_refused(
+    source: StoreConfig, tmp_path: Path, shared_memory: Path
+) -> None:
+    slow = folder(tmp_path / "target", retain="all", promote="never")
+    target = config({"ram": ram(shared_memory), "disk": slow})
+    async with CheckpointStore.open(target) as store:
+        await store.save(7, tree(7))
+    with pytest.raises(Conflict, match=r"RAM at .* has step 7 \(serial 1\)"):
+        await copy_steps(source, target)
+    async with CheckpointStore.open(target) as store:
+        assert await store.all_steps() == (7,)
+
+
+async def test_a_copy_evicts_nothing(source: StoreConfig, tmp_path: Path) -> None:
+    await copy_steps(source, disk(tmp_path / "target"), [1, 2])
+    used = sum(path.stat().st_size for path in (tmp_path / "target").glob("packs/*/*"))
+    small = config({"disk": folder(tmp_path / "target", retain={"kind": "last_n", "n": 1}) | {"capacity": used + 4096}})
+    with pytest.raises(NoSpace, match=r"a copy evicts nothing.*--steps"):
+        await copy_steps(source, small)
+    async with CheckpointStore.open(small, read_only=True) as store:
+        assert [info.step for info in await store.steps()] == [1, 2]
+
+
+async def test_the_marker_of_a_target_that_compresses_says_so(source: StoreConfig, tmp_path: Path) -> None:
+    await copy_steps(source, disk(tmp_path / "target", codec="small"))
+    assert json.loads((tmp_path / "target" / "tieredckpt.json").read_text())["format_version"] == 2
+    assert await content(disk(tmp_path / "target")) == await content(source)
+
+
 async def test_what_cannot_be_copied_is_told(source: StoreConfig, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no store"):
         await copy_steps(disk(tmp_path / "none"), disk(tmp_path / "target"))
     assert not (tmp_path / "target").exists()
     with pytest.raises(NotFound, match="step 8"):
         await copy_steps(source, disk(tmp_path / "target"), [8])
+    assert not (tmp_path / "target").exists()
     with pytest.raises(Invalid, match="both stores are at"):
         await copy_steps(source, disk(tmp_path / "source"))
     with pytest.raises(Invalid, match="RAM alone"):

@@ -106,6 +106,11 @@ class ObjectTier(TierConfig):
     def location(self) -> str:
         return self.url if (where := self.service) is None else f"{self.url} at {where}"
 
+    @property
+    def location_with_secrets(self) -> str:
+        """Without what the environment says, which may differ between the nodes of a training."""
+        return self.url if self.endpoint is None else f"{self.url} at {self.endpoint}"
+
 
 class S3Tier(ObjectTier):
     """Amazon S3, or what speaks its protocol: Ceph, MinIO, R2 and others."""
@@ -153,4 +158,9 @@ class AzureTier(ObjectTier):
     @property
     def location(self) -> str:
         where = self.service or self.account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        return self.url if where is None else f"{self.url} at {where}"
+
+    @property
+    def location_with_secrets(self) -> str:
+        where = self.endpoint or self.account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
         return self.url if where is None else f"{self.url} at {where}"

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from tieredckpt._redact import redacted
 from tieredckpt.config.kinds import Tiers, kind_of
+from tieredckpt.config.object_tiers import ObjectTier
 from tieredckpt.config.tiers import AbsolutePath, Interval, RamTier, Threads, TierConfig
 from tieredckpt.policy.base import AnySchedule, Schedule, parse
 from tieredckpt.settings import Settings
@@ -99,7 +100,11 @@ class StoreSettings(Settings):
 
         The store is told from others by ``name``, or by where the tiers are that outlive the nodes.
         """
-        shared = [kind_of(tier).location(tier) for tier in self.slower if kind_of(tier).medium == "shared"]
+        shared = [
+            tier.location_with_secrets if isinstance(tier, ObjectTier) else kind_of(tier).location(tier)
+            for tier in self.slower
+            if kind_of(tier).medium == "shared"
+        ]
         lasting = [str(where) for where in shared if where is not None]
         identity = self._identity(lasting) if self.name is not None or lasting else None
         return tuple(tier.located(identity) for tier in self.tiers)

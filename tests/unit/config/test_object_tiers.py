@@ -100,6 +100,19 @@ def test_the_endpoint_of_the_environment_is_part_of_the_place(monkeypatch: pytes
     assert tier.location == "az://container/run at https://blobs.example.org"
 
 
+@pytest.mark.parametrize("near", [{}, {"near": {"kind": "chfs"}}], ids=["alone", "with CHFS"])
+def test_nodes_with_gateways_of_their_own_name_the_store_alike(
+    monkeypatch: pytest.MonkeyPatch, near: dict[str, Any]
+) -> None:
+    config = load({"tiers": tiers()["tiers"] | near})
+    names = set()
+    for node in ("one", "two"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{node}:9000")
+        names.add((config.identity, tuple(str(kind_of(tier).location(tier)) for tier in config.located[1:])))
+    assert len(names) == 1
+    assert load(tiers(endpoint="http://other:9000")).identity != load(tiers()).identity
+
+
 async def test_without_obstore_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     for module in ("client", "probe", "store"):

@@ -114,6 +114,7 @@ class Collector:
         going = {key for step in steps for key in used.get(step, ())}
         live = {key for step, packs in used.items() if step not in steps for key in packs}
         live |= tier.steps.damaged.own_packs().keys() | self._state.membership.packs_streamed_to(tier)
+        live |= tier.steps.late_packs()
         return sum(tier.packs.sizes.get(key, 0) for key in going - live)
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
@@ -173,14 +174,16 @@ class Collector:
     async def _take_back(self, tier: Tier) -> None:
         """Undo first commits that failed, and may be there all the same: no step is held by their packs.
 
-        One that may come late is looked for at each collection until the store's ``grace`` is over. Of a step that is
-        held beside such a one, the commit that is there by then counts.
+        One that may come late is looked for at each collection until the store's ``grace`` is over; where its index
+        nodes lie tells it from other writers'. Of a step that is held beside such a one, the commit that is there by
+        then counts.
         """
         steps, grace = tier.steps, self._state.config.grace
         for step in tuple(steps.doubtful.keys() - steps.held.keys() - steps.damaged.keys()):
             async with steps.turn(step):
-                if step not in steps.held:
-                    await tier.store.delete(layout.manifest_key(step.step, step.serial))
+                if step not in steps.held and (doubt := steps.doubtful.get(step)) is not None:
+                    if not doubt.late or await step_index.root_key(tier, step) in doubt.btree_keys:
+                        await tier.store.delete(layout.manifest_key(step.step, step.serial))
                     steps.believe(step, grace)
         for step in tuple(steps.doubtful.keys() & steps.held.keys()):
             if steps.doubtful[step].late and steps.doubtful[step].age >= grace:

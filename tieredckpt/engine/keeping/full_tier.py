@@ -19,7 +19,7 @@ from tieredckpt.errors import NoSpace
 from tieredckpt.events import RetentionCut
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["NoRoom", "evict_older", "evicting_older", "make_room", "needing"]
+__all__ = ["NoRoom", "evict_older", "evicting_older", "fits", "make_room", "needing"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -45,7 +45,8 @@ async def needing(need: int) -> AsyncIterator[None]:
         raise NoRoom.of(str(error), need) from error
 
 
-def _fits(tier: Tier, need: int) -> bool:
+def fits(tier: Tier, need: int) -> bool:
+    """Whether the capacity of a tier has room for so many bytes as it is."""
     return tier.capacity is None or tier.used + need <= tier.capacity
 
 
@@ -54,10 +55,10 @@ async def make_room(state: State, collector: Collector, step: StepId | None, tie
 
     ``step`` is None for a save, which is newer than all there is.
     """
-    if tier.capacity is None or await collector.make_room(tier, lambda: _fits(tier, need)):
+    if tier.capacity is None or await collector.make_room(tier, lambda: fits(tier, need)):
         return True
     while await evict_older(state, collector, step, tier, need):
-        if _fits(tier, need):
+        if fits(tier, need):
             return True
     return False
 
@@ -86,7 +87,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
         for older in leaving_for(state, tier, step)
         if not waits_for_promotion(state, older, tier, only_healthy=True) and not why_not(state, older, tier)
     ]
-    lacking = need if _fits(tier, need) else tier.used + need - (tier.capacity or 0)
+    lacking = need if fits(tier, need) else tier.used + need - (tier.capacity or 0)
     if not going or await collector.freed_by(going, tier) < lacking:
         return False
     retained = set(going).difference(leaving(state, tier))

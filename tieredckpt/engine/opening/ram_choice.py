@@ -90,7 +90,13 @@ def is_copy(found: FoundRam, ours: Collection[Place]) -> str:
     """Where the store is to which RAM of our UUID belongs, if our tiers are a copy of that; empty if they are not."""
     if found.owner is None or not found.owner.places or shares(found.owner.places, ours):
         return ""
-    return next(iter(found.holding), "")  # where none still holds it, the store was moved
+    # Where none still holds it, the store was moved. A bucket's service has many names, and older notes have none.
+    urls = {_bucket(place.location) for place in ours}
+    return next((where for where in found.holding if where.startswith("/") or _bucket(where) not in urls), "")
+
+
+def _bucket(url: str) -> str:
+    return url.partition(" at ")[0]
 
 
 def _from_ram(candidates: Mapping[str, Sequence[FoundRam]], left: dict[str, Sequence[FoundRam]]) -> Choice:

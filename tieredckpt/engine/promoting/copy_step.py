@@ -14,7 +14,7 @@ from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, make_room, needing
+from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, fits, make_room, needing
 from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.promoting.encoder import Encoder
@@ -70,7 +70,8 @@ async def copy_step(
         again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
         leaving: packs of the tier to which the step committed anew is to refer no more.
         lost: chunks that are intact nowhere, and where the step committed anew goes on looking for them.
-        origin: of the store that the step is copied from, on the same loop; None for this one.
+        origin: of the store that the step is copied from, on the same loop, for which nothing is evicted; None for
+            this one.
 
     Raises:
         NotFound: no tier holds the step, or it was evicted from this one before it was committed anew.
@@ -83,7 +84,7 @@ async def copy_step(
         _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
     )
     with state.promoting(tier):
-        return await (copy() if again else evicting_older(state, collector, step, tier, copy))
+        return await (copy() if again or origin is not None else evicting_older(state, collector, step, tier, copy))
 
 
 async def _copy(
@@ -102,7 +103,15 @@ async def _copy(
     async with StepSource.open(origin, step) as source:
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
         need = sum(map(encoding.stored_size, _missing(source, tier, lost, encoding)[1].values()))
-        await have_room(state, collector, step, tier, need)
+        if origin is state:
+            await have_room(state, collector, step, tier, need)
+        elif not fits(tier, need):
+            raise NoRoom.of(
+                f"tier {tier.name!r} has {format_size(tier.capacity or 0)}, {format_size(tier.used)} of it used; "
+                f"{step} needs {format_size(need)} more, and a copy evicts nothing: raise its capacity, or copy "
+                f"fewer steps (`--steps`)",
+                need,
+            )
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
                 return 0

@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.concurrency import in_thread, whole
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
-from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, encode_step
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, decode_step, encode_step
 
 __all__ = ["Encoded", "commit", "encode", "free_btree_key", "retract"]
 
@@ -30,7 +31,7 @@ class Encoded:
 
 
 def free_btree_key(tier: Tier, step: StepId) -> str:
-    """Where the nodes of the next commit of a step may lie: nowhere that another one of it had them, or may yet."""
+    """Where the nodes of the next commit of a step may lie: a name that no other commit of this step has used."""
     steps = tier.steps
     if tier.store.traits.remote or step in steps.held or step in steps.damaged or step in steps.doubtful:
         return f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
@@ -75,7 +76,7 @@ async def commit(
         before = tier.steps.held.get(step)
         if only_anew and before is None and step not in tier.steps.damaged:
             raise NotFound(f"tier {tier.name!r}: {step} was evicted before it could be committed anew")
-        first = before is None and step not in tier.steps.damaged and step not in tier.steps.doubtful
+        first = before is None and step not in tier.steps.damaged
         btree_key = free_btree_key(tier, step)
         if encoded is not None and traits.remote:
             btree_key = encoded.btree_key  # which nobody else was given
@@ -93,30 +94,74 @@ async def commit(
         await tier.store.put(btree_key, [index.btree])
         exclusive = first and traits.remote and traits.create_only
         try:
-            await tier.store.put(layout.manifest_key(step.step, step.serial), [index.manifest], create_only=exclusive)
+            await _put_manifest(tier, record, index.manifest, exclusive=exclusive)
         except (TieredCkptError, asyncio.CancelledError) as error:
             if exclusive and isinstance(error, Conflict):
-                raise Conflict(
-                    f"tier {tier.name!r}: another writer has committed {step} there, so this one does not; see that "
-                    f"each training has a prefix of its own, and open the store again to see what it holds"
-                ) from error
-            await _doubt(tier, step, packs_of(arrays))  # of a put that was repeated, the first may have happened
-            raise
+                raise
+            # Of a put that was repeated, the first may have happened.
+            look = not isinstance(error, asyncio.CancelledError)
+            if not await whole(_doubt(tier, step, packs_of(arrays), btree_key, look=look)):
+                raise
         for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):
             tier.packs.orphans.pop(key, None)
         if before is not None and before.btree_key and step not in tier.steps.doubtful:
             await tier.store.delete(before.btree_key)
 
 
-async def _doubt(tier: Tier, step: StepId, packs: frozenset[str]) -> None:
-    """A commit failed, perhaps after it had happened: undo a first one; of two, believe what is read next."""
-    tier.steps.doubt(step, packs, late=tier.store.traits.remote)
-    if step in tier.steps.held:
-        return
-    undoing = asyncio.ensure_future(tier.store.delete(layout.manifest_key(step.step, step.serial)))
-    await outlast(undoing)
-    if not undoing.cancelled() and undoing.exception() is None:
-        tier.steps.believe(step)
+async def _put_manifest(tier: Tier, record: StepRecord, manifest: bytes, *, exclusive: bool) -> None:
+    """Put the manifest of a step; ``exclusive`` replaces none but one of the same save. Raises `Conflict`."""
+    step = record.id
+    key = layout.manifest_key(step.step, step.serial)
+    try:
+        await tier.store.put(key, [manifest], create_only=exclusive)
+    except Conflict as error:
+        if not exclusive:
+            raise
+        if not await _is_of(tier, record):
+            raise _others(tier, step) from error
+        await tier.store.put(key, [manifest])  # the other came late: of a put that failed, before a restart perhaps
+
+
+async def _is_of(tier: Tier, record: StepRecord) -> bool:
+    """Whether the commit that is there is of the same save."""
+    try:
+        found = (await in_thread(partial(decode_step, *await step_index.read(tier, record.id)))).record
+    except (Corrupt, NotFound):
+        return False
+    mark = (found.id, found.store, found.saved_at, found.rank)
+    return mark == (record.id, record.store, record.saved_at, record.rank)
+
+
+def _others(tier: Tier, step: StepId) -> Conflict:
+    return Conflict(
+        f"tier {tier.name!r}: another writer has committed {step} there, so this one does not; see that "
+        f"each training has a prefix of its own, and open the store again to see what it holds"
+    )
+
+
+async def _doubt(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str, *, look: bool) -> bool:
+    """A commit failed, perhaps after it had happened: whether it had. Of two commits, believe what is read next.
+
+    A first one is undone. Where requests may come late it is looked at, if it may be: a deletion could hit a later one.
+
+    Raises:
+        Conflict: the commit that is there is another writer's.
+    """
+    steps, remote = tier.steps, tier.store.traits.remote
+    steps.doubt(step, packs, frozenset({btree_key}), late=remote)
+    if step in steps.held or (remote and not look):
+        return False
+    try:
+        if not remote:
+            await tier.store.delete(layout.manifest_key(step.step, step.serial))
+            steps.believe(step)
+            return False
+        there = await step_index.root_key(tier, step)
+    except TieredCkptError:
+        return False  # it shows at the next collection
+    if there is not None and there not in steps.doubtful[step].btree_keys and step not in steps.damaged:
+        raise _others(tier, step)
+    return there == btree_key
 
 
 async def retract(tier: Tier, step: StepId) -> None:

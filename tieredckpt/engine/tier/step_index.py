@@ -10,7 +10,7 @@ from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step
 
-__all__ = ["load", "packs", "read"]
+__all__ = ["load", "packs", "read", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -18,13 +18,28 @@ _BTREE_MAX = 1 << 30
 
 async def read(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
     """The manifest of a step, its index nodes and their key. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
+    manifest, root = await _manifest(tier, step)
+    # Not the most that any nodes take: others wait for what is said here, and so long is waited for an answer.
+    nbytes = max(root.offset + root.length, root.tree_bytes)
+    return manifest, await tier.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
+
+
+async def root_key(tier: Tier, step: StepId) -> str | None:
+    """The key of the index nodes that the manifest of a step names; empty if that is damaged, None if there is none."""
+    try:
+        return (await _manifest(tier, step))[1].path
+    except Corrupt:
+        return ""
+    except NotFound:
+        return None
+
+
+async def _manifest(tier: Tier, step: StepId) -> tuple[bytes, ocdbt.Root]:
     manifest = await tier.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
     root = ocdbt.read_root(manifest)
     if not root.path.startswith(layout.step_folder(step.step, step.serial)):
         raise Corrupt(f"tier {tier.name!r}, {step}: the manifest points to {root.path!r}, outside the step")
-    # Not the most that any nodes take: others wait for what is said here, and so long is waited for an answer.
-    nbytes = max(root.offset + root.length, root.tree_bytes)
-    return manifest, await tier.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
+    return manifest, root
 
 
 async def load(tier: Tier, step: StepId) -> StepIndex:

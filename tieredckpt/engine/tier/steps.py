@@ -144,6 +144,8 @@ class Doubt:
 
     packs: frozenset[str]
     """That it refers to."""
+    btree_keys: frozenset[str]
+    """Where its index nodes lie, and those of others that failed before it: the mark of this process."""
     late: bool
     """Whether it may yet: something between here and the store may pass it on after its sender has given it up."""
     since: float = field(default_factory=time.monotonic)
@@ -227,11 +229,11 @@ class Steps:
         self.indexes.packs[step] = packs = packs_of(arrays)
         return packs
 
-    def doubt(self, step: StepId, packs: frozenset[str], *, late: bool) -> None:
+    def doubt(self, step: StepId, packs: frozenset[str], btree_keys: frozenset[str], *, late: bool) -> None:
         """Remember nothing of a step whose commit failed; the arguments are those of a `Doubt`."""
         if (before := self.doubtful.get(step)) is not None:
-            packs |= before.packs
-        self.doubtful[step] = Doubt(packs, late)
+            packs, btree_keys = packs | before.packs, btree_keys | before.btree_keys
+        self.doubtful[step] = Doubt(packs, btree_keys, late)
         self.indexes.forget(step)
 
     def believe(self, step: StepId, grace: float | None = None) -> None:

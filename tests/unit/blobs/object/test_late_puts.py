@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from support.object_stores import Place
-from support.proxy import Postponed, Proxy, ignore_conditions, proxy
+from support.proxy import Handler, Hang, Postponed, Proxy, ignore_conditions, proxy
 from support.scenes import assert_same, config, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -43,6 +44,13 @@ async def given_up(store: CheckpointStore, between: Proxy, step: int) -> Postpon
         await store.promote(step, "s3")
     assert postponed.reached.is_set()
     return postponed
+
+
+def lose_reply_late(request: Handler) -> None:
+    """The request is done, and its client has given it up when it is answered."""
+    request.forward().read()
+    time.sleep(1)
+    request.leave()
 
 
 def manifests(place: Place) -> list[str]:
@@ -124,6 +132,44 @@ async def test_a_step_that_another_writer_has_committed_stays_as_it_is(store: Ch
         await store.promote(1, "s3")
     assert s3_place.bucket.read(key) == b"of another writer"
     assert await store.where(1) == ("ram",)
+
+
+async def test_a_failed_commit_deletes_none_of_another_writer(
+    store: CheckpointStore, between: Proxy, s3_place: Place
+) -> None:
+    await store.save(1, tree(1))
+    key = "steps/0000000001-000001/manifest.ocdbt"
+    between.fail("PUT", Hang(), key=MANIFEST)
+    await s3_place.bucket.put(key, b"of another writer")
+    with pytest.raises(Conflict, match="another writer has committed step 1"):
+        await store.promote(1, "s3")
+    await store.collect()
+    assert s3_place.bucket.read(key) == b"of another writer"
+    with pytest.raises(Conflict, match="another writer has committed step 1"):
+        await store.promote(1, "s3")
+    assert s3_place.bucket.read(key) == b"of another writer"
+
+
+async def test_a_commit_whose_answer_is_lost_counts(store: CheckpointStore, between: Proxy) -> None:
+    await store.save(1, tree(1))
+    between.fail("PUT", lose_reply_late, key=MANIFEST)
+    await store.promote(1, "s3")
+    assert await store.where(1) == ("ram", "s3")
+    assert all(found.intact for found in await store.verify(1))
+    assert not [path for verb, path in between.asked if verb == "DELETE" and MANIFEST in path]
+
+
+async def test_after_a_restart_a_late_commit_of_the_same_save_is_replaced(
+    settings: StoreConfig, between: Proxy
+) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        postponed = await given_up(store, between, 1)
+    async with CheckpointStore.open(settings) as store:
+        postponed.let_on()
+        await store.promote(1, "s3")
+        assert await store.where(1) == ("ram", "s3")
+        assert all(found.intact for found in await store.verify(1))
 
 
 async def test_a_first_commit_replaces_nothing_and_its_index_has_a_name_of_its_own(

@@ -19,6 +19,9 @@ MOVED = Place(location="/moved", inode=(1, 7), file_system="a", seen=True)
 EMPTY = Place(location="/disk", file_system="a")
 OTHER = Place(location="/other", inode=(1, 9), file_system="a", seen=True)
 NEVER = Place(location="/disk", file_system="a")
+OLDER = Place(location="s3://bucket/run", seen=True)
+GATEWAY = Place(location="s3://bucket/run at http://gateway:9000", seen=True)
+ELSEWHERE = Place(location="s3://bucket/run2", seen=True)
 
 
 def ram(store: str, *places: Place, **fields: object) -> FoundRam:
@@ -71,6 +74,9 @@ def test_tiers_of_two_stores_are_refused_with_both() -> None:
         (DISK, MOVED, (), ""),  # moved on one file system: the inode is the same
         (DISK, OTHER, (), ""),  # moved to another one: it is nowhere else
         (DISK, OTHER, ("/disk",), "/disk"),  # copied
+        (OLDER, GATEWAY, ("s3://bucket/run",), ""),  # noted by a version that did not name the service
+        (GATEWAY, OLDER, (GATEWAY.location,), ""),  # the service is named otherwise
+        (ELSEWHERE, GATEWAY, (ELSEWHERE.location,), ELSEWHERE.location),
     ],
 )
 def test_a_copied_folder_is_told_from_one_that_was_moved(
