@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import itertools
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import optree
 import pytest
 from hypothesis import given, settings
 from support.trees import TREES, indexed
@@ -26,6 +29,7 @@ from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.manifest import StepRecord, encode_step
 from tieredckpt.format.structure import encode_structure
 from tieredckpt.tree import Flat, Shard, flatten
+from tieredckpt.tree.containers import NAMESPACE
 from tieredckpt.tree.form import Flattener
 
 CHUNK = 1 << 14
@@ -219,6 +223,48 @@ def test_no_value_of_a_tree_is_kept() -> None:
         del tree
         gc.collect()
         assert [each() for each in watched] == [None]
+
+
+def test_scalars_of_a_tree_are_not_kept() -> None:
+    flattener = Flattener()
+    for number in range(2):
+        values = [b"%d" % number * 1000, f"{number}" * 1000]
+        before = [sys.getrefcount(value) for value in values]
+        flat = flattener.flatten({"a": values[0], "b": [values[1], np.ones(2)]})
+        del flat
+        gc.collect()
+        assert [sys.getrefcount(value) for value in values] == before
+
+
+class Shuffled:
+    """A container that opens to each of some dicts in turn."""
+
+    def __init__(self, *openings: dict[str, Any]) -> None:
+        self.openings = itertools.cycle(openings)
+
+
+optree.register_pytree_node(
+    Shuffled,
+    lambda value: (lambda opening: (tuple(opening.values()), None, tuple(opening)))(next(value.openings)),
+    lambda _, children: children,  # type: ignore[arg-type,return-value]
+    namespace=NAMESPACE,
+)
+
+
+@pytest.mark.parametrize(
+    "other", [{"b": np.zeros(3), "a": np.ones(3)}, {"a": np.ones(3)}, {"a": 1, "b": [np.ones(3)]}], ids=repr
+)
+def test_a_container_that_opens_differently_each_time_is_stored_under_its_names(other: dict[str, Any]) -> None:
+    first = {"a": np.ones(3), "b": np.zeros(3)}
+    flattener = Flattener()
+    for it, expected in (
+        (Shuffled(first, other), first),
+        (Shuffled(other), other),
+        (Shuffled(first), first),
+        (Shuffled(other, first), other),
+    ):
+        last = np.ones(1)
+        assert same(flattener.flatten({"it": it, "last": last}), flatten({"it": Shuffled(expected), "last": last}))
 
 
 def test_tensors_are_told_apart_by_all_that_is_looked_at() -> None:
