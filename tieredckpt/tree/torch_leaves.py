@@ -104,7 +104,7 @@ def look(tensor: Any) -> object:
     """As of `tieredckpt.tree.arrays.looks`, of a tensor."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     stored = plain and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
-    return stored, tensor.dtype, tensor.shape
+    return (tensor.dtype, tensor.shape) if stored else None  # a nested one has no shape
 
 
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
