@@ -101,16 +101,20 @@ class _Level:
 class _Column:
     """The arrays of one kind: their indices in ``Flat.arrays``, and what they looked like."""
 
-    def __init__(self, kind: Kind, numbers: list[int], sources: Sequence[object]) -> None:
+    def __init__(self, kind: Kind, numbers: list[int], leaves: Sequence[ArrayLeaf]) -> None:
         self._numbers = numbers
-        which = [sources[number] for number in numbers]
+        which = [leaves[number].source for number in numbers]
         self._types = list(map(type, which))
         self._looks = list(looks(kind, which))
+        dtypes = [leaves[number].dtype for number in numbers]
+        self._times = [(number, of.str) for number, of in zip(numbers, dtypes, strict=True) if of.kind in "mM"]
+        """The times among them by their text, since M8[s] equals M8[1000ms]."""
 
-    def fits(self, kind: Kind, sources: Sequence[object]) -> bool:
+    def fits(self, kind: Kind, sources: Sequence[Any]) -> bool:
         """Whether the arrays among ``sources`` look the same."""
         which = [sources[number] for number in self._numbers]
-        return list(map(type, which)) == self._types and all(map(eq, looks(kind, which), self._looks))
+        same = list(map(type, which)) == self._types and all(map(eq, looks(kind, which), self._looks))
+        return same and all(sources[number].dtype.str == text for number, text in self._times)
 
 
 class _Form:
@@ -152,8 +156,7 @@ class _Form:
         for number, leaf in enumerate(arrays):
             numbers.setdefault(leaf.kind, []).append(number)
         self._one_by_one = [number for kind in _ONE_BY_ONE for number in numbers.pop(kind, ())]
-        sources = [found[place] for place in self._places]
-        self._columns = {kind: _Column(kind, which, sources) for kind, which in numbers.items()}
+        self._columns = {kind: _Column(kind, which, arrays) for kind, which in numbers.items()}
 
     def flatten(self, tree: object) -> Flat | None:
         """As `Flattener.flatten`; None for a tree of another form."""
