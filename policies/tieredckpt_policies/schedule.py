@@ -19,6 +19,7 @@ class Always(Schedule):
     """A save is due whenever the trainer asks: its own loop decides."""
 
     kind: Literal["always"] = "always"
+    stays_due = True
 
     def due(self, step: int, store: StoreView, observed: Observed) -> bool:
         return True
@@ -31,6 +32,7 @@ class EveryNSteps(Schedule):
     """
 
     kind: Literal["every_n_steps"] = "every_n_steps"
+    stays_due = True
     n: Annotated[int, Field(strict=True, ge=1)]
 
     def due(self, step: int, store: StoreView, observed: Observed) -> bool:
@@ -47,6 +49,7 @@ class Every(Schedule):
     """
 
     kind: Literal["every"] = "every"
+    stays_due = True
     interval: Interval
 
     def due(self, step: int, store: StoreView, observed: Observed) -> bool:
@@ -66,6 +69,7 @@ class YoungDaly(Schedule):
     """
 
     kind: Literal["young_daly"] = "young_daly"
+    stays_due = True
     mtbf: Interval = 86400.0
     observe: Annotated[bool, Field(strict=True)] = True
     first: Interval = 60.0
@@ -103,6 +107,7 @@ class BoundedOverhead(Schedule):
     """
 
     kind: Literal["bounded_overhead"] = "bounded_overhead"
+    stays_due = True
     percent: Annotated[float, Field(gt=0, lt=100)] = 3.5
     first: Interval = 60.0
     at_least: Annotated[Duration, Field(ge=0)] = 0.0

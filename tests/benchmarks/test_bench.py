@@ -289,6 +289,7 @@ def test_a_workload_has_about_the_bytes_that_are_asked_for(workload: str, nbytes
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     run = CliRunner()
     assert run.invoke(app, ["bench", "--size", "1000 B"]).exit_code == 2
+    assert run.invoke(app, ["bench", "--peers", "nonsense", "--leaves", "99"]).exit_code == 2
     for wrong in (["--peers", "nonsense"], ["--workloads", "nonsense"], ["--compare", str(tmp_path / "none.json")]):
         refused = run.invoke(app, ["bench", "--folder", str(tmp_path), *wrong])
         assert refused.exit_code == 1

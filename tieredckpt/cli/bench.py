@@ -26,6 +26,8 @@ from tieredckpt.units import format_duration, format_rate, format_size
 __all__ = ["bench"]
 
 _SMALLEST = 1 << 20
+_FEWEST_LEAVES = 100
+"""A tree of a hundredth of the leaves is measured beside it."""
 _PAGE = 260
 """Characters of a line of the HTML page."""
 _BAR = 80
@@ -61,6 +63,8 @@ def bench(
     nbytes = amounts.size("--size", size)
     if nbytes < _SMALLEST:
         raise typer.BadParameter("should be 1 MiB or more", param_hint="--size")
+    if 0 < leaves < _FEWEST_LEAVES:
+        raise typer.BadParameter(f"should be {_FEWEST_LEAVES} or more, or 0", param_hint="--leaves")
     before = load_report(old) if old is not None else None
     if html is not None and not html.absolute().parent.is_dir():
         raise Invalid(f"{html}: there is no such folder; make it first")

@@ -21,8 +21,8 @@ __all__ = ["Entries", "entries_of", "in_parts", "join_parts"]
 
 _INLINE_VALUE_MAX = 1 << 20
 
-_KEPT_AT_MOST = 100_000
-"""Arrays of a tree whose entries are kept for the next save: 30 MB."""
+_KEPT_AT_MOST = 200_000
+"""Arrays and chunks of a tree whose entries are kept for the next save: about 200 bytes each, of two trees."""
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def entries_of(names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: in
         if (entries.record_parts, entries.names, entries.grids) == (record_parts, names, grids):
             return entries
     made = Entries(names, grids, record_parts)
-    if len(names) <= _KEPT_AT_MOST:
+    if len(names) + sum(made.counts) <= _KEPT_AT_MOST:
         _kept.append(made)
     return made
 

@@ -30,7 +30,7 @@ _LOOK_AGAIN = 30.0
 """Seconds after which the engine's promoter asks the policies again though nothing happened."""
 
 _AT_ONCE = 30.0
-"""Seconds of training at most for which the schedule is asked at once: it is taken to want a save until one is made."""
+"""Seconds of training at most for which a schedule that stays due is asked at once."""
 
 _WAIT_FOR_ROOM = 600.0
 """Seconds that the engine waits for room at most."""
@@ -176,9 +176,11 @@ class _Run:
     def _uneventful(self) -> tuple[int, bool | None]:
         """Training steps to take at once, and whether a save is due after them; None: ask then.
 
-        Until anything else happens, only the clock and the step change for the schedule. So it is asked about the last
-        step before that, and where a save is due by then, about those that halve what is left.
+        Until the next event only the clock and the step change for the schedule. So one that stays due is asked about
+        the last step before that event, and if a save is due by then, a binary search finds the first such step.
         """
+        if not self.scenario.config.schedule.stays_due:
+            return 1, None
         step_seconds, now = self.scenario.step_seconds, self.env.now
         until = min(self.env.peek(), now + _AT_ONCE)
         steps = math.ceil((until - now) / step_seconds) - 1

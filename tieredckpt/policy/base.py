@@ -137,9 +137,14 @@ class Schedule(Policy):
 
     question = "schedule"
     answer = "due"
+    stays_due: ClassVar[bool] = False
+    """Whether a save that is due stays due, at later steps and times, until a save is made or a failure happens.
+
+    The simulator then asks about many steps at once instead of about each.
+    """
 
     def due(self, step: int, store: StoreView, observed: Observed) -> bool:
-        """Whether the trainer should save, having finished ``step``."""
+        """Whether the trainer should save, having finished ``step``; a class may state that it `stays_due`."""
         self._unanswered()
 
 

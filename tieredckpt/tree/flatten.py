@@ -33,7 +33,17 @@ from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 from tieredckpt.tree.objects import object_node, restored_object
 from tieredckpt.tree.typed import made_typed
 
-__all__ = ["Flat", "Replicated", "Skeleton", "flatten", "plain_tree", "skeleton", "stored_array", "unflatten"]
+__all__ = [
+    "Flat",
+    "Replicated",
+    "Skeleton",
+    "flat_of",
+    "flatten",
+    "plain_tree",
+    "skeleton",
+    "stored_array",
+    "unflatten",
+]
 
 _NAMED_IN_ERRORS = (*CONTAINERS, ObjectNode)
 
@@ -101,7 +111,11 @@ def flatten(tree: object) -> Flat:
     Raises `Invalid`, naming the key, for any other object, a leaf that cannot be stored, two children of one
     key, a container inside itself, and one deeper than `MAX_DEPTH`.
     """
-    found = skeleton(tree, as_array_leaf)
+    return flat_of(skeleton(tree, as_array_leaf))
+
+
+def flat_of(found: Skeleton) -> Flat:
+    """The structure and arrays of a tree with this skeleton."""
     in_pieces = any(isinstance(array, Pieces) for array in found.arrays)
     return Flat(found.structure, found.leaves, in_pieces=in_pieces)
 

@@ -24,14 +24,16 @@ from tieredckpt.format.structure import (
     DictNode,
     Kind,
     Node,
+    NoneNode,
     ObjectNode,
     TypedNode,
     scalar_node,
+    walk,
     with_children,
 )
 from tieredckpt.tree.arrays import as_array_leaf, looks
 from tieredckpt.tree.containers import open_container
-from tieredckpt.tree.flatten import Flat, flatten
+from tieredckpt.tree.flatten import Flat, Skeleton, flat_of, skeleton
 from tieredckpt.tree.leaf import ArrayLeaf
 from tieredckpt.tree.objects import object_node
 
@@ -39,7 +41,7 @@ __all__ = ["Flattener"]
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _ONE_BY_ONE: Final = ("jax", "jax-key")
-"""Kinds of arrays of which a leaf holds more than can be seen from outside: they are flattened anew."""
+"""Kinds of arrays of which a leaf holds more than can be seen from outside: each is made a leaf for every tree."""
 
 
 class Flattener:
@@ -56,8 +58,9 @@ class Flattener:
         last = self._last
         if last is not None and (flat := last.flatten(tree)) is not None:
             return flat
-        flat = flatten(tree)
-        self._last = None if flat.in_pieces else _Form(tree, flat)
+        found = skeleton(tree, as_array_leaf)
+        flat = flat_of(found)
+        self._last = None if flat.in_pieces else _Form(tree, found, flat.arrays)
         return dataclasses.replace(flat, form=self._last)
 
 
@@ -71,6 +74,7 @@ class _Level:
     path: str
     cls: type
     node: ContainerNode
+    """Without children."""
     names: list[str | int]
     by_key: bool
     """It is a dict, whose keys are the names."""
@@ -95,27 +99,34 @@ class _Level:
 
 
 class _Column:
-    """The arrays of one kind: their numbers among all, and what they looked like."""
+    """The arrays of one kind: their indices in ``Flat.arrays``, and what they looked like."""
 
-    def __init__(self, kind: Kind, numbers: list[int], sources: Sequence[object]) -> None:
+    def __init__(self, kind: Kind, numbers: list[int], leaves: Sequence[ArrayLeaf]) -> None:
         self._numbers = numbers
-        which = [sources[number] for number in numbers]
+        which = [leaves[number].source for number in numbers]
         self._types = list(map(type, which))
         self._looks = list(looks(kind, which))
+        dtypes = [leaves[number].dtype for number in numbers]
+        self._times = [(number, of.str) for number, of in zip(numbers, dtypes, strict=True) if of.kind in "mM"]
+        """The times among them by their text, since M8[s] equals M8[1000ms]."""
 
-    def fits(self, kind: Kind, sources: Sequence[object]) -> bool:
+    def fits(self, kind: Kind, sources: Sequence[Any]) -> bool:
         """Whether the arrays among ``sources`` look the same."""
         which = [sources[number] for number in self._numbers]
-        return list(map(type, which)) == self._types and all(map(eq, looks(kind, which), self._looks))
+        same = list(map(type, which)) == self._types and all(map(eq, looks(kind, which), self._looks))
+        return same and all(sources[number].dtype.str == text for number, text in self._times)
 
 
 class _Form:
-    def __init__(self, tree: object, flat: Flat) -> None:
-        """Of a tree that was flattened just now, none of whose arrays is in pieces."""
+    def __init__(self, tree: object, skeleton: Skeleton, arrays: Sequence[ArrayLeaf]) -> None:
+        """Of a tree, its skeleton, and its arrays, none of which is in pieces."""
         found, paths = [tree], [ROOT]
+        containers = [node for _, node in walk(skeleton.structure) if isinstance(node, CONTAINERS)]
+        # Not opened again: a container may open to other children each time.
+        opened_at = dict(zip(map(id, containers), skeleton.containers, strict=True))
         self._levels: list[_Level] = []
-        self._nodes: list[Node] = [flat.structure]
-        """By place; those of scalars and objects are made anew for every tree."""
+        self._nodes: list[Node] = [skeleton.structure]
+        """By place; without the values of scalars and objects, whose nodes are made for every tree."""
         self._scalars: list[tuple[int, str]] = []
         self._objects: list[tuple[int, str, type]] = []
         place_of: dict[str, int] = {}
@@ -124,26 +135,28 @@ class _Form:
             if isinstance(node, ArrayNode):
                 place_of[node.key] = place
             elif isinstance(node, CONTAINERS):
-                opened = open_container(paths[place], value)
-                assert opened is not None, "it was one just now"
+                opened = opened_at[id(node)]
                 by_key = type(node) is DictNode and type(value) in _DICTS and _are_texts(value)
                 names = list(opened.names)
-                self._levels.append(_Level(place, len(found), paths[place], type(value), node, names, by_key))
+                empty = with_children(node, names, [])
+                self._levels.append(_Level(place, len(found), paths[place], type(value), empty, names, by_key))
+                self._nodes[place] = empty
                 found += opened.children
                 self._nodes += node.children
                 paths += map(child_key, repeat(paths[place]), names)
             elif isinstance(node, ObjectNode):
                 self._objects.append((place, paths[place] or LEAF_KEY, type(value)))
+                self._nodes[place] = NoneNode()
             else:
                 self._scalars.append((place, paths[place] or LEAF_KEY))
-        self._places = [place_of[leaf.key] for leaf in flat.arrays]
-        self._leaves = [msgspec.structs.replace(leaf, source=None) for leaf in flat.arrays]
+                self._nodes[place] = NoneNode()
+        self._places = [place_of[leaf.key] for leaf in arrays]
+        self._leaves = [msgspec.structs.replace(leaf, source=None) for leaf in arrays]
         numbers: dict[Kind, list[int]] = {}
-        for number, leaf in enumerate(flat.arrays):
+        for number, leaf in enumerate(arrays):
             numbers.setdefault(leaf.kind, []).append(number)
         self._one_by_one = [number for kind in _ONE_BY_ONE for number in numbers.pop(kind, ())]
-        sources = [found[place] for place in self._places]
-        self._columns = {kind: _Column(kind, which, sources) for kind, which in numbers.items()}
+        self._columns = {kind: _Column(kind, which, arrays) for kind, which in numbers.items()}
 
     def flatten(self, tree: object) -> Flat | None:
         """As `Flattener.flatten`; None for a tree of another form."""
@@ -154,8 +167,10 @@ class _Form:
                 return None
             found += children
         arrays = self._arrays([found[place] for place in self._places])
+        if arrays is None:
+            return None
         structure = self._structure(found)
-        return None if arrays is None or structure is None else Flat(structure, tuple(arrays), form=self)
+        return None if structure is None else Flat(structure, tuple(arrays), form=self)
 
     def _arrays(self, sources: Sequence[object]) -> list[ArrayLeaf] | None:
         if not all(column.fits(kind, sources) for kind, column in self._columns.items()):

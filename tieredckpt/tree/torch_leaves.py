@@ -53,6 +53,9 @@ _CARRIED: dict[torch.dtype, tuple[np.dtype[Any], torch.dtype]] = {
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
     _CARRIED[torch.float8_e8m0fnu] = (np.dtype(ml_dtypes.float8_e8m0fnu), torch.uint8)
 
+_TOGETHER = 16 << 20
+"""Bytes of small tensors at most that are gathered on their device at a time."""
+
 _DTYPES = _NATIVE | {dtype: numpy_dtype for dtype, (numpy_dtype, _) in _CARRIED.items()}
 
 
@@ -104,7 +107,7 @@ def look(tensor: Any) -> object:
     """As of `tieredckpt.tree.arrays.looks`, of a tensor."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     stored = plain and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
-    return stored, tensor.dtype, tensor.shape
+    return (tensor.dtype, tensor.shape) if stored else None  # a nested one has no shape
 
 
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
@@ -132,12 +135,23 @@ def small_bytes(leaves: Sequence[ArrayLeaf]) -> list[bytes]:
             for i in places:
                 found[i] = host_view(leaves[i]).tobytes()
             continue
-        with torch.no_grad():
-            together = torch.stack([_tensor(leaves[i]) for i in places]).cpu().numpy()
-        data, size = together.tobytes(), together[0].nbytes
-        for i, start in zip(places, range(0, len(data), size), strict=True):
-            found[i] = data[start : start + size]
+        at_once = max(1, _TOGETHER // max(1, _tensor(leaves[places[0]]).nbytes))
+        for first in range(0, len(places), at_once):
+            batch = places[first : first + at_once]
+            for i, value in zip(batch, _gathered([leaves[i] for i in batch]), strict=True):
+                found[i] = value
     return found
+
+
+def _gathered(leaves: Sequence[ArrayLeaf]) -> list[bytes]:
+    """As `small_bytes`, of tensors of one form."""
+    try:
+        with torch.no_grad():
+            together = torch.stack(list(map(_tensor, leaves))).cpu().numpy()
+    except RuntimeError:  # such as too little free memory on the device
+        return [host_view(leaf).tobytes() for leaf in leaves]
+    data, size = together.tobytes(), together[0].nbytes
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def writable_view(key: str, value: object) -> npt.NDArray[Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +22,7 @@ from tieredckpt.plan.picture import Point, draw
 from tieredckpt.plan.scenario import Kind, Scenario, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import Action, World
+from tieredckpt.policy import Observed, Schedule, StoreView
 from tieredckpt.policy.views import StepView, StepViews
 
 GB = 10**9
@@ -134,6 +135,23 @@ def test_steps_taken_at_once_give_the_figures_of_steps_taken_one_by_one(
     assert coarse.saves == pytest.approx(fine.saves, rel=0.01)
     assert coarse.ettr == pytest.approx(fine.ettr, rel=1e-3)
     assert coarse.tiers["far"].promoted == pytest.approx(fine.tiers["far"].promoted, rel=0.03)
+
+
+class Sevenths(Schedule):
+    """Due at some steps, and no longer after them."""
+
+    kind: Literal["sevenths"] = "sevenths"
+
+    def due(self, step: int, store: StoreView, observed: Observed) -> bool:
+        return step % 7 == 0
+
+
+def test_a_schedule_that_does_not_stay_due_is_asked_about_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = scenario(LADDER, {"process": 4000}, rates=RATES, step=1)
+    asked = dataclasses.replace(asked, config=asked.config.model_copy(update={"schedule": Sevenths()}))
+    coarse = simulate(asked, 5_000, seed=1)
+    monkeypatch.setattr(simulation, "_AT_ONCE", 0.0)
+    assert coarse == simulate(asked, 5_000, seed=1)
 
 
 def test_the_same_seed_gives_the_same_figures_and_another_gives_others() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import itertools
+import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
@@ -14,18 +17,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import optree
 import pytest
 from hypothesis import given, settings
 from support.trees import TREES, indexed
 
 from tieredckpt.engine.saving.snapshot import Plan
 from tieredckpt.errors import Invalid
-from tieredckpt.format import ocdbt
+from tieredckpt.format import ocdbt, step_keys
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C, PLAIN
+from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import StepRecord, encode_step
+from tieredckpt.format.step_keys import entries_of
 from tieredckpt.format.structure import encode_structure
 from tieredckpt.tree import Flat, Shard, flatten
+from tieredckpt.tree.containers import NAMESPACE
 from tieredckpt.tree.form import Flattener
 
 CHUNK = 1 << 14
@@ -221,6 +228,60 @@ def test_no_value_of_a_tree_is_kept() -> None:
         assert [each() for each in watched] == [None]
 
 
+@pytest.mark.parametrize("make", [lambda dtype: np.zeros(2, dtype), lambda dtype: np.zeros((), dtype)[()]])
+def test_times_of_another_unit_are_told_apart_though_their_dtypes_are_equal(make: Callable[[str], Any]) -> None:
+    first, second = check({"a": make("M8[s]")}, {"a": make("M8[1000ms]")})
+    assert first is not second
+
+
+def test_entries_of_an_array_of_many_chunks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_keys, "_KEPT_AT_MOST", 10)
+    for chunks, kept in ((9, True), (10, False)):
+        asked = ("many",), (Grid((chunks,), (1,), 1),), 1
+        assert (entries_of(*asked) is entries_of(*asked)) == kept
+
+
+def test_scalars_of_a_tree_are_not_kept() -> None:
+    flattener = Flattener()
+    for number in range(2):
+        values = [b"%d" % number * 1000, f"{number}" * 1000]
+        before = [sys.getrefcount(value) for value in values]
+        flat = flattener.flatten({"a": values[0], "b": [values[1], np.ones(2)]})
+        del flat
+        gc.collect()
+        assert [sys.getrefcount(value) for value in values] == before
+
+
+class Shuffled:
+    """A container that opens to each of some dicts in turn."""
+
+    def __init__(self, *openings: dict[str, Any]) -> None:
+        self.openings = itertools.cycle(openings)
+
+    def opened(self) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+        opening = next(self.openings)
+        return tuple(opening.values()), None, tuple(opening)
+
+
+optree.register_pytree_node(
+    Shuffled,
+    Shuffled.opened,
+    lambda _, children: children,  # type: ignore[arg-type,return-value]
+    namespace=NAMESPACE,
+)
+
+
+@pytest.mark.parametrize(
+    "other", [{"b": np.zeros(3), "a": np.ones(3)}, {"a": np.ones(3)}, {"a": 1, "b": [np.ones(3)]}], ids=repr
+)
+def test_a_container_that_opens_differently_each_time_is_stored_under_its_names(other: dict[str, Any]) -> None:
+    first = {"a": np.ones(3), "b": np.zeros(3)}
+    flattener = Flattener()
+    for it, expected in ((Shuffled(first, other), first), (Shuffled(other), other), (Shuffled(first), first)):
+        last = np.ones(1)
+        assert same(flattener.flatten({"it": it, "last": last}), flatten({"it": Shuffled(expected), "last": last}))
+
+
 def test_tensors_are_told_apart_by_all_that_is_looked_at() -> None:
     torch = pytest.importorskip("torch")
 
@@ -236,7 +297,11 @@ def test_tensors_are_told_apart_by_all_that_is_looked_at() -> None:
     flattener = Flattener()
     flattener.flatten(tree(freed))
     freed.untyped_storage().resize_(0)
-    for refused in (freed, torch.ones(3, 2, device="meta"), torch.eye(3, 2).to_sparse()):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both are called deprecated or a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        quantized = torch.quantize_per_tensor(torch.ones(3, 2), 1.0, 0, torch.qint8)
+    for refused in (freed, torch.ones(3, 2, device="meta"), torch.eye(3, 2).to_sparse(), nested, quantized):
         with pytest.raises(Invalid, match="leaf 'a'"):
             flattener.flatten(tree(refused))
 

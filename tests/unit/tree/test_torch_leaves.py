@@ -205,3 +205,21 @@ def test_a_thousand_scalars_of_an_optimizer_are_one_copy(monkeypatch: pytest.Mon
     leaves = [leaf for leaf in flatten(optimizer.state_dict()).arrays if leaf.key.endswith("/step")]
     assert small_bytes(leaves) == [np.float32(1).tobytes()] * 1000
     assert copies == [(1000,)]
+
+
+def test_small_tensors_are_gathered_in_batches_and_one_by_one_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaves = flatten([torch.full((1 << 14,), float(i)) for i in range(300)]).arrays
+    stack, gathered = torch.stack, []
+
+    def short_of_memory(tensors: list[torch.Tensor]) -> torch.Tensor:
+        gathered.append(sum(tensor.nbytes for tensor in tensors))
+        if len(gathered) == 2:
+            raise torch.OutOfMemoryError("no memory is left")
+        return stack(tensors)
+
+    monkeypatch.setattr(torch, "stack", short_of_memory)
+    assert small_bytes(leaves) == [host_view(leaf).tobytes() for leaf in leaves]
+    assert len(gathered) == 2
+    assert max(gathered) <= 16 << 20

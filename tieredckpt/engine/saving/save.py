@@ -78,7 +78,7 @@ class Writer:
         self._plan: Plan | None = None
         """Of the last tree."""
         self._small: dict[str, bytes] = {}
-        """The arrays of the last save that lie in the index, by key."""
+        """The digests of the arrays of the last save that lie in the index, by key."""
         self._digests: dict[str, list[bytes]] = {}
         """Of the last save, by key of the array; of arrays whose chunks take pages."""
         self._unchanged: dict[str, list[bytes | None]] = {}
@@ -229,7 +229,7 @@ class Writer:
     ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
         """The record of a step, its arrays as this rank has them, and as they are stored."""
         arrays = snapshot.index(located)
-        snapshot.compare_small(self._small)
+        snapshot.compare_small(arrays, self._small)
         stored = join(flat.structure, arrays) if flat.in_pieces and self._state.membership.size == 1 else arrays
         return self._record(identity, flat, snapshot, metrics), arrays, stored
 

@@ -123,9 +123,9 @@ class Snapshot:
     new_bytes: int = 0
     """Bytes of the cells that take pages and were not in the slab before."""
     small: dict[str, bytes] = field(default_factory=dict)
-    """The arrays that lie in the index, by key, after `compare_small`."""
+    """The digests of the arrays that lie in the index, by key, after `compare_small`."""
     new_small: int = 0
-    """Bytes of those of them that have changed."""
+    """Bytes of those of these arrays that have changed, without padding."""
     error: BaseException | None = None
     _stop: bool = False
     _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
@@ -167,11 +167,11 @@ class Snapshot:
         """By index of the leaf."""
         return self.plan.grids
 
-    def compare_small(self, before: Mapping[str, bytes]) -> None:
-        """Find out which of the arrays that lie in the index are others than ``before``."""
-        self.small = {self.leaves[i].key: value for i, value in zip(self.plan.gathered, self.gathered, strict=True)}
-        self.small |= {self.leaves[i].key: b"".join(values) for i, values in self.inline.items()}
-        self.new_small = sum([len(value) for key, value in self.small.items() if before.get(key) != value])
+    def compare_small(self, arrays: Mapping[str, ArrayIndex], before: Mapping[str, bytes]) -> None:
+        """Find out which arrays that lie in the index have other digests than ``before``; ``arrays`` are of `index`."""
+        keys = [self.leaves[i].key for i in (*self.plan.gathered, *self.plan.inline)]
+        self.small = {key: b"".join([chunk.digest for chunk in arrays[key].chunks]) for key in keys}
+        self.new_small = sum([arrays[key].grid.nbytes for key in keys if before.get(key) != self.small[key]])
 
     @property
     def nbytes(self) -> int:

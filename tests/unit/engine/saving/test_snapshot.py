@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tieredckpt.engine.saving import snapshot
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.format.boxes import Box
-from tieredckpt.format.digest import digest
+from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.grid import cell_box, cells
+from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree import Place, Shard, flatten
 
 
@@ -48,6 +50,18 @@ def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> 
         assert found[ordinal] == expected.tobytes()
 
 
+@given(leaf=leaves())
+def test_of_small_arrays_only_digests_are_kept_and_padding_is_not_counted(leaf: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "INLINE_MAX", 1 << 30)
+        planned, again = Snapshot.of([leaf], 1 << 20, {}), Snapshot.of([leaf], 1 << 20, {})
+    planned.compare_small(planned.index({}), {})
+    assert planned.new_small == leaf.source.nbytes
+    assert len(planned.small[leaf.key]) == SIZE * planned.grids[0].size
+    again.compare_small(again.index({}), planned.small)
+    assert again.new_small == 0
+
+
 @pytest.mark.parametrize(("first", "rows"), [(4, 3), (110, 100), (550, 500), (5500, 5000)])
 def test_small_cells_take_no_pages_of_their_own(first: int, rows: int) -> None:
     """Cells that join with those of blocks before and after would be rows of 32 bytes, or some of these."""
@@ -55,5 +69,6 @@ def test_small_cells_take_no_pages_of_their_own(first: int, rows: int) -> None:
     planned = Snapshot.of(flatten({"w": shard}).arrays, 16 << 20, {})
     paged = [cell.nbytes for cell in planned.pending]
     assert min(paged, default=4096) >= 4096
-    planned.compare_small({})
+    lies_at = {(cell.array, cell.ordinal): Chunk(b"", Extent("", 0, cell.nbytes)) for cell in planned.pending}
+    planned.compare_small(planned.index(lies_at), {})
     assert sum(paged) + planned.new_small == shard.array.nbytes
