@@ -153,6 +153,19 @@ def test_arrays_of_numpy_become_tensors_of_dcp(run: Run, store: Path, tmp_path: 
     assert not (tmp_path / "times").exists()
 
 
+def test_arrays_in_another_byte_order_become_the_same_numbers(run: Run, store: Path, tmp_path: Path) -> None:
+    numbers = {f"{order}{kind}": np.arange(5).astype(order + kind) for order in "<>" for kind in ("f4", "i4")}
+    save(store, numbers)
+    for scheme in ("dcp", "safetensors"):
+        out = tmp_path / scheme
+        assert run("export", store, "--to", f"{scheme}:{out}").exit_code == 0
+        with CheckpointStore.open(store).sync() as opened:
+            import_step(f"{scheme}:{out}", opened, 2, overwrite=True)
+            found = opened.restore(2, as_="torch")
+        assert found is not None
+        assert {name: value.tolist() for name, value in found.tree.items()} == dict.fromkeys(numbers, [0, 1, 2, 3, 4])
+
+
 def test_files_of_torch_save_come_in_as_weights_only(run: Run, store: Path, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "step_7.pt")
     old = {"model": STATE["model"] | {"eighth": None}}  # of which the old format knows nothing

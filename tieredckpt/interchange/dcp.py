@@ -349,6 +349,7 @@ def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
 
     def tensor(stand_in: Any) -> Any:
         array = fetch(specs[id(stand_in)].key)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
         flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         return flat.view(stand_in.dtype).reshape(stand_in.shape)
 
