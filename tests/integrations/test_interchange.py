@@ -163,7 +163,7 @@ def test_arrays_in_another_byte_order_become_the_same_numbers(run: Run, store: P
             import_step(f"{scheme}:{out}", opened, 2, overwrite=True)
             found = opened.restore(2, as_="torch")
         assert found is not None
-        assert {name: value.tolist() for name, value in found.tree.items()} == dict.fromkeys(numbers, [0, 1, 2, 3, 4])
+        assert all(found.tree[name].tolist() == [0, 1, 2, 3, 4] for name in numbers)
 
 
 def test_files_of_torch_save_come_in_as_weights_only(run: Run, store: Path, tmp_path: Path) -> None:
@@ -326,6 +326,8 @@ def tensor(*, dtype: Any = "F32", shape: Any = (2,), at: Any = (0, 8)) -> dict[s
         (file_of({"w": tensor(shape=[-2])}, bytes(8)), Corrupt, "no natural numbers"),
         (file_of({"w": tensor(shape=[True, 2])}, bytes(8)), Corrupt, "no natural numbers"),
         (file_of({"w": tensor(shape=[3])}, bytes(8)), Corrupt, "are not 8 bytes"),
+        (file_of({"w": tensor(shape=[0, 1 << 63], at=[0, 0])}), Corrupt, "'w' has a shape that no array can have"),
+        (file_of({"w": tensor(shape=[1] * 70, at=[0, 4])}, bytes(4)), Corrupt, "'w' has a shape that no array can"),
         (file_of({"w": tensor()}, bytes(7)), Corrupt, "ends within 'w'"),
         (file_of({"w": tensor()}, bytes(9)), Corrupt, "1 bytes of no tensor"),
         (file_of({"w": tensor(), "v": tensor(at=[4, 12])}, bytes(12)), Corrupt, "'v' begins at 4"),
@@ -349,6 +351,9 @@ def test_a_malformed_file_of_safetensors_is_named(
         ({"weight_map": {"w": "../secret.safetensors"}}, Invalid, "which is not in its folder"),
         ({"weight_map": {"w": "lost.safetensors"}}, NotFound, "lost.safetensors is not there"),
         ({"weight_map": {"v": "one.safetensors"}}, Corrupt, "'v' is in one.safetensors, which does not have it"),
+        ({"weight_map": {"w": "a\0b"}}, Invalid, "which is not in its folder"),
+        ({"weight_map": {"w": ".."}}, Invalid, "which is not in its folder"),
+        ({"weight_map": {}}, Corrupt, "no weight_map"),
         ({"weight_map": [1]}, Corrupt, "no weight_map"),
         ({"weight_map": {"w": 1}}, Corrupt, "no weight_map"),
     ],
@@ -359,6 +364,37 @@ def test_a_malformed_index_is_named(index: Any, error: type[Exception], told: st
     assert safetensors.SAFETENSORS.read is not None
     with pytest.raises(error, match=told):
         safetensors.SAFETENSORS.read(tmp_path)
+
+
+def test_shards_of_the_hugging_face_cache_are_read_through_its_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    index = json.dumps({"weight_map": {"w": "one.safetensors"}}).encode()
+    for name, data in (
+        ("one.safetensors", file_of({"w": tensor()}, bytes(8))),
+        ("model.safetensors.index.json", index),
+    ):
+        (blobs / name[:3]).write_bytes(data)
+        (snapshot / name).symlink_to(f"../../blobs/{name[:3]}")
+    assert safetensors.SAFETENSORS.read is not None
+    assert safetensors.SAFETENSORS.read(snapshot)["w"].tolist() == [0, 0]
+
+
+def test_what_a_file_of_safetensors_cannot_have_is_refused(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"__metadata__": np.ones(2), "scale": np.array([0.5, 2], ml_dtypes.float8_e8m0fnu)})
+    refused = run("export", store, "--to", f"safetensors:{tmp_path / 'w.safetensors'}", "--keys", "__metadata__")
+    assert "safetensors has '__metadata__' for itself" in refused.stderr
+    refused = run("export", store, "--to", f"safetensors:{tmp_path / 'w.safetensors'}", "--shard-size", "1 kB")
+    assert "w.safetensors is one file" in refused.stderr
+    assert not (tmp_path / "w.safetensors").exists()
+    assert run("export", store, "--to", f"safetensors:{tmp_path / 's.safetensors'}", "--keys", "scale").exit_code == 0
+    found = safetensors_torch.load_file(tmp_path / "s.safetensors")["scale"]
+    assert found.dtype == torch.float8_e8m0fnu
+    assert run("export", store, "--to", f"dcp:{tmp_path / 'dcp'}", "--keys", "scale").exit_code == 0
+    save(store, {"w": np.array([1e300])}, 2)
+    refused = run("export", store, "--to", f"safetensors:{tmp_path / 'bf16'}", "--cast", "bf16")
+    assert "export it without a cast" in refused.stderr
 
 
 # -- the commands -----------------------------------------------------------------------------------------

@@ -89,9 +89,9 @@ class NamedSteps:
             if names < before.names:
                 self._name(step, before, str(path), names, rank)
                 return True
-            if rank is None and before.names < names and before.paths.keys() - {str(path)}:
-                if not self._same(step, {name: checkpoint[name] for name in before.names}):
-                    return False
+            others = rank is None and before.names < names and before.paths.keys() - {str(path)}
+            if others and not self._same(step, {name: checkpoint[name] for name in before.names}):
+                return False
         paths = {**({} if before is None else before.paths), str(path): names}
         tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
         try:

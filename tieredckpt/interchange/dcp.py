@@ -29,7 +29,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.interchange.base import Format, content
+from tieredckpt.interchange.base import Format, content, is_name
 from tieredckpt.interchange.stored_step import StoredStep
 from tieredckpt.interchange.torch_files import load_weights, refused
 from tieredckpt.tree.leaf import ArraySpec
@@ -45,7 +45,7 @@ _DTYPES: dict[str, torch.dtype] = {
         *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
         *(torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     )
 }
 """By the names under which a pickle has them; nothing else of torch is looked up."""
@@ -179,7 +179,7 @@ def _item(folder: Path, index: Any, info: Any) -> _Item:
     if not isinstance(file, str) or not _is_box((start, length), (0, 0)):
         raise Corrupt(f"{metadata}: no file and range for {name!r}")
     path = folder / file
-    if "\0" in file or path.resolve().parent != folder.resolve():
+    if not is_name(file):
         raise Invalid(f"{metadata} names {file!r} for {name!r}, which is not in the folder")
     if _get(info, "transform_descriptors"):
         raise Invalid(f"{path}: {name!r} was stored through extensions of DCP; load it with DCP, and save it without")
