@@ -480,6 +480,14 @@ def test_names_begin_below_the_part(run: Run, store: Path, tmp_path: Path) -> No
     assert list(np.load(tmp_path / "all.npz")) == ["rest"]
 
 
+def test_a_part_is_a_container_and_no_pattern(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"model": {"**": np.ones(1), "w": np.arange(3.0)}, "bare": np.ones(1)})
+    assert run("export", store, "--to", f"npz:{tmp_path / 'w.npz'}", "--part", "model").exit_code == 0
+    assert sorted(np.load(tmp_path / "w.npz")) == ["**", "w"]
+    for part in ("m*", "bare", "lost"):
+        assert "NotFound" in run("export", store, "--to", f"npz:{tmp_path / 'x'}", "--part", part).stderr
+
+
 def test_an_import_outlives_the_process_whatever_the_policy(store: Path, tmp_path: Path) -> None:
     text = store.read_text()
     store.write_text(text.replace('retain = "all"', 'retain = "all"\n        promote = "never"'))
