@@ -208,6 +208,22 @@ def test_damaged_and_missing_files_of_torch_are_told(tmp_path: Path) -> None:
         read(tmp_path / "cut.pt")
 
 
+def test_a_small_file_of_torch_becomes_no_large_step(tmp_path: Path) -> None:
+    read = require("tieredckpt.interchange.torch_files").TORCH.read
+    torch.save({"model": [torch.ones(1).expand(1 << 40)]}, tmp_path / "large.pt")
+    with pytest.raises(Invalid, match=r"large\.pt has a tensor of shape \[1099511627776\] in 4 bytes"):
+        read(tmp_path / "large.pt")
+    tree: Any = 1
+    for _ in range(60):
+        tree = [tree, tree]
+    torch.save(tree, tmp_path / "many.pt")
+    with pytest.raises(Invalid, match=r"many\.pt has more values than bytes"):
+        read(tmp_path / "many.pt")
+    weight = torch.ones(8, 8)
+    torch.save({"a": weight, "b": weight, "half": weight[:4]}, tmp_path / "tied.pt")
+    assert torch.equal(read(tmp_path / "tied.pt")["b"], weight)
+
+
 # -- safetensors ------------------------------------------------------------------------------------------
 
 WEIGHTS = {name: value for name, value in STATE["model"].items() if name != "complex"}
