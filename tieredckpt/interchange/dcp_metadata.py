@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a folder of torch.distributed.checkpoint, unpickled without running what a forged one would run."""
+"""The ``.metadata`` of a folder of torch.distributed.checkpoint, read without running what it names."""
 
 from __future__ import annotations
 
