@@ -496,6 +496,14 @@ def test_names_begin_below_the_part(run: Run, store: Path, tmp_path: Path) -> No
     assert list(np.load(tmp_path / "all.npz")) == ["rest"]
 
 
+def test_a_number_that_the_store_has_is_told_before_anything_is_read(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"w": np.ones(1)})
+    (tmp_path / "w.pt").write_bytes(b"damaged")
+    refused = run("import", f"torch:{tmp_path / 'w.pt'}", store, "--step", 1)
+    assert refused.stderr.startswith("Conflict: ")
+    assert "--overwrite" in refused.stderr
+
+
 def test_a_part_is_a_container_and_no_pattern(run: Run, store: Path, tmp_path: Path) -> None:
     save(store, {"model": {"**": np.ones(1), "w": np.arange(3.0)}, "bare": np.ones(1)})
     assert run("export", store, "--to", f"npz:{tmp_path / 'w.npz'}", "--part", "model").exit_code == 0
