@@ -301,7 +301,9 @@ def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
     try:
         with warnings.catch_warnings():  # that it is one process
             warnings.simplefilter("ignore", UserWarning)
-            dcp.save(tree, storage_writer=FileSystemWriter(to), planner=Planner(), no_dist=True)
+            dcp.save(
+                tree, storage_writer=FileSystemWriter(to, per_thread_copy_ahead=0), planner=Planner(), no_dist=True
+            )
     except CheckpointException as error:
         raise _first(error) from error
     return written

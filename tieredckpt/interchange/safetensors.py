@@ -140,7 +140,7 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[in
         raise Invalid(f"{path}: {name!r} has the dtype {label!r}, which no step can have")
     dtype = _DTYPES[label]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-        raise Corrupt(f"{path}: {name!r} has a shape or range of no natural numbers")
+        raise Corrupt(f"{path}: {name!r} has a shape or range with negative or no integers")
     # What NumPy holds: dimensions, and bytes, where those of 0 do not count.
     if len(shape) > _DIMENSIONS or math.prod(filter(None, shape)) * dtype.itemsize > sys.maxsize:
         raise Corrupt(f"{path}: {name!r} has a shape that no array can have")
