@@ -70,7 +70,9 @@ def test_a_forged_folder_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     forged = written(tmp_path / "metadata", {"w": torch.ones(2)})
     (forged / ".metadata").write_bytes(pickle.dumps(Forged(mark)))
-    with pytest.raises(Invalid, match=r"names posix\.system, of which no checkpoint of DCP consists"):
+    with pytest.raises(
+        Invalid, match=r"metadata/\.metadata names posix\.system, of which no checkpoint of DCP consists"
+    ):
         read(forged)
     forged = written(tmp_path / "item", {"w": torch.ones(2), "odd": Forged(mark)})
     with pytest.raises(Invalid, match="'odd' is more than tensors and plain values"):
@@ -111,6 +113,23 @@ def test_what_is_missing_or_malformed_is_named(tmp_path: Path) -> None:
     (torn / ".metadata").write_bytes((torn / ".metadata").read_bytes()[:100])
     with pytest.raises(Corrupt, match="malformed"):
         read(torn)
+
+
+def test_a_metadata_of_few_bytes_takes_little_memory(tmp_path: Path) -> None:
+    for put in (b"r" + (20_000_000).to_bytes(4, "little"), b"p20000000\n"):  # it keeps None under that number
+        (tmp_path / ".metadata").write_bytes(b"\x80\x02N" + put + b".")
+        with pytest.raises(Corrupt, match=r"\.metadata is malformed: .*20000000"):
+            read(tmp_path)
+
+
+def test_a_metadata_of_another_version_of_python_or_torch_is_read(tmp_path: Path) -> None:
+    older = require("torch.distributed._shard.sharded_tensor.metadata").TensorProperties
+    path = changed(tmp_path / "older", lambda found: setattr(entry(found), "properties", older(torch.float32)))
+    assert read(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    found = pickle.dumps(pickle.loads((path / ".metadata").read_bytes()), 2)  # noqa: S301  # this test's own
+    assert b"cpathlib" in found
+    (path / ".metadata").write_bytes(found.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert read(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def entry(found: Any) -> Any:

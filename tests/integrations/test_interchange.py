@@ -153,6 +153,19 @@ def test_arrays_of_numpy_become_tensors_of_dcp(run: Run, store: Path, tmp_path: 
     assert not (tmp_path / "times").exists()
 
 
+def test_arrays_in_another_byte_order_become_the_same_numbers(run: Run, store: Path, tmp_path: Path) -> None:
+    numbers = {f"{order}{kind}": np.arange(5).astype(order + kind) for order in "<>" for kind in ("f4", "i4")}
+    save(store, numbers)
+    for scheme in ("dcp", "safetensors"):
+        out = tmp_path / scheme
+        assert run("export", store, "--to", f"{scheme}:{out}").exit_code == 0
+        with CheckpointStore.open(store).sync() as opened:
+            import_step(f"{scheme}:{out}", opened, 2, overwrite=True)
+            found = opened.restore(2, as_="torch")
+        assert found is not None
+        assert all(found.tree[name].tolist() == [0, 1, 2, 3, 4] for name in numbers)
+
+
 def test_files_of_torch_save_come_in_as_weights_only(run: Run, store: Path, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "step_7.pt")
     old = {"model": STATE["model"] | {"eighth": None}}  # of which the old format knows nothing
@@ -193,6 +206,22 @@ def test_damaged_and_missing_files_of_torch_are_told(tmp_path: Path) -> None:
     (tmp_path / "cut.pt").write_bytes((tmp_path / "cut.pt").read_bytes()[:900])
     with pytest.raises(Corrupt, match=r"cut\.pt is damaged"):
         read(tmp_path / "cut.pt")
+
+
+def test_a_small_file_of_torch_becomes_no_large_step(tmp_path: Path) -> None:
+    read = require("tieredckpt.interchange.torch_files").TORCH.read
+    torch.save({"model": [torch.ones(1).expand(1 << 40)]}, tmp_path / "large.pt")
+    with pytest.raises(Invalid, match=r"large\.pt has a tensor of shape \[1099511627776\] in 4 bytes"):
+        read(tmp_path / "large.pt")
+    tree: Any = 1
+    for _ in range(60):
+        tree = [tree, tree]
+    torch.save(tree, tmp_path / "many.pt")
+    with pytest.raises(Invalid, match=r"many\.pt has more values than bytes"):
+        read(tmp_path / "many.pt")
+    weight = torch.ones(8, 8)
+    torch.save({"a": weight, "b": weight, "half": weight[:4]}, tmp_path / "tied.pt")
+    assert torch.equal(read(tmp_path / "tied.pt")["b"], weight)
 
 
 # -- safetensors ------------------------------------------------------------------------------------------
@@ -310,9 +339,11 @@ def tensor(*, dtype: Any = "F32", shape: Any = (2,), at: Any = (0, 8)) -> dict[s
         (file_of({"w": tensor(shape=None)}), Corrupt, "entry of 'w' is malformed"),
         (file_of({"w": tensor(dtype="F4")}, bytes(8)), Invalid, "'w' has the dtype 'F4'"),
         (file_of({"w": tensor(dtype=["F32"])}, bytes(8)), Invalid, "'w' has the dtype"),
-        (file_of({"w": tensor(shape=[-2])}, bytes(8)), Corrupt, "no natural numbers"),
-        (file_of({"w": tensor(shape=[True, 2])}, bytes(8)), Corrupt, "no natural numbers"),
+        (file_of({"w": tensor(shape=[-2])}, bytes(8)), Corrupt, "negative or no integers"),
+        (file_of({"w": tensor(shape=[True, 2])}, bytes(8)), Corrupt, "negative or no integers"),
         (file_of({"w": tensor(shape=[3])}, bytes(8)), Corrupt, "are not 8 bytes"),
+        (file_of({"w": tensor(shape=[0, 1 << 63], at=[0, 0])}), Corrupt, "'w' has a shape that no array can have"),
+        (file_of({"w": tensor(shape=[1] * 70, at=[0, 4])}, bytes(4)), Corrupt, "'w' has a shape that no array can"),
         (file_of({"w": tensor()}, bytes(7)), Corrupt, "ends within 'w'"),
         (file_of({"w": tensor()}, bytes(9)), Corrupt, "1 bytes of no tensor"),
         (file_of({"w": tensor(), "v": tensor(at=[4, 12])}, bytes(12)), Corrupt, "'v' begins at 4"),
@@ -336,6 +367,9 @@ def test_a_malformed_file_of_safetensors_is_named(
         ({"weight_map": {"w": "../secret.safetensors"}}, Invalid, "which is not in its folder"),
         ({"weight_map": {"w": "lost.safetensors"}}, NotFound, "lost.safetensors is not there"),
         ({"weight_map": {"v": "one.safetensors"}}, Corrupt, "'v' is in one.safetensors, which does not have it"),
+        ({"weight_map": {"w": "a\0b"}}, Invalid, "which is not in its folder"),
+        ({"weight_map": {"w": ".."}}, Invalid, "which is not in its folder"),
+        ({"weight_map": {}}, Corrupt, "no weight_map"),
         ({"weight_map": [1]}, Corrupt, "no weight_map"),
         ({"weight_map": {"w": 1}}, Corrupt, "no weight_map"),
     ],
@@ -346,6 +380,37 @@ def test_a_malformed_index_is_named(index: Any, error: type[Exception], told: st
     assert safetensors.SAFETENSORS.read is not None
     with pytest.raises(error, match=told):
         safetensors.SAFETENSORS.read(tmp_path)
+
+
+def test_shards_of_the_hugging_face_cache_are_read_through_its_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    index = json.dumps({"weight_map": {"w": "one.safetensors"}}).encode()
+    for name, data in (
+        ("one.safetensors", file_of({"w": tensor()}, bytes(8))),
+        ("model.safetensors.index.json", index),
+    ):
+        (blobs / name[:3]).write_bytes(data)
+        (snapshot / name).symlink_to(f"../../blobs/{name[:3]}")
+    assert safetensors.SAFETENSORS.read is not None
+    assert safetensors.SAFETENSORS.read(snapshot)["w"].tolist() == [0, 0]
+
+
+def test_what_a_file_of_safetensors_cannot_have_is_refused(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"__metadata__": np.ones(2), "scale": np.array([0.5, 2], ml_dtypes.float8_e8m0fnu)})
+    refused = run("export", store, "--to", f"safetensors:{tmp_path / 'w.safetensors'}", "--keys", "__metadata__")
+    assert "safetensors has '__metadata__' for itself" in refused.stderr
+    refused = run("export", store, "--to", f"safetensors:{tmp_path / 'w.safetensors'}", "--shard-size", "1 kB")
+    assert "w.safetensors is one file" in refused.stderr
+    assert not (tmp_path / "w.safetensors").exists()
+    assert run("export", store, "--to", f"safetensors:{tmp_path / 's.safetensors'}", "--keys", "scale").exit_code == 0
+    found = safetensors_torch.load_file(tmp_path / "s.safetensors")["scale"]
+    assert found.dtype == torch.float8_e8m0fnu
+    assert run("export", store, "--to", f"dcp:{tmp_path / 'dcp'}", "--keys", "scale").exit_code == 0
+    save(store, {"w": np.array([1e300])}, 2)
+    refused = run("export", store, "--to", f"safetensors:{tmp_path / 'bf16'}", "--cast", "bf16")
+    assert "export it without a cast" in refused.stderr
 
 
 # -- the commands -----------------------------------------------------------------------------------------
@@ -429,6 +494,22 @@ def test_names_begin_below_the_part(run: Run, store: Path, tmp_path: Path) -> No
     assert "NotFound" in run("export", store, "--to", f"safetensors:{tmp_path / 'x'}", "--part", "m*").stderr
     assert run("export", store, "--to", f"npz:{tmp_path / 'all.npz'}", "--keys", "rest").exit_code == 0
     assert list(np.load(tmp_path / "all.npz")) == ["rest"]
+
+
+def test_a_number_that_the_store_has_is_told_before_anything_is_read(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"w": np.ones(1)})
+    (tmp_path / "w.pt").write_bytes(b"damaged")
+    refused = run("import", f"torch:{tmp_path / 'w.pt'}", store, "--step", 1)
+    assert refused.stderr.startswith("Conflict: ")
+    assert "--overwrite" in refused.stderr
+
+
+def test_a_part_is_a_container_and_no_pattern(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"model": {"**": np.ones(1), "w": np.arange(3.0)}, "bare": np.ones(1)})
+    assert run("export", store, "--to", f"npz:{tmp_path / 'w.npz'}", "--part", "model").exit_code == 0
+    assert sorted(np.load(tmp_path / "w.npz")) == ["**", "w"]
+    for part in ("m*", "bare", "lost"):
+        assert "NotFound" in run("export", store, "--to", f"npz:{tmp_path / 'x'}", "--part", part).stderr
 
 
 def test_an_import_outlives_the_process_whatever_the_policy(store: Path, tmp_path: Path) -> None:

@@ -202,6 +202,31 @@ def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path:
     io._opened().store.close()
 
 
+def test_weights_saved_before_the_whole_stay_what_they_were(tmp_path: Path, shared_memory: Path) -> None:
+    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    for step, mean in ((1, torch.ones(3)), (2, torch.zeros(3))):
+        io.save_checkpoint({"global_step": step, "state_dict": {"w": mean}}, tmp_path / f"mean-{step}.ckpt")
+        whole = {"global_step": step, "state_dict": {"w": torch.ones(3)}, "optimizer_states": [{"m": torch.ones(3)}]}
+        io.save_checkpoint(whole, tmp_path / f"whole-{step}.ckpt")
+        assert torch.equal(io.load_checkpoint(tmp_path / f"mean-{step}.ckpt")["state_dict"]["w"], mean)
+        assert list(io.load_checkpoint(tmp_path / f"mean-{step}.ckpt")) == ["global_step", "state_dict"]
+        loaded = io.load_checkpoint(tmp_path / f"whole-{step}.ckpt")
+        assert list(loaded) == list(whole)
+        assert torch.equal(loaded["state_dict"]["w"], torch.ones(3))
+    io._opened().store.close()
+
+
+def test_a_step_whose_only_name_becomes_a_file_of_torch_is_deleted(tmp_path: Path, shared_memory: Path) -> None:
+    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "last.ckpt")
+    io.save_checkpoint({"global_step": 2, "w": torch.ones(3)}, tmp_path / "step-2.ckpt")
+    io.save_checkpoint({"global_step": 2, "other": 1}, tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt") == {"global_step": 2, "other": 1}
+    io.teardown()
+    assert io._opened().store.all_steps() == (2,)
+    io._opened().store.close()
+
+
 def test_a_configuration_that_does_not_fit_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for make in (TieredCheckpointIO, TieredModelParallelStrategy):
         with pytest.raises(NotFound, match=r"ckpt\.toml"):

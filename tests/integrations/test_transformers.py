@@ -182,6 +182,25 @@ def test_a_number_that_was_saved_again_is_another_checkpoint(tmp_path: Path, sha
         assert 6 in store.all_steps()  # which is the other run's
 
 
+def test_folders_of_another_store_are_neither_resumed_from_nor_removed(tmp_path: Path, shared_memory: Path) -> None:
+    """Two stores count their saves alike; the folders say which of them is meant."""
+    with program.store_of(tmp_path / "one", shared_memory / "one") as store:
+        program.trainer_of(tmp_path, store, max_steps=6, save_total_limit=None).train()
+    theirs = tmp_path / "run" / "checkpoint-6"
+    with program.store_of(tmp_path / "two", shared_memory / "two") as store:
+        trainer = program.trainer_of(tmp_path / "two", store, max_steps=9, save_total_limit=None)
+        trainer.train()
+        with pytest.raises(Invalid, match=r"checkpoint-6 means a step of another store \("):
+            trainer._load_from_checkpoint(str(theirs))
+        with pytest.raises(NotFound, match="the store has none of their steps"):
+            program.trainer_of(tmp_path, store).train(resume_from_checkpoint=True)
+        trainer._rotate(tmp_path / "run")
+        trainer.args.save_total_limit = 1
+        trainer._rotate(tmp_path / "run")
+        assert folders(tmp_path) == {3, 6}
+        assert set(store.all_steps()) == {3, 6, 9}
+
+
 def test_the_best_model_is_kept_and_loaded_at_the_end(
     tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

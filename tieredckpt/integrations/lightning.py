@@ -79,7 +79,9 @@ class TieredCheckpointIO(CheckpointIO):
     ) -> None:
         if storage_options is not None:
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
-        if not self._opened().save(_step_of(checkpoint, path), checkpoint, path):
+        steps = self._opened()
+        if not steps.save(_step_of(checkpoint, path), checkpoint, path):
+            steps.remove(path)  # a file that names another step would leave that step nameless
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
     def load_checkpoint(

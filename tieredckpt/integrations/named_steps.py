@@ -68,7 +68,8 @@ class NamedSteps:
         """Save a step and name it at ``path``; what keeps the store from it is a warning: the training goes on.
 
         Lightning saves one step under several paths. The last save counts for all that have no more than it; one of
-        fewer parts, such as weights only, becomes a name for these parts of the save before.
+        fewer parts, such as weights only, becomes a name for these parts of the save before. One of more parts replaces
+        it, if the parts that both have are the same: the paths of the save before mean them as they were.
 
         Args:
             step, checkpoint, path: of Lightning.
@@ -76,7 +77,8 @@ class NamedSteps:
             names: of the parts of the checkpoint, if this rank does not have all of them.
 
         Returns:
-            False for a checkpoint that is neither more nor a part of what was saved as this step: it is not saved.
+            False for a checkpoint that is neither more nor a part of what was saved as this step, or has other tensors
+            in a part: it is not saved.
         """
         names = frozenset(checkpoint) if names is None else names
         before = self._saved.get(step)
@@ -87,6 +89,9 @@ class NamedSteps:
             if names < before.names:
                 self._name(step, before, str(path), names, rank)
                 return True
+            others = rank is None and before.names < names and before.paths.keys() - {str(path)}
+            if others and not self._same(step, {name: checkpoint[name] for name in before.names}):
+                return False
         paths = {**({} if before is None else before.paths), str(path): names}
         tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
         try:

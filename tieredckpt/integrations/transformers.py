@@ -26,15 +26,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
 
-from tieredckpt import (
-    Invalid,
-    NoSpace,
-    NotFound,
-    RanksUnavailable,
-    SyncStore,
-    TieredCkptError,
-    TierUnavailable,
-)
+from tieredckpt import SyncStore
+from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.integrations.torch import TrainingState, _rng_state, _set_rng_state
 
 __all__ = ["TieredTrainer", "TieredTrainerMixin"]
@@ -76,6 +69,7 @@ class TieredTrainerMixin(_Base):
         self._store = store
         self._random = _Random()
         self._saving = False
+        self._stores: dict[tuple[int, int], str] = {}
         if self.args.load_best_model_at_end and not any(
             tier.retain.kind == "all" for tier in store.config.tiers if tier.kind != "ram"
         ):
@@ -106,8 +100,14 @@ class TieredTrainerMixin(_Base):
         if self.args.should_save:
             folder = run / f"checkpoint-{step}"
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / "trainer_state.json").unlink(missing_ok=True)  # of an earlier save
             unfinished = folder / f"{_FILE}.tmp"
-            unfinished.write_text(json.dumps({"step": step, "serial": serial}) + "\n")
+            meant: dict[str, Any] = {"step": step, "serial": serial}
+            try:
+                meant["store"] = self._store_that_saved(step, serial)
+            except TieredCkptError as error:
+                _log.debug("%s does not say which store it means: %s", folder, error)
+            unfinished.write_text(json.dumps(meant) + "\n")
             unfinished.replace(folder / _FILE)
         self._saving = True
         try:
@@ -165,6 +165,11 @@ class TieredTrainerMixin(_Base):
         Which are too many is as `transformers.trainer_utils.rotate_checkpoints` has it.
         """
         folders = [Path(each) for each in sort_checkpoints(str(run), use_mtime=True)]
+        try:
+            folders = [each for each in folders if not self._is_of_another_store(each)]
+        except TieredCkptError as error:
+            _log.debug("the folders in %s stay for now: %s", run, error)
+            return []
         held, sure = self._held(), all(tier.healthy for tier in self._store.tier_infos())
         # What is newer than all that the store has may still be committed, or come back with a tier.
         newest = max((serial for _, serial in held), default=0)
@@ -173,7 +178,7 @@ class TieredTrainerMixin(_Base):
         ]
         kept = [each for each in folders if each not in gone]
         best = self.state.best_model_checkpoint
-        protected = {*kept[-1:], *([Path(best)] if best is not None else [])}
+        protected = {*kept[-1:], *(each for each in kept if best and each.resolve() == Path(best).resolve())}
         limit = self.args.save_total_limit or 0
         too_many = len(kept) - max(limit, len(protected)) if limit > 0 else 0
         for folder in [each for each in kept if each not in protected][: max(too_many, 0)]:
@@ -188,6 +193,21 @@ class TieredTrainerMixin(_Base):
                     continue
             gone.append(folder)
         return [folder.name for folder in gone]
+
+    def _store_that_saved(self: Any, step: int, serial: int) -> str:
+        """The identity of the store that saved a step: of this one, or of that from which it was forked."""
+        if (step, serial) not in self._stores:
+            self._stores[step, serial] = self._store.describe(step, serial=serial).store
+        found: str = self._stores[step, serial]
+        return found
+
+    def _is_of_another_store(self: Any, folder: Path) -> bool:
+        """Whether a folder says so; serials of different stores are alike."""
+        meant, store, held = _meant(folder), _store_meant(folder), self._held()
+        if store is None or not held:
+            return False
+        step, serial = meant if meant and meant in held else max(held, key=lambda each: each[1])
+        return bool(store != self._store_that_saved(step, serial))
 
     def _held(self: Any) -> set[tuple[int, int]]:
         """Step and serial of the saves that the store gives for their numbers: not of one before a rollback, or of
@@ -236,7 +256,7 @@ class TieredTrainerMixin(_Base):
         known = [(_meant(folder), step, folder) for step, folder in _steps(Path(self.args.output_dir)).items()]
         whole = [each for each in known if (each[2] / "trainer_state.json").exists()]
         for meant, _, folder in sorted(whole, key=lambda each: (each[0][1] if each[0] else 0, each[1]), reverse=True):
-            if meant is None or meant in held:
+            if meant is None or (meant in held and not self._is_of_another_store(folder)):
                 return str(folder)
         if any(meant is not None for meant, _, _ in whole):
             problems = [f"tier {tier.name!r}: {tier.problem}" for tier in self._store.tier_infos() if not tier.healthy]
@@ -264,7 +284,7 @@ class TieredTrainerMixin(_Base):
                 super()._load_best_model()
             else:
                 self._load_from_checkpoint(self.state.best_model_checkpoint)
-        except NotFound as error:
+        except (Corrupt, NotFound, TierUnavailable) as error:
             _log.warning("the best model is not loaded, the last one stays: %s", error)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
@@ -292,6 +312,11 @@ class TieredTrainerMixin(_Base):
 
         def look_up() -> int | None:
             meant = None if folder is None else _meant(folder)
+            if folder is not None and self._is_of_another_store(Path(folder)):
+                raise Invalid(
+                    f"{folder} means a step of another store ({_store_meant(folder)}); open that one, or resume from a "
+                    f"folder of this one"
+                )
             if meant is not None and meant not in self._held():
                 raise NotFound(
                     f"{folder} means step {meant[0]} (serial {meant[1]}), which the store does not have: its retention "
@@ -335,10 +360,10 @@ def _on_rank_0(decide: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             told = [decide()]
-        except TieredCkptError as error:
+        except Exception as error:  # the others wait
             told = [error]
     dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], TieredCkptError):
+    if isinstance(told[0], Exception):
         raise told[0]
     found: T = told[0]
     return found
@@ -353,10 +378,22 @@ def _folders(run: Path) -> Iterator[Path]:
     return run.iterdir() if run.is_dir() else iter(())
 
 
+def _store_meant(folder: str | os.PathLike[str]) -> Any:
+    """The identity of the store that a folder means; None for one that does not say it."""
+    return _said(folder).get("store")
+
+
 def _meant(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Step and serial that a folder means; None for one of another Trainer."""
     try:
-        found = json.loads((Path(folder) / _FILE).read_text())
-        return int(found["step"]), int(found["serial"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(_said(folder)["step"]), int(_said(folder)["serial"])
+    except (ValueError, KeyError, TypeError):
         return None
+
+
+def _said(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        found = json.loads((Path(folder) / _FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tieredckpt.format.digest import SIZE, digest
 
-__all__ = ["Digests", "Format", "content"]
+__all__ = ["Digests", "Format", "content", "is_name"]
 
 Digests: TypeAlias = Mapping[str, bytes]
 """Of each thing that a file or folder has, by its name there: what `content` gives."""
@@ -43,3 +43,8 @@ def content(array: npt.NDArray[Any]) -> bytes:
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     found = digest(flat) if flat.size else bytes(SIZE)
     return found + flat.size.to_bytes(8, "big")
+
+
+def is_name(name: str) -> bool:
+    """Whether it names something in a folder itself, and no path that leads elsewhere."""
+    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name

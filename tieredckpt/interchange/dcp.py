@@ -8,7 +8,6 @@ weights only.
 from __future__ import annotations
 
 import io
-import pickle
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,9 +28,10 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.interchange.base import Format, content
+from tieredckpt.interchange.base import Format, content, is_name
+from tieredckpt.interchange.dcp_metadata import DTYPES, get, kind, load
 from tieredckpt.interchange.stored_step import StoredStep
-from tieredckpt.interchange.torch_files import load_weights, refused
+from tieredckpt.interchange.torch_files import check_size, load_weights, refused
 from tieredckpt.tree.leaf import ArraySpec
 
 __all__ = ["DCP"]
@@ -39,16 +39,6 @@ __all__ = ["DCP"]
 _METADATA = ".metadata"
 _DEEPEST = 256
 """Dimensions of a tensor, and levels of a tree."""
-_DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    )
-}
-"""By the names under which a pickle has them; nothing else of torch is looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +100,15 @@ def _contents(folder: Path) -> _Contents:
         pickled = metadata.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"{folder} has no .metadata: it is no folder of torch.distributed.checkpoint") from error
-    try:
-        found = _Unpickler(io.BytesIO(pickled)).load()
-    except Invalid:
-        raise
-    except Exception as error:  # whatever the bytes make of it
-        raise Corrupt(f"{metadata} is malformed: {type(error).__name__}: {error}") from error
-    entries, stored, paths = (_get(found, each) for each in ("state_dict_metadata", "storage_data", "planner_data"))
+    found = load(pickled, metadata)
+    entries, stored, paths = (get(found, each) for each in ("state_dict_metadata", "storage_data", "planner_data"))
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise Corrupt(f"{metadata} has no metadata of DCP")
     tensors = {}
     for name, entry in entries.items():
-        if not isinstance(name, str) or _kind(entry) not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+        if not isinstance(name, str) or kind(entry) not in ("TensorStorageMetadata", "BytesStorageMetadata"):
             raise Corrupt(f"{metadata}: {str(name)[:100]!r} is neither a tensor nor a value")
-        if _kind(entry) == "TensorStorageMetadata":
+        if kind(entry) == "TensorStorageMetadata":
             tensors[name] = _tensor(metadata, name, entry)
     items = sorted((_item(folder, *each) for each in stored.items()), key=lambda item: (item.file, item.start))
     _check_items(folder, entries.keys(), tensors, items)
@@ -133,12 +118,12 @@ def _contents(folder: Path) -> _Contents:
 
 
 def _tensor(metadata: Path, name: str, entry: Any) -> _Tensor:
-    properties = _get(_get(entry, "properties"), "state")
+    properties = get(get(entry, "properties"), "state")
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype):
         raise Corrupt(f"{metadata}: {name!r} has no dtype")
-    shape, chunks = _get(entry, "size"), _get(entry, "chunks")
-    boxes = [(_get(each, "offsets"), _get(each, "sizes")) for each in chunks] if isinstance(chunks, list) else []
+    shape, chunks = get(entry, "size"), get(entry, "chunks")
+    boxes = [(get(each, "offsets"), get(each, "sizes")) for each in chunks] if isinstance(chunks, list) else []
     if not all(_is_box(each, shape) for each in (shape, *chain(*boxes))):
         raise Corrupt(f"{metadata}: {name!r} or a part of it has no shape or place")
     parts = dict(boxes)
@@ -172,16 +157,16 @@ def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
 
 def _item(folder: Path, index: Any, info: Any) -> _Item:
     metadata = folder / _METADATA
-    name, offset = _get(index, "fqn"), _get(index, "offset")
-    file, start, length = (_get(info, each) for each in ("relative_path", "offset", "length"))
+    name, offset = get(index, "fqn"), get(index, "offset")
+    file, start, length = (get(info, each) for each in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or not (offset is None or _is_box(offset, offset)):
         raise Corrupt(f"{metadata} has an item without a name or place")
     if not isinstance(file, str) or not _is_box((start, length), (0, 0)):
         raise Corrupt(f"{metadata}: no file and range for {name!r}")
     path = folder / file
-    if "\0" in file or path.resolve().parent != folder.resolve():
+    if not is_name(file):
         raise Invalid(f"{metadata} names {file!r} for {name!r}, which is not in the folder")
-    if _get(info, "transform_descriptors"):
+    if get(info, "transform_descriptors"):
         raise Invalid(f"{path}: {name!r} was stored through extensions of DCP; load it with DCP, and save it without")
     try:
         size = path.stat().st_size
@@ -238,73 +223,19 @@ def _part(tensor: _Tensor, item: _Item) -> tuple[tuple[int, ...], torch.Tensor]:
 
 
 def _load(item: _Item) -> Any:
+    where = f"{item.file}: {item.name!r}"
     try:
-        return load_weights(io.BytesIO(_bytes(item)))
+        found = load_weights(io.BytesIO(_bytes(item)))
     except Exception as error:
-        raise refused(f"{item.file}: {item.name!r}", error) from error
+        raise refused(where, error) from error
+    check_size(where, found, item.length)
+    return found
 
 
 def _bytes(item: _Item) -> bytes:
     with item.file.open("rb") as file:
         file.seek(item.start)
         return file.read(item.length)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads what a ``.metadata`` consists of, as records without methods.
-
-    A pickle may set attributes of what it names, so nothing that it names is used by others: the classes are made for
-    each file.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._named: dict[tuple[str, str], Any] = {
-            **{("torch.distributed.checkpoint.metadata", name): type(name, (_Record,), {}) for name in _RECORDS},
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (_Record,), {}),
-            ("torch", "Size"): tuple,
-            # Not used: how tensors lay in memory, and the folder to which they were written.
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda *_: None,
-            ("torch.serialization", "_get_layout"): lambda *_: None,
-            **{("pathlib", name): lambda *_: None for name in ("PosixPath", "PurePosixPath", "WindowsPath")},
-        }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        try:
-            return self._named[module, name]
-        except KeyError:
-            raise Invalid(
-                f"the .metadata names {module}.{name}, of which no checkpoint of DCP consists; nothing was run. Do not "
-                f"load it with PyTorch either unless you trust where it is from"
-            ) from None
-
-
-class _Record:
-    """What a class of DCP had as its attributes; what it had as another state under ``state``."""
-
-    def __setstate__(self, state: Any) -> None:
-        object.__setattr__(self, "__dict__", state if isinstance(state, dict) else {"state": state})
-
-
-_RECORDS = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-)
-
-
-def _get(record: Any, name: str) -> Any:
-    return object.__getattribute__(record, "__dict__").get(name) if isinstance(record, _Record) else None
-
-
-def _kind(record: Any) -> str:
-    return type(record).__name__ if isinstance(record, _Record) else ""
 
 
 def _is_box(numbers: Any, like: Any) -> bool:
@@ -324,7 +255,7 @@ def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, ArraySpec):
             return leaf
-        dtype = _DTYPES.get(leaf.dtype.name)
+        dtype = DTYPES.get(leaf.dtype.name)
         if dtype is None:
             raise Invalid(f"array {leaf.key!r}: torch has no dtype {leaf.dtype}; leave it out with a part or keys")
         tensor = torch.empty(leaf.shape, dtype=dtype, device="meta")
@@ -349,6 +280,7 @@ def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
 
     def tensor(stand_in: Any) -> Any:
         array = fetch(specs[id(stand_in)].key)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
         flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         return flat.view(stand_in.dtype).reshape(stand_in.shape)
 
@@ -369,7 +301,9 @@ def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
     try:
         with warnings.catch_warnings():  # that it is one process
             warnings.simplefilter("ignore", UserWarning)
-            dcp.save(tree, storage_writer=FileSystemWriter(to), planner=Planner(), no_dist=True)
+            dcp.save(
+                tree, storage_writer=FileSystemWriter(to, per_thread_copy_ahead=0), planner=Planner(), no_dist=True
+            )
     except CheckpointException as error:
         raise _first(error) from error
     return written

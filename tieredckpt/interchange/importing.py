@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tieredckpt.errors import Corrupt, Invalid, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.interchange.formats import find
 from tieredckpt.sync import SyncStore
 
@@ -50,6 +50,8 @@ def import_step(source: str, store: SyncStore, step: int | None = None, *, overw
     if not durable:
         raise Invalid("the store has no tier that outlives this process, so an imported step would be gone; add one")
     number = _number(path) if step is None else step
+    if not overwrite and any(info.step == number and not info.abandoned for info in store.steps()):
+        raise Conflict(f"the store has step {number}; give another number, or --overwrite (overwrite=True)")
     assert format_.read is not None
     try:
         tree = format_.read(path)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt, Invalid, NotFound
-from tieredckpt.interchange.base import Format, content
+from tieredckpt.interchange.base import Format, content, is_name
 from tieredckpt.interchange.stored_step import StoredStep
 from tieredckpt.tree.leaf import ArraySpec
 
@@ -32,7 +32,8 @@ _LARGEST_HEADER = 100 << 20
 """Bytes; the library refuses larger ones too."""
 _SHARD = 5_000_000_000
 """Bytes of a file at most, unless one tensor is larger; what the hub's tools write too."""
-
+_DIMENSIONS = 64
+"""At most, as NumPy has it."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -86,10 +87,11 @@ def _read_shards(index: Path) -> dict[str, npt.NDArray[Any]]:
         files = _json(index, index.read_bytes()).get("weight_map")
     except FileNotFoundError as error:
         raise NotFound(f"{index} is not there") from error
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise Corrupt(f"{index} has no weight_map of names to files")
     for name in set(files.values()):
-        if Path(name).name != name or (index.parent / name).resolve().parent != index.parent.resolve():
+        # Not where a link leads: Hugging Face's cache has links to files elsewhere.
+        if not is_name(name):
             raise Invalid(f"{index} names {name!r}, which is not in its folder")
     shards = {name: dict(_tensors(index.parent / name)) for name in sorted(set(files.values()))}
     for key, name in files.items():
@@ -138,7 +140,10 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[in
         raise Invalid(f"{path}: {name!r} has the dtype {label!r}, which no step can have")
     dtype = _DTYPES[label]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-        raise Corrupt(f"{path}: {name!r} has a shape or range of no natural numbers")
+        raise Corrupt(f"{path}: {name!r} has a shape or range with negative or no integers")
+    # What NumPy holds: dimensions, and bytes, where those of 0 do not count.
+    if len(shape) > _DIMENSIONS or math.prod(filter(None, shape)) * dtype.itemsize > sys.maxsize:
+        raise Corrupt(f"{path}: {name!r} has a shape that no array can have")
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise Corrupt(f"{path}: {name!r} is {label} of shape {list(shape)}, which are not {stop - start} bytes")
     return dtype, shape, start, stop
@@ -157,15 +162,17 @@ def _json(path: Path, data: bytes) -> dict[str, Any]:
 # -- writing ----------------------------------------------------------------------------------------------
 
 
-def _write(step: StoredStep, to: Path, *, cast: str | None = None, shard_size: int = _SHARD) -> dict[str, bytes]:
+def _write(step: StoredStep, to: Path, *, cast: str | None = None, shard_size: int | None = None) -> dict[str, bytes]:
     """One file where ``to`` ends in ``.safetensors``, else a folder as transformers has it."""
     if cast is not None and cast not in _CASTS:
         raise Invalid(f"cast={cast!r}: should be one of {', '.join(_CASTS)}")
+    if to.suffix == ".safetensors" and shard_size is not None:
+        raise Invalid(f"shard_size: {to} is one file; give the path of a folder, or leave the size out")
     tensors = _named(step, None if cast is None else _CASTS[cast])
     if to.suffix == ".safetensors":
         return _write_file(step, to, tensors)
     to.mkdir()
-    shards = _shards(tensors, shard_size)
+    shards = _shards(tensors, _SHARD if shard_size is None else shard_size)
     if len(shards) == 1:
         return _write_file(step, to / "model.safetensors", tensors)
     written: dict[str, bytes] = {}
@@ -191,6 +198,10 @@ def _named(step: StoredStep, cast: np.dtype[Any] | None) -> list[_Tensor]:
     if left_out or not infos:
         what = f"{min(left_out)!r} lies in a container without names" if left_out else "there are no arrays"
         raise Invalid(f"step {step.info.step}: {what}; export another part of it")
+    if "__metadata__" in specs:
+        raise Invalid(
+            f"{specs['__metadata__'].key!r}: safetensors has '__metadata__' for itself; leave it out with keys"
+        )
     found = []
     for name, spec in specs.items():
         dtype = spec.dtype.newbyteorder("=")
@@ -241,7 +252,8 @@ def _cast(key: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArra
     with np.errstate(over="ignore"):
         stored = np.ascontiguousarray(array.astype(dtype, copy=False))
     if stored.dtype != array.dtype and not np.isfinite(stored[np.isfinite(array)]).all():
-        raise Invalid(f"array {key!r} has values beyond the largest of {dtype}; cast to bf16, or not at all")
+        other = "cast to bf16, or not at all" if dtype == _CASTS["fp16"] else "export it without a cast"
+        raise Invalid(f"array {key!r} has values beyond the largest of {dtype}; {other}")
     return stored if sys.byteorder == "little" else stored.byteswap()
 
 

@@ -49,8 +49,11 @@ class StoredStep:
         keys: Sequence[str] | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        chosen = keys if part is None else [f"{part}/**"]
+        chosen = keys if part is None else [part]
         details = store.describe(step, keys=chosen)
+        below = (*(array.key for array in details.arrays), *details.scalars)
+        if part is not None and not all(key.startswith(f"{part}/") for key in below):
+            raise NotFound(f"{part!r} is no container of step {details.info.step}")
         self._store, self._keys, self._progress = store, chosen, progress
         self.part = part
         self.info: StepInfo = details.info

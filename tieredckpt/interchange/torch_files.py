@@ -13,7 +13,7 @@ import torch
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.interchange.base import Format
 
-__all__ = ["TORCH", "load_weights", "refused"]
+__all__ = ["TORCH", "check_size", "load_weights", "refused"]
 
 _NAMED = re.compile(r"[^.\n]*(?:unsupported (?:global|class)|unrecognized function|can only build).*", re.IGNORECASE)
 """What the reader of weights says of a pickle that names something else."""
@@ -24,15 +24,38 @@ def _read(path: Path) -> Any:
     if path.is_dir():
         raise Invalid(f"{path} is a folder, and torch.save writes a file; is it dcp:{path} or safetensors:{path}?")
     try:
-        return load_weights(path, mmap=zipfile.is_zipfile(path))
+        found = load_weights(path, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError as error:
         raise NotFound(f"{path} is not there") from error
     except Exception as error:
         raise refused(str(path), error) from error
+    check_size(str(path), found, path.stat().st_size)
+    return found
 
 
 def load_weights(file: Any, *, mmap: bool = False) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def check_size(where: str, tree: Any, nbytes: int) -> None:
+    """Refuse what ``nbytes`` of a file make a much larger tree of: by tensors that repeat their elements, or by
+    containers that have each other many times.
+    """
+    visited, waiting = 1, [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.Tensor):
+            logical = node.numel() * node.element_size()
+            if node.layout is torch.strided and logical > node.untyped_storage().nbytes():
+                raise Invalid(
+                    f"{where} has a tensor of shape {list(node.shape)} in {node.untyped_storage().nbytes()} bytes, as "
+                    f"expand makes them; load it with PyTorch and save a clone of the tensor"
+                )
+        elif isinstance(node, dict | list | tuple | set):
+            visited += len(node)
+            if visited > nbytes:
+                raise Invalid(f"{where} has more values than bytes: containers in it have each other many times")
+            waiting.extend(node.values() if isinstance(node, dict) else node)
 
 
 def refused(where: str, error: Exception) -> Invalid | Corrupt:
@@ -41,7 +64,7 @@ def refused(where: str, error: Exception) -> Invalid | Corrupt:
     if isinstance(error, pickle.UnpicklingError) and (found := _NAMED.search(str(error))):
         return Invalid(
             f"{where} is more than tensors and plain values; nothing was run: {found[0].strip()[:200]} If you trust "
-            f"where it is from, load it with PyTorch and save its tensors alone"
+            f"its source, load it with PyTorch and save its tensors alone"
         )
     reason = next(iter(str(error).splitlines()), "")
     return Corrupt(f"{where} is damaged, or was not written by torch.save: {type(error).__name__}: {reason[:200]}")
