@@ -109,6 +109,7 @@ def fuzz(decoder: Decoder, inputs: int, *, seed: int = 0) -> int:
 
 
 _FILES, _RECORD, _ARRAYS = sample_step()
+_FILES_2 = sample_step(CODECS["small"])[0]
 _PART = encode_part(
     Part(
         msgspec.structs.replace(_RECORD, rank=0),
@@ -318,6 +319,7 @@ _NO_FRAME = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 DECODERS: tuple[Decoder, ...] = (
     Decoder("the manifest", ocdbt.read_root, _FILES.manifest, tampered_bytes(_FILES.manifest)),
     Decoder("a step whose checksums fit", _decode_both, _FILES, tampered_steps()),
+    Decoder("a step of compressed chunks", _decode_both, _FILES_2, tampered_steps(BLOSC)),
     Decoder("a step's record", _decode_both, _FILES, tampered_records()),
     Decoder(
         "a step's files",

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tieredckpt.errors import Invalid
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.digest import digest
-from tieredckpt.format.encoding import CRC32C
+from tieredckpt.format.encoding import CRC32C, Encoding
 from tieredckpt.format.grid import plan
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, encode_step
 from tieredckpt.format.ocdbt import Extent, Value
@@ -208,11 +208,11 @@ def tree_of(arrays: dict[str, ArrayIndex]) -> Node:
     return DictNode(names, children)
 
 
-def sample_step() -> tuple[ocdbt.Index, StepRecord, dict[str, ArrayIndex]]:
+def sample_step(encoding: Encoding = CRC32C) -> tuple[ocdbt.Index, StepRecord, dict[str, ArrayIndex]]:
     """A whole step: its two files, and what is in them."""
     arrays = sample_arrays()
     record = forged_record(tree_of(arrays), nbytes=sum(array.grid.nbytes for array in arrays.values()))
-    return encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C), record, arrays
+    return encode_step(record, arrays, btree_path=BTREE, encoding=encoding), record, arrays
 
 
 def entries_of(files: ocdbt.Index, btree: str = BTREE) -> dict[bytes, Value]:
@@ -243,9 +243,9 @@ _EXTENTS = st.builds(
 
 
 @st.composite
-def tampered_steps(draw: st.DrawFn) -> ocdbt.Index | None:
+def tampered_steps(draw: st.DrawFn, encoding: Encoding = CRC32C) -> ocdbt.Index | None:
     """A step in which a key, a place, the record, an array's metadata or a digest is another; checksums fit."""
-    entries = entries_of(sample_step()[0])
+    entries = entries_of(sample_step(encoding)[0])
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(sorted(entries)))
         value = entries[name]

@@ -150,7 +150,7 @@ def check_frame(frame: Bytes, nbytes: int) -> bool:
             raise Corrupt(f"a chunk of {nbytes} bytes lies as it is in a frame of {length}")
         return True
     starts = FRAME_HEADER + 4 * -(-chunk // block)
-    if flags >> 5 not in _COMPRESSORS or block % typesize or starts >= length:
+    if flags >> 5 not in _COMPRESSORS or block % typesize or not starts < length < nbytes:
         raise Corrupt(f"a chunk of {nbytes} bytes has a frame of {length} that nothing here has written")
     blocks = frame[FRAME_HEADER:starts].view("<u4")
     if int(blocks.min()) < starts or int(blocks.max()) > length - 4:

@@ -295,6 +295,8 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
             digest = table[taken : taken + digests.SIZE]
             taken += digests.SIZE
             if isinstance(value, bytes):
+                if not encoding.raw and grid.cell_nbytes > INLINE_MAX:  # a few bytes might make any number of these
+                    raise Corrupt(f"{where} has {grid.cell_nbytes} bytes in the index; {INLINE_MAX} are the most")
                 chunks.append(Chunk(digest, encoding.decode_inline(value, grid.cell_nbytes, where)))
             else:
                 chunks.append(Chunk(digest, _chunk_extent(value, grid.cell_nbytes, bounds, packs, where)))

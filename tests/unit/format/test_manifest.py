@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.records import first_record
 
+from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.digest import digest
@@ -36,6 +37,17 @@ def test_every_array_gets_its_own_digests_back(names: set[str], checksum: bool) 
     decoded = decode_step(files.manifest, files.btree, path)
     assert decoded.record == record
     assert decoded.arrays == arrays
+
+
+def test_an_index_holds_no_large_chunk_in_a_few_bytes() -> None:
+    zeros = bytes(1 << 20)
+    record = first_record(DictNode(["w"], [ArrayNode("w", "uint8", (1 << 20,), "numpy")]), nbytes=1 << 20)
+    array = ArrayIndex(Grid((1 << 20,), (1 << 20,), 1), np.dtype(np.uint8), [Chunk(digest(zeros), zeros)])
+    path = btree_key(1, 1)
+    files = encode_step(record, {"w": array}, btree_path=path, encoding=CODECS["small"])
+    assert len(files.btree) < 10_000
+    with pytest.raises(Corrupt, match="1048576 bytes in the index"):
+        decode_step(files.manifest, files.btree, path)
 
 
 WHOLE = ArrayNode("w", "uint8", (8, 2), "numpy")

@@ -290,7 +290,7 @@ class Collector:
             for extent in unique_extents(index.arrays).values():
                 if (extent.path, extent.offset) not in seen:
                     seen.add((extent.path, extent.offset))
-                    live[extent.path] = live.get(extent.path, 0) + extent.length
+                    live[extent.path] = live.get(extent.path, 0) + layout.aligned(extent.length)
             await asyncio.sleep(0)
         threshold = self._state.config.repack_below
         return {key for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}

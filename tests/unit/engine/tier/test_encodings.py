@@ -239,3 +239,12 @@ async def test_a_marker_that_was_lost_is_of_version_2_again_where_there_are_comp
     marker.unlink()
     await saved(tmp_path, "none", 2, soft())
     assert marker.read_bytes() == before
+
+
+async def test_packs_of_chunks_that_nearly_vanish_are_not_rewritten(tiers: dict[str, Any]) -> None:
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, {f"moment{i}": np.full(CHUNK // 8, float(i)) for i in range(8)})
+        await store.flush()
+        before = await extents(store, "disk", 1, "moment3")
+        await store.collect()
+        assert await extents(store, "disk", 1, "moment3") == before
