@@ -22,7 +22,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
-EVERY = {"posix": 10, "chfs": 24, "object": 10, CODEC_CHANGED: 12}
+EVERY = {"posix": 10, "chfs": 24, "object": 10, CODEC_CHANGED: 10}
 """Of the crashes that differ, one in so many is survived in the default run."""
 
 
