@@ -24,6 +24,7 @@ from reliability.forging import (
     tree_of,
 )
 
+from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.engine.state.failures import failure_history
 from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Corrupt, Invalid
@@ -136,6 +137,16 @@ def one_array(shape: tuple[int, ...], cell: tuple[int, ...], where: list[Extent]
 def test_a_chunk_larger_than_any_configuration_allows_is_corrupt(nbytes: int) -> None:
     files = one_array((nbytes,), (nbytes,), [Extent(PACK, 0, nbytes + 4)])
     with at_most(16 * MIB), pytest.raises(Corrupt, match="1073741824 are the most"):
+        decode_step(files.manifest, files.btree, BTREE)
+
+
+def test_a_chunk_in_the_index_that_would_expand_a_hundredfold_is_corrupt_before_it_does() -> None:
+    zeros = Chunk(bytes(16), bytes(64 * MIB))
+    arrays = {"w": ArrayIndex(Grid((64 * MIB,), (64 * MIB,), 1), np.dtype(np.uint8), [zeros])}
+    tree = DictNode(["w"], [ArrayNode("w", "uint8", (64 * MIB,), "numpy")])
+    files = encode_step(forged_record(tree), arrays, btree_path=BTREE, encoding=CODECS["small"])
+    assert len(files.btree) < MIB
+    with at_most(16 * MIB), pytest.raises(Corrupt, match="67108864 bytes in the index; 4096 are the most"):
         decode_step(files.manifest, files.btree, BTREE)
 
 

@@ -136,6 +136,7 @@ class Group:
         task = asyncio.create_task(_logged(work, name), name=f"tieredckpt {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # which a task that is cancelled at once has not begun
         return task
 
     def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
