@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tieredckpt._arguments import checked_step
 from tieredckpt.blobs.ram.find import FoundRam, find_ram
 from tieredckpt.blobs.ram.folder import ram_root
 from tieredckpt.blobs.ram.owner import Place
 from tieredckpt.blobs.ram.places import places_of
+from tieredckpt.blobs.wrap import Forward, Operation
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.engine import Engine
@@ -23,11 +24,13 @@ from tieredckpt.engine.opening.ram_choice import is_copy, notes
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.tier import marker_file
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 
 __all__ = ["Copied", "copy_steps"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
@@ -45,6 +48,20 @@ class Copied:
     """Bytes of all its arrays."""
     written: int
     """Bytes that were written for it; 0 if the other store had them all."""
+
+
+class _Target(Forward):
+    """The blob store that is copied to: its errors say so, and none is taken for damage of the source."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await call()
+        except Corrupt as error:  # such as a link where a folder belongs
+            if operation.verb != "put":
+                raise
+            raise TierUnavailable(f"the store that is copied to: {error}") from error
+        except (NoSpace, TierUnavailable) as error:
+            raise type(error)(f"the store that is copied to: {error}") from error
 
 
 async def copy_steps(
@@ -73,7 +90,8 @@ async def copy_steps(
             it was copied, or has steps in RAM alone.
         Corrupt: a chunk is intact nowhere in the source; the array is named. Steps with such chunks are not copied, and
             all others were.
-        NoSpace: of the target, of which a copy evicts nothing.
+        NoSpace: of the target, of which a copy evicts nothing. A step begins only where the target has room for it,
+            as far as its capacity and its file system tell.
         TierUnavailable: of the target, or of the source if nothing of it answers.
     """
     numbers = None if steps is None else [checked_step(step) for step in steps]
@@ -118,6 +136,8 @@ async def _copy(
         try:
             _check(source, target, records, ram)
             await _belong(source, target, records)
+            if (tier := target.state.tiers[0]).blobs is not None:
+                tier.blobs = _Target(tier.blobs)
             begun = True
             return await _copy_all(source, target, records, only=numbers is not None, progress=progress)
         finally:
@@ -179,7 +199,7 @@ async def _ram_of(here: StoreConfig, places: Collection[Place]) -> list[tuple[Fo
 def _check(
     source: Engine, target: Engine, records: Mapping[StepId, StepRecord], ram: Sequence[tuple[FoundRam, bool]]
 ) -> None:
-    """See that the target can take those steps beside its own. Raises `Conflict`."""
+    """Check that the target can take those steps beside its own. Raises `Conflict`."""
     state, marker, theirs = target.state, target.state.identity.marker, source.state.identity.marker
     tier, held = state.tiers[0], state.records()
     where = f"tier {tier.name!r} at {tier.config.location}"
@@ -219,7 +239,7 @@ def _check(
 
 
 async def _belong(source: Engine, target: Engine, records: Mapping[StepId, StepRecord]) -> None:
-    """Have steps of the source belong to the target, which holds none if they do not yet."""
+    """Make the source one of the stores whose steps belong to the target, if it holds none yet."""
     identity, theirs = target.state.identity, source.state.identity.marker
     assert identity.marker is not None
     assert theirs is not None

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reliability.tiers import FaultyTiers
 from support.limits import limit
 from support.object_stores import Place
 from support.proxy import proxy
 from support.scenes import assert_same, config, folder, ram, tree
 
-from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NoSpace, NotFound, copy_steps
+from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable, copy_steps
+from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig, dump_with_secrets
+from tieredckpt.errors import TieredCkptError
 
 
 def disk(path: Path, **settings: Any) -> StoreConfig:
@@ -38,7 +41,7 @@ async def source(tmp_path: Path) -> StoreConfig:
 
 
 async def content(settings: StoreConfig) -> list[Any]:
-    """All that a reader is told of a store's steps, and their trees."""
+    """What a reader sees of a store's steps, and their trees."""
     found = []
     async with CheckpointStore.open(settings, read_only=True) as store:
         for info in await store.steps():
@@ -236,6 +239,40 @@ async def test_a_copy_evicts_nothing(source: StoreConfig, tmp_path: Path) -> Non
         await copy_steps(source, small)
     async with CheckpointStore.open(small, read_only=True) as store:
         assert [info.step for info in await store.steps()] == [1, 2]
+
+
+async def test_a_step_begins_only_where_the_target_has_room_for_it(
+    source: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await copy_steps(source, disk(tmp_path / "target"), [1])
+    before = files(tmp_path / "target")
+
+    async def little(store: PosixStore) -> int:
+        return 1000
+
+    monkeypatch.setattr(PosixStore, "free", little)
+    with pytest.raises(NoSpace, match=r"target has 1000 B free; step 2 .* needs .*--steps"):
+        await copy_steps(source, disk(tmp_path / "target"))
+    assert files(tmp_path / "target") == before
+    assert [each.written for each in await copy_steps(source, disk(tmp_path / "target"), [1])] == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (Corrupt("a link stands there"), TierUnavailable),
+        (TierUnavailable("it is gone"), TierUnavailable),
+        (NoSpace("it is full"), NoSpace),
+    ],
+)
+async def test_an_error_of_the_target_is_told_as_such(
+    source: StoreConfig, tmp_path: Path, faults: FaultyTiers, error: TieredCkptError, kind: type[TieredCkptError]
+) -> None:
+    target = config({"far": folder(tmp_path / "target", retain="all")})
+    with pytest.raises(kind, match=f"the store that is copied to: {error}"):
+        await copy_steps(source, target, progress=lambda _: faults["far"].fail("put", error, key="packs/*"))
+    async with CheckpointStore.open(target, read_only=True) as store:
+        assert [info.step for info in await store.steps()] == [1]
 
 
 async def test_the_marker_of_a_target_that_compresses_says_so(source: StoreConfig, tmp_path: Path) -> None:

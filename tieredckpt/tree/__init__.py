@@ -1,8 +1,8 @@
 """Trees and leaves: a tree of any framework as a structure and arrays, and back.
 
 `flatten` takes a tree apart, `unflatten` puts it together from plain containers, `match` and `Match.build` in
-the image of a given tree, `select` chooses a part. `arrays` knows what an array is and where its bytes are;
-`snapshot` copies them.
+the image of a given tree, `select` chooses a part. `arrays` knows what an array is and where its bytes are, `casts`
+what a value becomes in another dtype, and `copies` copies arrays near their device.
 """
 
 from __future__ import annotations

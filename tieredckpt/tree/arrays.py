@@ -16,10 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.devices.base import Device, DeviceArray
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.structure import ArrayNode, Kind
 from tieredckpt.tree import shards
+from tieredckpt.tree.device_target import DeviceTarget, Filled
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype, storage_key
 from tieredckpt.tree.shards import Shard, Sharded
 
@@ -28,6 +30,7 @@ __all__ = [
     "MadeAs",
     "as_array_leaf",
     "as_template",
+    "device_view",
     "host_view",
     "load_frameworks",
     "load_kinds",
@@ -37,13 +40,16 @@ __all__ = [
     "restored_pieces",
     "row_major_bytes",
     "small_bytes",
+    "writable_arrays",
     "writable_part",
     "writable_view",
 ]
 
-_Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax", "shards"]
+_Family = Literal["numpy", "numpy-scalar", "numpy-subclass", "torch", "jax", "shards", "device"]
 
 _LOOK = attrgetter("dtype", "shape")
+_FILLABLE = attrgetter("flags.carray")
+"""Whether an array is writable, aligned and C-contiguous."""
 
 MadeAs = Literal["saved", "numpy", "torch", "jax"]
 """The kind of the arrays that are made without an example: what each was, or one for all."""
@@ -109,12 +115,27 @@ def looks(kind: Kind, values: Sequence[object]) -> Iterator[object]:
     return map(_LOOK, values)
 
 
+def device_view(leaf: ArrayLeaf) -> tuple[Device, Any] | None:
+    """The device in whose memory an array lies, and a view of it there; None for one whose bytes `host_view` has.
+
+    Devices are those of `tieredckpt.devices`: CUDA tensors, and arrays of a `DeviceArray`.
+    """
+    if leaf.kind == "torch":
+        from tieredckpt.tree import torch_leaves
+
+        return torch_leaves.device_view(leaf)
+    source = leaf.source
+    if isinstance(source, DeviceArray):
+        return source.device, source if leaf.part is None else source[leaf.part]
+    return None
+
+
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The array on the host, of the leaf's shape and dtype.
 
-    No copy of what lies in CPU memory, in whatever layout it lies; arrays of a device come through their
-    framework's copy. The view of a mutable leaf follows its changes. Raises `Invalid` when a jax array was
-    donated or deleted since the leaf was made.
+    No copy of what lies in CPU memory, in whatever layout it lies; arrays of a device that has no `device_view` come
+    through their framework's copy. The view of a mutable leaf follows its changes. Raises `Invalid` when a jax array
+    was donated or deleted since the leaf was made.
     """
     match leaf.kind:
         case "torch":
@@ -177,7 +198,7 @@ def writable_view(key: str, value: object) -> npt.NDArray[Any]:
     if not isinstance(value, np.ndarray) or family != "numpy":
         raise Invalid(
             f"leaf {key!r}: a {type(value).__name__} cannot be restored into; "
-            f"`into` takes NumPy arrays and torch CPU tensors (use `like` for the rest)"
+            f"`into` takes NumPy arrays, and torch tensors on the CPU and on CUDA devices (use `like` for the rest)"
         )
     checked_dtype(key, value.dtype, value.ndim)
     if not value.flags.writeable:
@@ -199,17 +220,30 @@ def writable_part(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     return part
 
 
-def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> object:
+def writable_arrays(leaves: Sequence[ArrayLeaf]) -> dict[str, npt.NDArray[Any]] | None:
+    """What `writable_part` gives of all leaves, by key, where each is a NumPy array that can be filled as it is."""
+    sources: list[Any] = [leaf.source for leaf in leaves]
+    plain = {*map(type, sources)} <= {np.ndarray} and all(map(_FILLABLE, sources))
+    if not plain or any(leaf.part is not None for leaf in leaves):
+        return None
+    return {leaf.key: source for leaf, source in zip(leaves, sources, strict=True)}
+
+
+def restored(template: ArrayLeaf, array: Filled) -> object:
     """``array`` as the kind of array that ``template`` is an example of.
+
+    Memory of a device, which was filled, is that of the result.
 
     NumPy arrays and torch CPU tensors share the memory of ``array``, jax arrays may, so it belongs to the
     result from here on. A read-only ``array`` is copied for torch and jax, which know no read-only memory.
     """
-    match template.kind:
-        case "torch":
-            from tieredckpt.tree import torch_leaves
+    if template.kind == "torch":
+        from tieredckpt.tree import torch_leaves
 
-            return torch_leaves.restored(template, array)
+        return torch_leaves.restored(template, array)
+    if isinstance(array, DeviceTarget):
+        return array.array
+    match template.kind:
         case "jax" | "jax-key":
             from tieredckpt.tree import jax_leaves
 
@@ -262,7 +296,7 @@ def _made_as(node: ArrayNode, kind: MadeAs) -> Kind:
     return kind
 
 
-def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
+def restored_pieces(pieces: Pieces, arrays: Mapping[str, Filled]) -> object:
     """What ``pieces`` are an example of, with the values of ``arrays`` by storage key; see `restored`."""
     value = pieces.source
     if _family(value) == "torch":
@@ -272,15 +306,17 @@ def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> o
     if _family(value) == "jax":
         from tieredckpt.tree import jax_leaves
 
-        return jax_leaves.restored_pieces(pieces, arrays)
+        on_host = {key: array for key, array in arrays.items() if not isinstance(array, DeviceTarget)}
+        return jax_leaves.restored_pieces(pieces, on_host)
     made = [_restored_shard(pieces, shard, arrays) for shard in shards.shards_of(value) or ()]
     return made[0] if isinstance(value, Shard) else Sharded(made)
 
 
-def _restored_shard(pieces: Pieces, shard: Shard, arrays: Mapping[str, npt.NDArray[Any]]) -> Shard:
+def _restored_shard(pieces: Pieces, shard: Shard, arrays: Mapping[str, Filled]) -> Shard:
     template = as_template(pieces.node.key, shard.array)
     assert isinstance(template, ArrayLeaf)
     box = Box(tuple(shard.offset), template.shape)
+    array: Filled
     if box.size:
         array = arrays[storage_key(pieces.node.key, pieces.node.shape, box)]
     else:
@@ -303,6 +339,8 @@ def _family_of_class(cls: type) -> _Family | None:
         return "numpy-scalar"
     if cls is Shard or cls is Sharded:
         return "shards"
+    if issubclass(cls, DeviceArray):
+        return "device"
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None and issubclass(cls, tensor):
         return "torch"
@@ -324,7 +362,7 @@ def _numpy_leaf(key: str, value: Any, family: _Family | None) -> ArrayLeaf | Non
             f"leaf {key!r}: a {type(value).__name__} holds more than an array and would not come back; "
             f"store what it holds as plain arrays (np.asarray)"
         )
-    dtype = checked_dtype(key, value.dtype, value.ndim)
-    if family == "numpy":
+    dtype = checked_dtype(key, value.dtype, len(value.shape))
+    if family in ("numpy", "device"):
         return ArrayLeaf(key, value, "numpy", value.shape, dtype, False, None)
     return ArrayLeaf(key, value, "numpy-scalar", (), dtype, True, None)

@@ -23,13 +23,15 @@ from tieredckpt.format.structure import (
     DictNode,
     ListNode,
     NamedTupleNode,
+    Node,
+    ObjectNode,
     TupleNode,
     TypedNode,
 )
 from tieredckpt.tree.objects import to_plain
 from tieredckpt.tree.typed import COUNTER, DEQUE, NAMESPACES, TENSOR, key_name
 
-__all__ = ["NAMESPACE", "Opened", "open_container"]
+__all__ = ["NAMESPACE", "Opened", "dict_with", "make_container", "node_name", "open_container"]
 
 NAMESPACE = "tieredckpt"
 """The namespace of optree in which programs register containers of their own for checkpoints."""
@@ -58,7 +60,7 @@ def open_container(path: str, value: object) -> Opened | None:
     registration calls static are not children: they are not stored, and come from ``like``. Raises `Invalid` for names
     that cannot be stored and for containers that fail to open.
     """
-    cls = type(value)
+    cls: Any = type(value)
     if cls is dict or cls is OrderedDict or cls is defaultdict:
         return _open_dict(path, value)
     if cls is list:
@@ -66,7 +68,7 @@ def open_container(path: str, value: object) -> Opened | None:
     if cls is tuple:
         return _open_sequence(value, TupleNode, tuple)
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
-        return _open_sequence(value, NamedTupleNode, cls._make, cls._fields)  # type: ignore[attr-defined]
+        return _open_sequence(value, NamedTupleNode, cls._make, cls._fields)
     if cls is deque:
         return _open_deque(path, value)
     try:
@@ -82,16 +84,37 @@ def _open_dict(path: str, value: Any) -> Opened:
     names = _plain_names(path, keys) if type(value) is not Counter else None
 
     def make(children: Sequence[Any]) -> object:
-        # A copy keeps the default factory, and attributes such as the _metadata of a torch state_dict.
-        fresh = copy.copy(value)
-        fresh.clear()
-        fresh.update(dict(zip(keys, children, strict=True)))  # a Counter would count what is no dict
-        return fresh
+        return dict_with(value, keys, children)
 
     if names is not None:
         return Opened(DictNode, names, list(value.values()), make)
     of = COUNTER if type(value) is Counter else MAP
     return Opened(TypedNode, [key_name(path, _plain_key(key)) for key in keys], list(value.values()), make, of)
+
+
+def dict_with(value: Any, keys: Sequence[object], children: Sequence[Any]) -> object:
+    """A dict of the kind of ``value`` with these keys."""
+    # A copy keeps the default factory, and attributes such as the _metadata of a torch state_dict.
+    fresh = copy.copy(value)
+    fresh.clear()
+    fresh.update(dict(zip(keys, children, strict=True)))  # a Counter would count what is no dict
+    return fresh
+
+
+def make_container(path: str, node: ContainerNode, opened: Opened, children: Sequence[Any]) -> object:
+    """The container ``opened`` again with restored children; raises `Invalid` where it refuses them."""
+    try:
+        return opened.make(children)
+    except TieredCkptError:
+        raise
+    except Exception as error:
+        kind = f"{node_name(node)} of {len(children)}"
+        raise Invalid(f"{show_key(path)}: the {kind} of `like` refused its restored children: {error}") from error
+
+
+def node_name(node: Node) -> str:
+    """What a node is called in the format, for people."""
+    return str(node.of if isinstance(node, TypedNode | ObjectNode) else type(node).__struct_config__.tag)
 
 
 def _plain_names(path: str, keys: Sequence[object]) -> list[str | int] | None:

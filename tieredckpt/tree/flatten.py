@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from tieredckpt.devices.base import Device, Event
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.format.keys import LEAF_KEY, MAX_KEY_BYTES, ROOT, child_key, show_key
 from tieredckpt.format.structure import (
@@ -29,6 +28,7 @@ from tieredckpt.format.structure import (
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import MadeAs, as_array_leaf, made
 from tieredckpt.tree.containers import NAMESPACE, Opened, open_container
+from tieredckpt.tree.device_target import DeviceTarget, Filled
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, array_node
 from tieredckpt.tree.objects import object_node, restored_object
 from tieredckpt.tree.typed import made_typed
@@ -71,6 +71,8 @@ class Flat:
     """What this rank stores a share of."""
     form: object = None
     """What trees that differ in values alone have in common; None where that is not known."""
+    ready: Mapping[Device, Event] = field(default_factory=dict)
+    """Of each device that has some of the arrays: when they are what is to be saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,7 @@ def skeleton(
     return Skeleton(structure, tuple(arrays), tuple(containers), objects)
 
 
-def unflatten(
-    structure: Node, arrays: Mapping[str, npt.NDArray[Any]], kind: MadeAs = "numpy", path: str = ROOT
-) -> object:
+def unflatten(structure: Node, arrays: Mapping[str, Filled], kind: MadeAs = "numpy", path: str = ROOT) -> object:
     """The tree of ``structure``, at ``path``, in plain containers, with ``arrays`` by key as leaves.
 
     Lists stay lists and tuples tuples, and what `tieredckpt.tree.typed` and `tieredckpt.tree.objects` know comes back
@@ -193,7 +193,13 @@ def unflatten(
     Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array, `Corrupt` for one of another
     dtype or shape and for what is malformed, and `Invalid` for what cannot be made so.
     """
-    return plain_tree(structure, lambda node: made(node, stored_array(node, arrays), kind), path)
+
+    def leaf(node: ArrayNode) -> object:
+        array = stored_array(node, arrays)
+        assert not isinstance(array, DeviceTarget), "without an example, arrays are made on the host"
+        return made(node, array, kind)
+
+    return plain_tree(structure, leaf, path)
 
 
 def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object], path: str = ROOT) -> object:
@@ -218,7 +224,7 @@ def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object], path: str =
     return dict(zip(names, children, strict=True))
 
 
-def stored_array(node: ArrayNode, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def stored_array(node: ArrayNode, arrays: Mapping[str, Filled]) -> Filled:
     """The array that ``node`` names, in the dtype that it names (zarr keeps times as int64).
 
     Raises `NotFound` for a missing array, `Corrupt` for one of another dtype or shape.
@@ -227,7 +233,11 @@ def stored_array(node: ArrayNode, arrays: Mapping[str, npt.NDArray[Any]]) -> npt
     if array is None:
         raise NotFound(f"array {node.key!r} is named by the tree's structure and was not given")
     dtype = dtype_from_name(node.dtype)
-    if dtype.kind in "mM" and array.dtype == np.dtype(np.int64).newbyteorder(dtype.byteorder):
+    if (
+        dtype.kind in "mM"
+        and not isinstance(array, DeviceTarget)
+        and array.dtype == np.dtype(np.int64).newbyteorder(dtype.byteorder)
+    ):
         array = array.view(dtype)
     if array.shape != node.shape or array.dtype != dtype:
         raise Corrupt(

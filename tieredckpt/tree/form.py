@@ -1,22 +1,23 @@
 """The form of a tree (containers, names, and the shapes and dtypes of arrays), and trees that have it again.
 
-A training saves the same tree over and over, with other values. What `flatten` found out about it once is then only
-compared, column by column, without a call for each leaf where that can be avoided.
+A training saves the same tree over and over, with other values, and restores into it. What `flatten` found out about
+it once is then only compared, column by column, without a call for each leaf where that can be avoided.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import eq
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import msgspec
 
-from tieredckpt.format.keys import LEAF_KEY, ROOT, child_key
+from tieredckpt.errors import Invalid
+from tieredckpt.format.keys import LEAF_KEY, ROOT, child_key, show_key
 from tieredckpt.format.structure import (
     CONTAINERS,
     ArrayNode,
@@ -27,17 +28,20 @@ from tieredckpt.format.structure import (
     NoneNode,
     ObjectNode,
     TypedNode,
+    names_of,
     scalar_node,
+    scalar_value,
     walk,
     with_children,
 )
-from tieredckpt.tree.arrays import as_array_leaf, looks
-from tieredckpt.tree.containers import open_container
+from tieredckpt.tree.arrays import as_array_leaf, looks, restored
+from tieredckpt.tree.containers import dict_with, make_container, open_container
+from tieredckpt.tree.device_target import Filled
 from tieredckpt.tree.flatten import Flat, Skeleton, flat_of, skeleton
 from tieredckpt.tree.leaf import ArrayLeaf
-from tieredckpt.tree.objects import object_node
+from tieredckpt.tree.objects import object_node, restored_object
 
-__all__ = ["Flattener"]
+__all__ = ["Flattener", "Refill"]
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _ONE_BY_ONE: Final = ("jax", "jax-key")
@@ -62,6 +66,31 @@ class Flattener:
         flat = flat_of(found)
         self._last = None if flat.in_pieces else _Form(tree, found, flat.arrays)
         return dataclasses.replace(flat, form=self._last)
+
+    def refill(self, tree: object, structure: Node) -> Refill | None:
+        """How ``tree`` is filled with a step of that structure, if they differ in values alone; else see `match`."""
+        try:
+            form = (flat := self.flatten(tree)).form
+        except Invalid:  # such as a leaf that stands for whatever is there
+            return None
+        if not isinstance(form, _Form) or (values := form.fitted(tree, structure)) is None:
+            return None
+        return Refill(flat.arrays, form, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """A tree of a known form whose arrays are to be filled; as a `tieredckpt.tree.match.Match` of it."""
+
+    leaves: tuple[ArrayLeaf, ...]
+    _form: _Form
+    _values: list[Any]
+    as_saved: tuple[ArrayNode, ...] = ()
+    scalars: tuple[ArrayNode, ...] = ()
+
+    def build(self, arrays: Mapping[str, Filled]) -> object:
+        """As `Match.build`, from arrays that were given: the memory of the tree's own."""
+        return self._form.rebuilt(self._values, [restored(leaf, arrays[leaf.key]) for leaf in self.leaves])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +125,23 @@ class _Level:
             about = opened.of, msgspec.json.encode(opened.about)
             return opened.children if about == (self.node.of, msgspec.json.encode(self.node.about)) else None
         return opened.children
+
+    def fits(self, node: Node) -> TypeGuard[ContainerNode]:
+        """Whether a stored node is this container, but for its children."""
+        if type(node) is not type(self.node) or list(names_of(node)) != self.names:
+            return False
+        if isinstance(node, TypedNode) and isinstance(self.node, TypedNode):
+            return (node.of, msgspec.json.encode(node.about)) == (self.node.of, msgspec.json.encode(self.node.about))
+        return True
+
+    def remade(self, value: Any, children: Sequence[object]) -> object:
+        """The container ``value`` with other children. Raises `Invalid` where it cannot be made."""
+        if self.by_key:
+            return dict_with(value, self.names, children)
+        opened = open_container(self.path, value)
+        if opened is None:
+            raise Invalid(f"{show_key(self.path)}: it is no container any more; it changed while it was restored into")
+        return make_container(self.path, self.node, opened, children)
 
 
 class _Column:
@@ -160,17 +206,60 @@ class _Form:
 
     def flatten(self, tree: object) -> Flat | None:
         """As `Flattener.flatten`; None for a tree of another form."""
+        found = self._opened(tree)
+        if found is None:
+            return None
+        arrays = self._arrays([found[place] for place in self._places])
+        if arrays is None:
+            return None
+        structure = self._structure(found)
+        return None if structure is None else Flat(structure, tuple(arrays), form=self)
+
+    def _opened(self, tree: object) -> list[Any] | None:
+        """Everything in ``tree``, by place; None if its containers are others."""
         found = [tree]
         for level in self._levels:
             children = level.children(found[level.place])
             if children is None:
                 return None
             found += children
-        arrays = self._arrays([found[place] for place in self._places])
-        if arrays is None:
+        return found
+
+    def fitted(self, tree: object, structure: Node) -> list[Any] | None:
+        """Everything in ``tree``, which is of this form, by place, with the scalars and objects of a stored structure.
+
+        None if the structure is of another form, or has what ``tree`` cannot hold.
+        """
+        values, nodes = self._opened(tree), [structure]
+        for level in self._levels:
+            if not level.fits(node := nodes[level.place]):
+                return None
+            nodes += node.children
+        if values is None or [nodes[place] for place in self._places] != [self._nodes[place] for place in self._places]:
             return None
-        structure = self._structure(found)
-        return None if structure is None else Flat(structure, tuple(arrays), form=self)
+        for place, key in self._scalars:
+            node = nodes[place]
+            if type(scalar_node(key, values[place])) is not type(node):
+                return None
+            values[place] = scalar_value(node)
+        try:
+            for place, key, _ in self._objects:
+                node, like = nodes[place], object_node(key, values[place])
+                if not (isinstance(node, ObjectNode) and isinstance(like, ObjectNode) and node.of == like.of):
+                    return None
+                values[place] = restored_object(key, node, values[place])
+        except Invalid:
+            return None
+        return values
+
+    def rebuilt(self, values: list[Any], arrays: Iterable[object]) -> object:
+        """A tree of this form: ``values`` by place with the containers as they were, and the arrays in its order."""
+        for place, array in zip(self._places, arrays, strict=True):
+            values[place] = array
+        for level in reversed(self._levels):
+            children = values[level.first : level.first + len(level.names)]
+            values[level.place] = level.remade(values[level.place], children)
+        return values[0]
 
     def _arrays(self, sources: Sequence[object]) -> list[ArrayLeaf] | None:
         if not all(column.fits(kind, sources) for kind, column in self._columns.items()):

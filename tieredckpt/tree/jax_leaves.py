@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, NoSpace
 from tieredckpt.format.structure import Kind
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
-__all__ = ["Level", "as_array_leaf", "as_template", "host_view", "made", "one_level", "restored", "restored_pieces"]
+__all__ = [
+    "Level",
+    "as_array_leaf",
+    "as_template",
+    "copies",
+    "host_view",
+    "made",
+    "one_level",
+    "restored",
+    "restored_pieces",
+]
 
 
 class Level(NamedTuple):
@@ -80,9 +90,35 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
         if array.is_deleted():
             raise Invalid(
                 f"leaf {leaf.array!r}: the jax array was donated or deleted while its capture was pending; "
-                f'save with capture="copy", or await reached("ram") before donating'
+                f'save with capture="copy", "device" or "pinned_host", or await reached("ram") before donating'
             ) from error
         raise Invalid(f"leaf {leaf.array!r}: jax could not copy the array to the host: {error}") from error
+
+
+def copies(leaves: Sequence[ArrayLeaf], memory: Literal["device", "pinned_host"]) -> list[jax.Array]:
+    """Copies of the leaves' arrays, which jax makes behind the caller, before it gives their memory to a donation.
+
+    Raises `Invalid` if the devices have no such memory, and `NoSpace` if it has no room.
+    """
+    of: dict[int, Any] = {id(leaf.source): leaf.source for leaf in leaves}
+    for name, array in of.items():
+        if array.is_fully_replicated:  # one of the devices that have it alike suffices
+            of[name] = array.addressable_data(0)
+    try:
+        where = [array.sharding for array in of.values()]  # what was offloaded to the host stays there
+        if memory == "pinned_host":
+            where = [sharding.with_memory_kind(memory) for sharding in where]
+        # Aliases would go with the arrays, such as of what lies in pinned memory already.
+        made = jax.device_put(list(of.values()), where, may_alias=False)
+    except (ValueError, NotImplementedError) as error:
+        raise Invalid(f"capture={memory!r}: jax has no such memory on these devices: {error}") from error
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        nbytes = sum(array.nbytes for array in of.values())
+        raise NoSpace(f"the memory {memory!r} of the jax devices has no room for {nbytes} bytes: {error}") from error
+    by_source = dict(zip(of, made, strict=True))
+    return [by_source[id(leaf.source)] for leaf in leaves]
 
 
 def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
@@ -97,7 +133,19 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
     result = jax.device_put(data, like.sharding if getattr(like, "committed", True) else None)
     if result.dtype != template.dtype:
         raise Invalid(f"leaf {template.array!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
-    return result
+    return _as_weak(like, result)
+
+
+def _as_weak(like: jax.Array | jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
+    """``array`` weakly typed if ``like`` is, as what began as Python's 0; jax would compile anew for it."""
+    if not getattr(like, "weak_type", False):
+        return array
+    # What jax makes of Python's numbers is weakly typed, and stays so when it is overwritten.
+    number = array.dtype.type(0).item()
+    weak = jax.numpy.full(array.shape, number).at[...].set(array)
+    if weak.dtype != array.dtype:
+        return array
+    return jax.device_put(weak, like.sharding if getattr(like, "committed", True) else None)
 
 
 def made(key: str, array: npt.NDArray[Any], prng: str | None) -> jax.Array:
@@ -123,7 +171,8 @@ def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> j
 
     prng = pieces.node.prng
     if prng is None:
-        return jax_shards.restored(pieces, arrays, lambda data: data)
+        like: Any = pieces.source
+        return _as_weak(like, jax_shards.restored(pieces, arrays, lambda data: data))
     return jax_shards.restored(pieces, arrays, lambda data: jax.random.wrap_key_data(data, impl=prng))
 
 

@@ -89,6 +89,8 @@ class ArraySpec:
     shape: tuple[int, ...]
     kind: Kind
     """What it was in the tree that was saved."""
+    prng: str | None = None
+    """Implementation of a typed PRNG key, such as ``threefry2x32``; dtype and shape are those of its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def array_node(leaf: ArrayLeaf) -> ArrayNode:
 
 def array_spec(node: ArrayNode) -> ArraySpec:
     """What a step has for ``node``, for people and programs."""
-    return ArraySpec(node.key, dtype_from_name(node.dtype), node.shape, node.kind)
+    return ArraySpec(node.key, dtype_from_name(node.dtype), node.shape, node.kind, node.prng)
 
 
 def nothing(node: ArrayNode, dtype: np.dtype[Any]) -> ArrayLeaf:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-import numpy.typing as npt
+import numpy as np
 
-from tieredckpt.errors import Invalid, TieredCkptError
+from tieredckpt.errors import Invalid
 from tieredckpt.format.keys import show_key
 from tieredckpt.format.structure import (
     CONTAINERS,
@@ -25,11 +25,15 @@ from tieredckpt.format.structure import (
     scalar_value,
     walk,
 )
+from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import as_template, restored, restored_pieces
-from tieredckpt.tree.containers import Opened
+from tieredckpt.tree.casts import as_array, cast, castable, fits_array, fits_scalar
+from tieredckpt.tree.containers import Opened, make_container, node_name
+from tieredckpt.tree.device_target import Filled
 from tieredckpt.tree.flatten import skeleton, stored_array, unflatten
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces
 from tieredckpt.tree.objects import ENUM, object_node, restored_object
+from tieredckpt.tree.select import choose
 from tieredckpt.tree.typed import DEQUE, TENSOR
 
 __all__ = ["AS_SAVED", "Match", "match"]
@@ -57,15 +61,25 @@ class Match:
     structure: Node
     """Of ``like``, in its own order."""
     leaves: tuple[ArrayLeaf, ...]
-    """The arrays of ``like``, in its own order, or the pieces of them that it asks for."""
+    """The arrays of ``like`` that are read, in its own order, or the pieces that it asks for; of the stored dtypes."""
     as_saved: tuple[ArrayNode, ...]
     """The arrays of the step where ``like`` has `AS_SAVED`."""
+    scalars: tuple[ArrayNode, ...]
+    """The arrays of the step where ``like`` has a scalar."""
     _arrays: tuple[ArrayLeaf | Pieces, ...]
     _containers: tuple[Opened, ...]
     _stored: Mapping[str, Node]
     _objects: Mapping[str, object]
+    _kept: Collection[str] = ()
 
-    def build(self, arrays: Mapping[str, npt.NDArray[Any]]) -> object:
+    @property
+    def cast(self) -> set[str]:
+        """The keys of the arrays that are read in another dtype than ``like`` has."""
+        pieces = [piece for leaf in self._arrays for piece in _pieces(leaf)]
+        wanted = {piece.key: piece.dtype for piece in pieces}
+        return {leaf.key for leaf in self.leaves if leaf.dtype != wanted[leaf.key]}
+
+    def build(self, arrays: Mapping[str, Filled]) -> object:
         """The restored tree: containers of the types of ``like``, arrays of its kinds, scalars and objects as stored.
 
         Args:
@@ -75,8 +89,8 @@ class Match:
         Raises `NotFound` for a missing array, `Corrupt` for one of another dtype or shape, and `Invalid` for
         a container that cannot be made from the restored children.
         """
-        nodes = walk(self.structure)
-        return _Build(nodes, iter(self._arrays), iter(self._containers), self._stored, arrays, self._objects).next()
+        nodes, leaves, containers = walk(self.structure), iter(self._arrays), iter(self._containers)
+        return _Build(nodes, leaves, containers, self._stored, arrays, self._objects, self._kept).next()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,40 +101,68 @@ class _Build:
     leaves: Iterator[ArrayLeaf | Pieces]
     containers: Iterator[Opened]
     stored: Mapping[str, Node]
-    arrays: Mapping[str, npt.NDArray[Any]]
+    arrays: Mapping[str, Filled]
     objects: Mapping[str, object]
+    kept: Collection[str]
 
     def next(self) -> object:
         path, node = next(self.nodes)
-        stored = self.stored[path]
+        if path in self.kept and not isinstance(node, CONTAINERS):
+            return self._of_like(path, node)
         if self.objects.get(path) is AS_SAVED:
-            return unflatten(stored, self.arrays, "saved", path)
-        if isinstance(stored, ArrayNode):
-            leaf = next(self.leaves)
-            if isinstance(leaf, ArrayLeaf):
-                return restored(leaf, stored_array(stored, self.arrays))
-            nodes = [msgspec.structs.replace(stored, key=piece.key, shape=piece.shape) for piece in leaf.leaves]
-            return restored_pieces(leaf, {node.key: stored_array(node, self.arrays) for node in nodes})
-        if isinstance(stored, ObjectNode):
-            return restored_object(path, stored, self.objects.get(path))
+            return unflatten(self.stored[path], self.arrays, "saved", path)
+        if isinstance(node, ArrayNode):
+            return self._array(path, next(self.leaves))
         if not isinstance(node, CONTAINERS):
+            stored = self.stored[path]
+            if isinstance(stored, ObjectNode):
+                return restored_object(path, stored, self.objects.get(path))
+            if isinstance(stored, ArrayNode):
+                number = stored_array(stored, self.arrays)
+                assert isinstance(number, np.ndarray), "it is read to the host"
+                return number.item()
             assert not isinstance(stored, CONTAINERS)
             return scalar_value(stored)
         opened = next(self.containers)
         children = []
         for _ in opened.children:
             children.append(self.next())  # noqa: PERF401  # a comprehension costs a frame per level
-        try:
-            return opened.make(children)
-        except TieredCkptError:
-            raise
-        except Exception as error:
-            raise Invalid(
-                f"{show_key(path)}: the {_name(node)} of `like` refused its restored children: {error}"
-            ) from error
+        return make_container(path, node, opened, children)
+
+    def _array(self, path: str, leaf: ArrayLeaf | Pieces) -> object:
+        stored = self.stored[path]
+        pieces = _pieces(leaf)
+        made: dict[str, Filled]
+        if not isinstance(stored, ArrayNode):
+            made = {piece.key: as_array(stored, piece.dtype) for piece in pieces}
+        elif isinstance(leaf, ArrayLeaf):
+            made = {leaf.key: cast(path, stored_array(stored, self.arrays), leaf.dtype)}
+        else:
+            nodes = [msgspec.structs.replace(stored, key=piece.key, shape=piece.shape) for piece in pieces]
+            found = zip(pieces, nodes, strict=True)
+            made = {piece.key: cast(path, stored_array(node, self.arrays), piece.dtype) for piece, node in found}
+        return restored(leaf, made[leaf.key]) if isinstance(leaf, ArrayLeaf) else restored_pieces(leaf, made)
+
+    def _of_like(self, path: str, node: Node) -> object:
+        if isinstance(node, ArrayNode):
+            return next(self.leaves).source
+        return self.objects[path] if path in self.objects else scalar_value(node)  # type: ignore[arg-type]  # no container
 
 
-def match(like: object, structure: Node, *, part: bool = False) -> Match:
+def _pieces(leaf: ArrayLeaf | Pieces) -> tuple[ArrayLeaf, ...]:
+    return (leaf,) if isinstance(leaf, ArrayLeaf) else leaf.leaves
+
+
+def match(
+    like: object,
+    structure: Node,
+    *,
+    part: bool = False,
+    casts: bool = False,
+    fills: bool = False,
+    keys: Sequence[str] | None = None,
+    whole: Node | None = None,
+) -> Match:
     """``structure`` as fitting ``like``, or one `Invalid` that lists every difference.
 
     Args:
@@ -130,30 +172,41 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
             one of its type, whatever the value, but the member of an enum only one whose name and value its class
             has; a wrapper tensor one of the same description. Containers match those of their kind (dict, list,
             tuple, namedtuple, dataclass, custom, and those that are stored with their type) with the same keys, in
-            any order; a dict key ``1`` matches ``"1"``. `AS_SAVED` matches whatever is there.
-        structure: as stored.
+            any order; a dict key ``1`` matches ``"1"``. `AS_SAVED` matches whatever is there. A scalar matches an
+            array without dimensions, and such an array a scalar, as `tieredckpt.tree.casts` says.
+        structure: as stored, or the part of it that ``keys`` select.
         part: ``like`` may leave out what the step has.
+        casts: arrays of other dtypes match too, if they can be cast.
+        fills: the arrays of ``like`` are filled in place, so that they must have the stored dtypes.
+        keys: what of the step is wanted; leaves of ``like`` that they do not choose come back as they are.
+        whole: the structure that ``keys`` select from.
     """
     wanted = skeleton(like, as_template, _as_object)
     wanted_structure = wanted.structure
     stored = dict(walk(structure))
     if not wanted.objects and wanted_structure == structure:
-        return Match(wanted_structure, wanted.leaves, (), wanted.arrays, wanted.containers, stored, {})
+        return Match(wanted_structure, wanted.leaves, (), (), wanted.arrays, wanted.containers, stored, {})
     likes = dict(walk(wanted_structure))
+    kept = _kept(likes, keys)
+    containers = dict(walk(whole)) if kept and whole is not None else {}
     unseen = [path for path, value in wanted.objects.items() if value is AS_SAVED and path in stored]
     as_saved = {path: node for top in unseen for path, node in walk(stored[top], top)}
     if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
         raise Invalid(
             f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, the step one {_show(structure)}"
         )
-    missing = [path for path, node in likes.items() if path not in stored and _is_end(node)]
+    missing = [path for path, node in likes.items() if path not in stored and _is_end(node) and path not in kept]
     known = likes.keys() | as_saved
     extra = [] if part else [path for path, node in stored.items() if path not in known and _is_end(node)]
-    mismatched = [
-        f"{show_key(path)} ({why})"
-        for path, node in likes.items()
-        if path in stored and path not in as_saved and (why := _difference(path, node, stored[path], wanted.objects))
-    ]
+    compared = [path for path in likes if path in stored and path not in as_saved and path not in kept]
+    dtypes = {leaf.array: leaf.dtype for leaf in wanted.leaves}
+    mismatched = []
+    for path in compared:
+        node, found = likes[path], stored[path]
+        if isinstance(node, CONTAINERS) and path in containers and _fits(node, containers[path]):
+            continue  # a list of which ``keys`` select a part has become a dict
+        if why := _difference(path, node, found, wanted.objects, dtypes.get(path), casts=casts, fills=fills):
+            mismatched.append(f"{show_key(path)} ({why})")
     if missing or extra or mismatched:
         parts = [
             _listed("missing from the step", [repr(path) for path in missing]),
@@ -165,7 +218,35 @@ def match(like: object, structure: Node, *, part: bool = False) -> Match:
             f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
         )
     arrays = tuple(node for node in as_saved.values() if isinstance(node, ArrayNode))
-    return Match(wanted_structure, wanted.leaves, arrays, wanted.arrays, wanted.containers, stored, wanted.objects)
+    pairs = [(likes[path], stored[path]) for path in compared]
+    numbers = tuple(found for node, found in pairs if isinstance(found, ArrayNode) and not isinstance(node, ArrayNode))
+    return Match(
+        wanted_structure,
+        _to_read(wanted.leaves, stored, kept),
+        arrays,
+        numbers,
+        wanted.arrays,
+        wanted.containers,
+        stored,
+        wanted.objects,
+        kept,
+    )
+
+
+def _kept(likes: Mapping[str, Node], keys: Sequence[str] | None) -> set[str]:
+    """The leaves of ``like`` that ``keys`` do not choose."""
+    ends = [path for path, node in likes.items() if _is_end(node)]
+    return set() if keys is None else set(ends).difference(*[chosen for _, chosen in choose(keys, ends)])
+
+
+def _to_read(leaves: Sequence[ArrayLeaf], stored: Mapping[str, Node], kept: Collection[str]) -> tuple[ArrayLeaf, ...]:
+    found = []
+    for leaf in leaves:
+        node = stored.get(leaf.array)
+        if leaf.array not in kept and isinstance(node, ArrayNode):
+            dtype = dtype_from_name(node.dtype)
+            found.append(leaf if leaf.dtype == dtype else msgspec.structs.replace(leaf, dtype=dtype))
+    return tuple(found)
 
 
 def _as_object(key: str, value: object) -> Node | None:
@@ -176,12 +257,33 @@ def _is_end(node: Node) -> bool:
     return not (isinstance(node, CONTAINERS) and node.children)
 
 
-def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, object]) -> str:
-    """Why ``stored`` is not as ``like``; empty when it is."""
+def _difference(
+    path: str,
+    like: Node,
+    stored: Node,
+    objects: Mapping[str, object],
+    dtype: np.dtype[Any] | None,
+    *,
+    casts: bool,
+    fills: bool,
+) -> str:
+    """Why ``stored`` is not as ``like``, of ``dtype`` if it is an array; empty when it is."""
     if type(stored) is ArrayNode and like == stored:  # as most are
         return ""
+    differ = f"like: {_show(like)}, step: {_show(stored)}"
+    if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
+        if _fits(like, stored):
+            return ""
+        if like.shape != stored.shape or like.prng or stored.prng or dtype is None or fills:
+            return differ
+        if not castable(dtype_from_name(stored.dtype), dtype):
+            return differ
+        return "" if casts else f"{differ}; cast=True converts it"
+    if isinstance(like, ArrayNode) and not like.shape and not like.prng and dtype is not None and not fills:
+        why = fits_array(stored, dtype, may_round=casts)
+        return f"like: {_show(like)}, and {why}" if why else ""
     if not _fits(like, stored):
-        return f"like: {_show(like)}, step: {_show(stored)}"
+        return differ
     if isinstance(stored, ObjectNode):
         try:
             restored_object(path, stored, objects.get(path))
@@ -193,6 +295,8 @@ def _difference(path: str, like: Node, stored: Node, objects: Mapping[str, objec
 def _fits(like: Node, stored: Node) -> bool:
     if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
         return (like.dtype, like.shape, like.prng) == (stored.dtype, stored.shape, stored.prng)
+    if isinstance(stored, ArrayNode) and fits_scalar(like, stored):
+        return True
     if _is_plain_form(like, stored):
         return True
     if isinstance(like, ObjectNode) and isinstance(stored, ObjectNode):
@@ -219,8 +323,7 @@ def _show(node: Node) -> str:
 
 
 def _name(node: Node) -> str:
-    tag = node.of if isinstance(node, TypedNode | ObjectNode) else type(node).__struct_config__.tag
-    return f"{tag} of {len(node.children)}" if isinstance(node, CONTAINERS) else str(tag)
+    return f"{node_name(node)} of {len(node.children)}" if isinstance(node, CONTAINERS) else node_name(node)
 
 
 def _listed(title: str, items: list[str]) -> str:

@@ -21,6 +21,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from tieredckpt._decoders import converted
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.structure import (
     MAX_INLINE_BYTES,
@@ -103,7 +104,7 @@ def from_plain(key: str, plain: object, classes: Sequence[type[Enum]] = (), dept
         return tuple([from_plain(key, item, classes, depth - 1) for item in plain])
     if isinstance(plain, dict):
         try:
-            node = msgspec.convert(plain, ScalarNode | ObjectNode)
+            node = converted(plain, ScalarNode | ObjectNode)
         except (msgspec.ValidationError, RecursionError) as error:
             raise Corrupt(f"leaf {key!r} is malformed: {error}") from error
         return _made(key, node, classes, depth=depth - 1) if isinstance(node, ObjectNode) else scalar_value(node)
@@ -140,7 +141,7 @@ def _parts(key: str, codec: Codec, value: object, depth: int) -> Plain:
 
 
 def _made(
-    key: str, node: ObjectNode, classes: Sequence[type[Enum]], like: object = None, depth: int = MAX_PLAIN_DEPTH
+    key: str, node: ObjectNode, classes: Sequence[type[Enum]], like: Any = None, depth: int = MAX_PLAIN_DEPTH
 ) -> Any:
     codecs = _codecs(node.of)
     # A range of a few bytes would be a set, or arguments, of any number of items.
@@ -158,7 +159,7 @@ def _made(
         if node.of == _ENUM.of:
             return _member(key, parts, classes)
         if node.of == "torch-generator" and like is not None:
-            parts = (str(like.device), parts[1])  # type: ignore[attr-defined]
+            parts = (str(like.device), parts[1])
         made = codecs[node.of].make(parts)
     except Invalid:
         raise

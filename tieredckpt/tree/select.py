@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
 from tieredckpt.errors import Invalid, NotFound
@@ -23,7 +23,7 @@ from tieredckpt.format.structure import (
 )
 from tieredckpt.tree.typed import FIXED
 
-__all__ = ["choose", "select"]
+__all__ = ["choose", "select", "without"]
 
 _COMPARED = 10_000
 
@@ -54,6 +54,18 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
     part = _pruned(ROOT, structure, kept)
     assert part is not None
     return part
+
+
+def without(structure: Node, keys: Collection[str]) -> Node:
+    """``structure`` without the leaves of these keys, and without containers that had nothing else.
+
+    What is kept keeps its key, as `select` says; a structure of which nothing is left is an empty dict.
+    """
+    if not keys:
+        return structure
+    ends = {path for path, node in walk(structure) if not (isinstance(node, CONTAINERS) and node.children)}
+    part = _pruned(ROOT, structure, ends.difference(keys)) if isinstance(structure, CONTAINERS) else None
+    return part if part is not None else DictNode([], [])
 
 
 def choose(patterns: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -10,18 +10,26 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from tieredckpt.devices.base import Device
 from tieredckpt.errors import Invalid
+from tieredckpt.tree.device_target import DeviceTarget, Filled
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
 __all__ = [
     "as_array_leaf",
     "as_template",
+    "device_view",
+    "held",
     "host_view",
     "made",
     "restored",
     "restored_pieces",
     "small_bytes",
+    "stamp",
+    "version",
     "writable_view",
 ]
 
@@ -110,6 +118,39 @@ def look(tensor: Any) -> object:
     return (tensor.dtype, tensor.shape) if stored else None  # a nested one has no shape
 
 
+def stamp(leaf: ArrayLeaf) -> object:
+    """As of `tieredckpt.tree.changes.stamp`."""
+    tensor, now = _tensor(leaf), version(leaf)
+    form = tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    # The reference keeps the address of the storage from being taken by another one.
+    return None if now is None else (StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), now, *form)
+
+
+def device_view(leaf: ArrayLeaf) -> tuple[Device, torch.Tensor] | None:
+    """As of `tieredckpt.tree.arrays.device_view`: of a CUDA tensor."""
+    tensor = _tensor(leaf)
+    if not tensor.is_cuda:
+        return None
+    from tieredckpt.devices import cuda
+
+    tensor = tensor.detach()
+    return cuda.device_of(tensor), tensor if leaf.part is None else tensor[leaf.part]
+
+
+def held(leaf: ArrayLeaf) -> ArrayLeaf:
+    """As of `tieredckpt.tree.changes.held`: a tensor over the same memory, with the same version counter."""
+    return replace(leaf, source=_tensor(leaf).detach())
+
+
+def version(leaf: ArrayLeaf) -> int | None:
+    """The tensor's version counter, which views of it share; None for a tensor of inference mode, which has none."""
+    tensor = _tensor(leaf)
+    if tensor.is_inference():
+        return None
+    found: int = tensor._version
+    return found
+
+
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The tensor's array: a view of CPU memory, else a copy by torch, of no more than the leaf."""
     tensor = _tensor(leaf)
@@ -168,9 +209,11 @@ def writable_view(key: str, value: object) -> npt.NDArray[Any]:
     return host_view(leaf)
 
 
-def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> torch.Tensor:
+def restored(template: ArrayLeaf, array: Filled) -> torch.Tensor:
     """``array`` as a tensor, or Parameter, on the template's device (the CPU for a meta tensor)."""
     like = _tensor(template)
+    if isinstance(array, DeviceTarget):
+        return _of_kind(like, array.array)
     data = array if array.flags.writeable else array.copy()
     carried = _CARRIED.get(like.dtype)
     if carried is None:
@@ -180,6 +223,10 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(data.view(carrier)).view(like.dtype)
     if like.device.type not in ("cpu", "meta"):
         tensor = tensor.to(like.device)
+    return _of_kind(like, tensor)
+
+
+def _of_kind(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if type(like) is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     return tensor.requires_grad_(like.requires_grad)
@@ -195,7 +242,7 @@ def made(key: str, array: npt.NDArray[Any]) -> torch.Tensor:
     return restored(_template(key, torch.empty(data.shape, dtype=dtype, device="meta")), data)
 
 
-def restored_pieces(pieces: Pieces, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
+def restored_pieces(pieces: Pieces, arrays: Mapping[str, Filled]) -> torch.Tensor:
     """The distributed tensor that ``pieces`` are an example of, with the values of ``arrays`` by storage key."""
     from tieredckpt.tree import torch_shards
 

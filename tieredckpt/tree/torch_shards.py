@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.boxes import Box
+from tieredckpt.tree.device_target import DeviceTarget, Filled
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, Place, array_node, nothing, storage_key
 from tieredckpt.tree.meshes import Cut, common_step, spans
 
@@ -57,15 +57,19 @@ def pieces(key: str, value: Any, as_leaf: Callable[[str, object], ArrayLeaf]) ->
 
 def restored(
     pieces: Pieces,
-    arrays: Mapping[str, npt.NDArray[Any]],
+    arrays: Mapping[str, Filled],
     as_leaf: Callable[[str, object], ArrayLeaf],
-    as_tensor: Callable[[ArrayLeaf, npt.NDArray[Any]], torch.Tensor],
+    as_tensor: Callable[[ArrayLeaf, Filled], torch.Tensor],
 ) -> torch.Tensor:
     """A ``DTensor`` on the mesh and with the placements of the one that ``pieces`` are an example of."""
     like: Any = pieces.source
     example = as_leaf(pieces.node.key, _local(like))
+    local: Filled
     if len(pieces.leaves) == 1 and pieces.leaves[0].shape == example.shape:
         local = arrays[pieces.leaves[0].key]
+    elif any(isinstance(array, DeviceTarget) for array in arrays.values()):
+        assert isinstance(like, torch.Tensor)
+        return like  # whose pieces were filled where they lie
     else:
         local = np.empty(example.shape, example.dtype)
         if local.size:

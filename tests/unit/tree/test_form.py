@@ -266,7 +266,7 @@ class Shuffled:
 optree.register_pytree_node(
     Shuffled,
     Shuffled.opened,
-    lambda _, children: children,  # type: ignore[arg-type,return-value]
+    lambda _, children: children,
     namespace=NAMESPACE,
 )
 

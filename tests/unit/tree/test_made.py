@@ -98,10 +98,10 @@ async def test_the_kind_is_a_known_one_and_stands_without_an_example(settings: S
     async with CheckpointStore.open(settings) as store:
         await store.save(1, {"w": VALUES})
         with pytest.raises(Invalid, match="'saved', 'numpy', 'torch', 'jax' or 'specs', not 'tensorflow'"):
-            await store.restore(as_="tensorflow")  # type: ignore[arg-type]
+            await store.restore(as_="tensorflow")
         for example in ({"like": {"w": VALUES}}, {"into": {"w": VALUES.copy()}}):
             with pytest.raises(Invalid, match="without `like` and `into`"):
-                await store.restore(as_="numpy", **example)  # type: ignore[arg-type]
+                await store.restore(as_="numpy", **example)
 
 
 @given(any_array())

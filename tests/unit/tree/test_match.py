@@ -148,7 +148,7 @@ def test_every_difference_is_named_in_one_error() -> None:
     assert "3 only in the step: 'old/0', 'old/1', 'gone'" in message
     assert "4 different" in message
     assert "'params/w' (like: float32[4, 3], step: float32[3, 4])" in message
-    assert "'params/b' (like: float16[2], step: float64[2])" in message
+    assert "'params/b' (like: float16[2], step: float64[2]; cast=True converts it)" in message
     assert "'list' (like: tuple of 1, step: list of 1)" in message
     assert "'flag' (like: int, step: bool)" in message
 
@@ -165,7 +165,7 @@ def test_a_long_list_of_differences_is_cut_and_counted() -> None:
     [
         (1, 1.0),
         (None, np.zeros(1)),
-        (np.zeros(()), 0.0),
+        (np.zeros(()), 0),
         ("x", b"x"),
         ([], ()),
         ({}, []),

@@ -12,15 +12,15 @@ from support.objects import again, by, stored
 
 torch = pytest.importorskip("torch")
 
-from tieredckpt.errors import Corrupt, Invalid  # noqa: E402
-from tieredckpt.format.structure import (  # noqa: E402
+from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format.structure import (
     DictNode,
     ObjectNode,
     TypedNode,
     encode_structure,
     walk,
 )
-from tieredckpt.tree import flatten, match, unflatten  # noqa: E402
+from tieredckpt.tree import flatten, match, unflatten
 
 OBJECTS = [
     torch.bfloat16,

@@ -1,0 +1,125 @@
+"""What a saved value becomes where ``like`` has another dtype, or an array for a scalar or a scalar for an array."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.errors import Invalid
+from tieredckpt.format.structure import (
+    ArrayNode,
+    BoolNode,
+    ComplexNode,
+    FloatNode,
+    IntNode,
+    Node,
+    scalar_value,
+)
+from tieredckpt.format.zarr import dtype_from_name
+from tieredckpt.tree.device_target import DeviceTarget, Filled
+
+__all__ = ["as_array", "cast", "castable", "fits_array", "fits_scalar"]
+
+_KINDS = {"bool": BoolNode, "int": IntNode, "float": FloatNode, "complex": ComplexNode}
+
+
+def castable(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether `cast` makes arrays of ``wanted`` from those of ``stored``: of floats, integers or complex numbers."""
+    kind = _kind(stored)
+    return kind == _kind(wanted) and kind in ("int", "float", "complex")
+
+
+def cast(key: str, array: Filled, dtype: np.dtype[Any]) -> Filled:
+    """``array`` in ``dtype``: floats rounded to the nearest, integers as they are.
+
+    Raises `Invalid`, naming ``key``, for a value that ``dtype`` does not reach, and for what is not `castable`.
+    """
+    if array.dtype == dtype:
+        return array
+    assert not isinstance(array, DeviceTarget), "arrays are cast on the host"
+    if not castable(array.dtype, dtype):
+        raise Invalid(f"leaf {key!r}: {array.dtype} cannot be cast to {dtype}")
+    made = _nearest(array, dtype)
+    if np.can_cast(array.dtype, dtype, "safe") or not array.size:
+        return made
+    if _kind(dtype) == "int":
+        fits = bool(np.all(made.astype(array.dtype) == array)) and bool(np.all((made < 0) == (array < 0)))
+    else:
+        # Of complex numbers each part: an infinite one makes the number infinite.
+        fits = bool(np.all(_same_class(array, made)))
+    if not fits:
+        raise Invalid(f"leaf {key!r}: a value of {array.dtype} is out of the range of {dtype}; restore it as it was")
+    return made
+
+
+def fits_array(stored: Node, dtype: np.dtype[Any], *, may_round: bool) -> str:
+    """Why the scalar ``stored`` does not become an array of ``dtype`` without dimensions; empty if it does.
+
+    An int becomes an array of integers, a float of floats, a complex of complex numbers and a bool of bool, if
+    ``dtype`` holds the value; ``may_round``: a float may be rounded.
+    """
+    if not isinstance(stored, _KINDS.get(_kind(dtype), ())):
+        return f"the step has one {stored.__struct_config__.tag}, which is no {dtype}"
+    value: Any = scalar_value(stored)  # type: ignore[arg-type]  # of `_KINDS`
+    if _kind(dtype) == "int":
+        limits: Any = ml_dtypes.iinfo(dtype.newbyteorder("="))  # type: ignore[no-untyped-call]
+        if limits.min <= value <= limits.max:
+            return ""
+        return f"the step has {_short(value)}, which is out of the range of {dtype}"
+    double = np.array(value)
+    made = _nearest(double, dtype)
+    same = made.astype(double.dtype).tobytes() == double.tobytes() or bool(np.isnan(double))
+    if same or (may_round and bool(_same_class(double, made))):
+        return ""
+    if may_round:
+        return f"the step has {value!r}, which is out of the range of {dtype}"
+    return f"the step has {value!r}, which {dtype} holds only rounded; cast=True rounds it"
+
+
+def as_array(stored: Node, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The scalar ``stored`` as a new array without dimensions; it `fits_array`."""
+    return _nearest(np.array(scalar_value(stored)), dtype)  # type: ignore[arg-type]  # a scalar, as it fits
+
+
+def fits_scalar(like: Node, stored: ArrayNode) -> bool:
+    """Whether the array ``stored`` becomes a scalar as ``like`` is one: one number, of that kind."""
+    if stored.shape or stored.prng is not None:
+        return False
+    return isinstance(like, _KINDS.get(_kind(dtype_from_name(stored.dtype)), ()))
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    name = re.match(r"[a-z]*", dtype.name)
+    assert name is not None
+    return {"uint": "int", "bfloat": "float"}.get(name[0], name[0])
+
+
+def _nearest(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """``array`` in ``dtype``, each float rounded once, to the nearest, ties to even."""
+    with np.errstate(all="ignore"):
+        if array.dtype.kind != "f" or array.dtype.itemsize < 8 or dtype.kind == "f":
+            return array.astype(dtype)
+        # ml_dtypes rounds a double to a float first, and that once more. A float that has its last bit set wherever
+        # it is not exact is never taken for a tie (Boldo and Melquiond, "When double rounding is odd").
+        double = array.astype(np.float64, copy=False)
+        single = double.astype(np.float32)
+        bits = single.view(np.uint32)
+        bits -= np.abs(single) > np.abs(double)
+        bits |= (single != double) & ~np.isnan(double)
+        return single.astype(dtype)
+
+
+def _same_class(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Where both are finite, both infinite, or both no number."""
+    same: npt.NDArray[np.bool_] = np.isfinite(before) == np.isfinite(after)
+    same &= np.isnan(before) == np.isnan(after)
+    return same
+
+
+def _short(value: int) -> str:
+    text = hex(value) if value.bit_length() > 128 else str(value)
+    return text if len(text) < 60 else f"{text[:40]}…"

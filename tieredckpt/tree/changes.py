@@ -1,0 +1,77 @@
+"""What tells that an array has changed since it was looked at, and what keeps it, or announces that it will."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from tieredckpt.devices.base import DeviceArray
+from tieredckpt.tree.leaf import ArrayLeaf
+
+__all__ = ["before_each_step", "held", "stamp", "version"]
+
+
+def version(leaf: ArrayLeaf) -> int | None:
+    """A number that grows with every change of the array through its framework; None where that keeps none."""
+    if leaf.kind == "torch":
+        from tieredckpt.tree import torch_leaves
+
+        return torch_leaves.version(leaf)
+    return leaf.source.version if isinstance(leaf.source, DeviceArray) else None
+
+
+def held(leaf: ArrayLeaf) -> ArrayLeaf:
+    """The leaf with the memory that it has now, also when the program gives its array other memory later.
+
+    ``parameter.data = other`` does that, and no version counter tells.
+    """
+    if leaf.kind != "torch":
+        return leaf
+    from tieredckpt.tree import torch_leaves
+
+    return torch_leaves.held(leaf)
+
+
+def before_each_step(leaves: Iterable[ArrayLeaf], call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` before whatever is known to change arrays like these: the step of any torch optimizer.
+
+    Returns what ends that.
+    """
+    if not any(leaf.kind == "torch" for leaf in leaves):
+        return lambda: None
+    from tieredckpt.tree import torch_steps
+
+    return torch_steps.before_each_step(call)
+
+
+def stamp(leaf: ArrayLeaf) -> object:
+    """Where the bytes of a mutable array lie, and what is known of their version; None where that cannot be told.
+
+    Another stamp means that the array may have changed, or is another one in memory that was freed and taken again. The
+    same one proves nothing: NumPy counts no versions, and torch counts no writes through ``.data`` or through memory
+    that it shares with others.
+    """
+    if leaf.kind == "torch":
+        from tieredckpt.tree import torch_leaves
+
+        return torch_leaves.stamp(leaf)
+    if isinstance(view := leaf.source, np.ndarray):
+        owner = view
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        return _Same(owner), view.ctypes.data, view.strides, view.shape, view.dtype
+    return None
+
+
+class _Same:
+    """Equal for one object while it lives: what is made at its address later is another one."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, of: object) -> None:
+        self._of = weakref.ref(of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and (found := self._of()) is not None and found is other._of()
