@@ -1,0 +1,151 @@
+"""torch's tensors through the seam of devices: their bytes, with CUDA where there is a device and without it elsewhere.
+
+Without a device, CPU tensors pose as those of one whose streams run everything at once. That holds the bytes, dtypes
+and layouts; order and page-locking are for the fake device, and for ``pytest -m cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.devices import EVERY_KIND
+from support.scenes import CHUNK
+
+torch = pytest.importorskip("torch")
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.devices import cuda, drivers
+from tieredckpt.tree import torch_leaves
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
+
+
+class Immediate:
+    """A stream and an event that are always done."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(params=EVERY_KIND)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where tensors are made."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        yield "cuda"
+        return
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Immediate)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(cuda._CudaDriver, "register", lambda *_: None)
+    monkeypatch.setattr(cuda._CudaDriver, "unregister", lambda *_: None)
+    monkeypatch.setattr(cuda._CudaDriver, "pinned", lambda _, nbytes: np.empty(nbytes, np.uint8))
+    streams = {cuda._device(0): cuda._CudaStream("cuda:0", Immediate())}
+    monkeypatch.setattr(cuda._CudaDriver, "current_streams", lambda _: streams)
+    monkeypatch.setattr(drivers, "drivers", lambda: [cuda.DRIVER])
+
+    def view(leaf: Any) -> Any:
+        tensor = leaf.source.detach()
+        return cuda._device(0), tensor if leaf.part is None else tensor[leaf.part]
+
+    monkeypatch.setattr(torch_leaves, "device_view", view)
+    yield "cpu"
+
+
+def tensor_of(dtype: Any, shape: tuple[int, ...], device: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return (torch.randn(shape) * 3).to(dtype).to(device)
+
+
+def raw(tensor: Any) -> bytes:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    found: bytes = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def tree_on(device: str, seed: int) -> dict[str, Any]:
+    found = {f"large {dtype}": tensor_of(dtype, (50, 3, CHUNK // 200), device, seed) for dtype in DTYPES}
+    found |= {f"small {dtype}": tensor_of(dtype, (3, 5), device, seed) for dtype in DTYPES}
+    found |= {f"turned {dtype}": tensor_of(dtype, (70, 130), device, seed).T for dtype in DTYPES}
+    found |= {
+        "scalar": torch.tensor(float(seed), device=device),
+        "empty": torch.empty(0, 3, device=device),
+        "strided": tensor_of(torch.float32, (90, 400), device, seed)[::2, 1::3],
+        "expanded": tensor_of(torch.float32, (1, 7000), device, seed).expand(5, 7000),
+        "conjugate": tensor_of(torch.complex64, (5000,), device, seed).conj(),
+        "parameter": torch.nn.Parameter(tensor_of(torch.float32, (9000,), device, seed)),
+    }
+    return found
+
+
+@pytest.mark.parametrize("capture", ["copy", "lazy"])
+@pytest.mark.parametrize("way", ["like", "into"])
+def test_tensors_of_every_dtype_and_layout_come_back(tiers: StoreConfig, device: str, capture: Any, way: str) -> None:
+    with CheckpointStore.open(tiers).sync() as store:
+        for step in (1, 2):
+            saved = tree_on(device, step)
+            store.save(step, saved, capture=capture).reached("ram")
+        example = tree_on(device, 9)
+        if way == "into":  # memory in which each item lies once, and as it is read
+            example["expanded"] = torch.zeros(5, 7000, device=device)
+            example["conjugate"] = torch.zeros(5000, dtype=torch.complex64, device=device)
+        restored = store.restore(**{way: example})
+        assert restored is not None
+        for key, each in saved.items():
+            found = restored.tree[key]
+            assert (found.dtype, found.shape, found.device) == (each.dtype, each.shape, each.device), key
+            assert raw(found) == raw(each), key
+            if way == "into":
+                assert raw(example[key]) == raw(each), key
+        assert isinstance(restored.tree["parameter"], torch.nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    ("about", "bus_id"),
+    [
+        ({"pci_domain_id": 1, "pci_bus_id": 0x3B, "pci_device_id": 2}, "0001:3b:02.0"),
+        ({"name": "of an old PyTorch"}, None),
+    ],
+)
+def test_a_device_has_the_id_that_the_bus_has_for_it(
+    about: dict[str, Any], bus_id: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**about))
+    assert cuda._device(0).bus_id == bus_id
+
+
+@pytest.mark.parametrize(("held", "used"), [([0, 4096, 1], [1, 2]), ([0, 0, 0], [2])])
+def test_the_devices_in_use_are_those_with_memory_or_else_the_current_one(
+    held: list[int], used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", held.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert cuda.DRIVER.in_use() == [cuda._device(index) for index in used]
+
+
+def test_the_addresses_of_a_tensor_are_those_of_its_items(device: str) -> None:
+    whole = torch.zeros(10, 20, device=device)
+    where = cuda._device(0)
+    start = whole.data_ptr()
+    assert where.span(whole) == (start, start + 800)
+    assert where.span(whole[2:4, 1:3]) == (start + 4 * 41, start + 4 * 63)
+    assert where.span(whole.T) == (start, start + 800)
+    low, high = where.span(torch.zeros(0, 3, device=device))
+    assert low == high

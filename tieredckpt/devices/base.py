@@ -1,0 +1,116 @@
+"""What the library asks of a device with memory of its own, as small Protocols.
+
+The terms are those of CUDA. A *stream* is a queue of work of one device that runs in order, beside other streams. An
+*event* marks a place in a stream. Host memory is *registered* (page-locked) when a device copies to and from it
+directly; from other memory the driver copies in small pieces, and the call blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bytes", "Device", "DeviceArray", "Driver", "Event", "Stream"]
+
+Bytes = npt.NDArray[np.uint8]
+"""Host memory: one-dimensional and contiguous."""
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the stream has got there. Releases the GIL.
+
+        Raises `DeviceUnavailable` where something before it in the stream failed.
+        """
+
+
+class Stream(Protocol):
+    """A queue of work of one device. Each verb only enqueues; one thread at a time uses it.
+
+    Every verb raises `DeviceUnavailable`. Arrays and host memory stay alive, and host memory is not touched by others,
+    until an event that is recorded later has come.
+    """
+
+    def after(self, event: Event) -> None:
+        """Run what is enqueued from here on after ``event``, of any stream of any device of the driver."""
+
+    def copy_out(self, source: Any, targets: Sequence[Bytes]) -> None:
+        """Copy the row-major bytes of an array of the device to the host: one after the other into ``targets``.
+
+        Each target lies within one registered range, or within memory of `Driver.pinned`.
+        """
+
+    def gather_out(self, sources: Sequence[Any], target: Bytes) -> None:
+        """Copy the row-major bytes of arrays of one form, which follow each other in ``target``, in one transfer."""
+
+    def copy_in(self, sources: Sequence[Bytes], target: Any) -> None:
+        """Fill an array of the device, in any memory layout, with its row-major bytes, which follow each other."""
+
+    def record(self) -> Event:
+        """An event here."""
+
+
+class Device(Protocol):
+    """One device. Equal objects are one device; hashable."""
+
+    @property
+    def name(self) -> str:
+        """For people, such as ``cuda:0``."""
+
+    @property
+    def bus_id(self) -> str | None:
+        """Its place on the PCI bus, as ``/sys/bus/pci/devices`` names it: ``0000:3b:00.0``. None where unknown."""
+
+    @property
+    def driver(self) -> Driver:
+        """What registers host memory for it."""
+
+    def stream(self) -> Stream:
+        """A stream beside those of the program."""
+
+    def empty(self, like: Any) -> Any:
+        """A new array of the shape and dtype of ``like``, whose memory this thread's current stream may use."""
+
+    def span(self, array: Any) -> tuple[int, int]:
+        """The addresses that an array covers: its first, and the one after its last."""
+
+
+class Driver(Protocol):
+    """The devices of one kind in this process, and the host memory that they reach. Any thread may call it."""
+
+    def register(self, memory: Bytes) -> None:
+        """Page-lock memory for all devices, until `unregister`. Blocking. Raises `OSError` where that is refused."""
+
+    def unregister(self, memory: Bytes) -> None:
+        """Undo `register` of the same memory; no copy to or from it is under way."""
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """New page-locked memory. Blocking. Raises `OSError` where that is refused."""
+
+    def in_use(self) -> Sequence[Device]:
+        """The devices that hold memory of this process; before there are such, the one that it is about to use."""
+
+    def current_streams(self) -> Mapping[Device, Stream]:
+        """The stream of each device on which the calling thread works, as its framework has it."""
+
+
+class DeviceArray:
+    """An array in the memory of a device, of a class that no framework known here has. To be subclassed.
+
+    A tree may hold it as it holds a tensor: it is saved, and filled by a restore with ``like`` or ``into``. Restored
+    without these it is a NumPy array. Beside the attributes, ``array[slices]`` is a view of a part of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: Device
+    version: int
+    """Grows with every change of the array that the program enqueues."""
+
+    def __getitem__(self, items: tuple[slice, ...], /) -> Any:
+        raise NotImplementedError

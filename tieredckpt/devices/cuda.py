@@ -1,0 +1,185 @@
+"""torch's CUDA devices. Imports torch; imported only where a program has initialized CUDA, or asks about it.
+
+See the CUDA Runtime API, cudaHostRegister and cudaMemcpyAsync, and "CUDA semantics" of PyTorch's notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+from tieredckpt.devices.base import Bytes, Device, Driver, Event, Stream
+from tieredckpt.errors import DeviceUnavailable
+from tieredckpt.units import format_size
+
+__all__ = ["DRIVER", "device_of", "devices"]
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: page-locked for all devices, whichever is the calling thread's."""
+
+
+@contextmanager
+def _mapped(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of CUDA and of its allocator
+        raise DeviceUnavailable(f"device {name}: {what} failed: {error}") from error
+
+
+class _CudaEvent:
+    def __init__(self, name: str, event: Any) -> None:
+        self._name, self.event = name, event
+
+    def wait(self) -> None:
+        with _mapped(self._name, "a copy"):
+            self.event.synchronize()
+
+
+class _CudaStream:
+    def __init__(self, name: str, stream: Any) -> None:
+        self._name, self._stream = name, stream
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with _mapped(self._name, "a copy"), torch.no_grad(), torch.cuda.stream(self._stream):
+            yield
+
+    def after(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        with _mapped(self._name, "an event"):
+            self._stream.wait_event(event.event)
+
+    def copy_out(self, source: Any, targets: Sequence[Bytes]) -> None:
+        with self._working():
+            flat = _flat(source)
+            start = 0
+            for target in targets:
+                end = start + target.size
+                torch.from_numpy(target).copy_(flat[start:end], non_blocking=True)
+                start = end
+
+    def gather_out(self, sources: Sequence[Any], target: Bytes) -> None:
+        with self._working():
+            together = torch.cat([_flat(source) for source in sources])
+            torch.from_numpy(target).copy_(together, non_blocking=True)
+
+    def copy_in(self, sources: Sequence[Bytes], target: Any) -> None:
+        with self._working():
+            direct = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+            landing = target if direct else torch.empty_like(target, memory_format=torch.contiguous_format)
+            flat = landing.reshape(-1).view(torch.uint8)
+            start = 0
+            for source in sources:
+                end = start + source.size
+                flat[start:end].copy_(torch.from_numpy(source), non_blocking=True)
+                start = end
+            if not direct:
+                target.copy_(landing)
+
+    def record(self) -> Event:
+        with _mapped(self._name, "an event"):
+            # Blocking: who waits sleeps, and leaves the processor to the training.
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+        return _CudaEvent(self._name, event)
+
+
+def _flat(source: Any) -> Any:
+    """The row-major bytes, on the device: of what is not contiguous a copy, in memory of the current stream."""
+    plain = source.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaDevice:
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"cuda:{self.index}"
+
+    @property
+    def bus_id(self) -> str | None:
+        with _mapped(self.name, "a question"):
+            about = torch.cuda.get_device_properties(self.index)
+        if not hasattr(about, "pci_bus_id"):  # an older PyTorch
+            return None
+        return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+
+    @property
+    def driver(self) -> Driver:
+        return DRIVER
+
+    def stream(self) -> Stream:
+        with _mapped(self.name, "a stream"):
+            return _CudaStream(self.name, torch.cuda.Stream(device=self.index))
+
+    def empty(self, like: Any) -> Any:
+        with _mapped(self.name, "memory for what is restored"):
+            return torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
+
+    def span(self, array: Any) -> tuple[int, int]:
+        reach = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
+        start = array.data_ptr()
+        return start, start + (reach + 1) * array.element_size() if array.numel() else start
+
+
+class _CudaDriver:
+    def register(self, memory: Bytes) -> None:
+        # On a thread that launches no kernel later: a refusal stays that thread's last error.
+        code = torch.cuda.cudart().cudaHostRegister(_address(memory), memory.nbytes, _PORTABLE)
+        self._check("cudaHostRegister", code)
+
+    def unregister(self, memory: Bytes) -> None:
+        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(_address(memory)))
+
+    def _check(self, what: str, code: Any) -> None:
+        if int(code) != 0:
+            raise OSError(f"{what} answered {int(code)}: {torch.cuda.cudart().cudaGetErrorString(code)}")
+
+    def pinned(self, nbytes: int) -> Bytes:
+        try:
+            memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        return memory
+
+    def in_use(self) -> Sequence[Device]:
+        indices = range(torch.cuda.device_count())
+        return [_device(i) for i in indices if torch.cuda.memory_reserved(i)] or [_device(torch.cuda.current_device())]
+
+    def current_streams(self) -> Mapping[Device, Stream]:
+        return {
+            _device(index): _CudaStream(f"cuda:{index}", torch.cuda.current_stream(index))
+            for index in range(torch.cuda.device_count())
+        }
+
+
+DRIVER: Final = _CudaDriver()
+
+
+@lru_cache(maxsize=64)
+def _device(index: int) -> _CudaDevice:
+    return _CudaDevice(index)
+
+
+def devices() -> dict[Device, str]:
+    """The devices that torch sees, and what people call them; initializes CUDA."""
+    if not torch.cuda.is_available():
+        return {}
+    about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return {_device(i): f"{each.name}, {format_size(each.total_memory)}" for i, each in enumerate(about)}
+
+
+def device_of(tensor: Any) -> Device:
+    """The device of a CUDA tensor."""
+    return _device(tensor.device.index)
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])

@@ -1,0 +1,137 @@
+"""The copies between devices and the host that one thread has in flight: a bounded number, first in, first out.
+
+A copy goes straight to or from registered memory. What lies elsewhere passes through a page-locked buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+
+from tieredckpt.devices.base import Bytes, Device, Driver, Event, Stream
+from tieredckpt.devices.memory import BUFFER, HostMemory
+from tieredckpt.errors import DeviceUnavailable
+
+__all__ = ["Flight", "Link"]
+
+T = TypeVar("T")
+
+_AHEAD = 4
+"""Copies that a thread has in flight; fewer of chunks that are larger than a quarter of a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight(Generic[T]):
+    """A copy that was begun."""
+
+    what: T
+    """As it was given."""
+    landed: Event
+    buffer: Bytes | None
+    """Where the bytes of a copy from a device arrive, if not where they are wanted."""
+    driver: Driver
+
+
+class Link(Generic[T]):
+    """The copies that one thread has in flight; to be closed, or used in ``with``.
+
+    Args:
+        memory: what devices reach by themselves.
+        stream: makes a stream, for the first copy of each device.
+        part: the most bytes of one copy.
+    """
+
+    def __init__(self, memory: HostMemory, stream: Callable[[Device], Stream], part: int) -> None:
+        self._memory, self._stream, self._part = memory, stream, part
+        self._ahead = max(1, min(_AHEAD, BUFFER // part))
+        self.streams: dict[Device, Stream] = {}
+        self._flights: deque[Flight[T]] = deque()
+        self._free: dict[Driver, list[Bytes]] = {}
+        """Parts of buffers, each for one copy."""
+        self._lent = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is in flight, whatever comes of it, and give the buffers back."""
+        for flight in self._flights:
+            with suppress(DeviceUnavailable):
+                flight.landed.wait()
+        self._flights.clear()
+        self._lent.close()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `land` is to be called before anything else is begun."""
+        return len(self._flights) >= self._ahead
+
+    def copy_out(self, what: T, device: Device, source: Any, target: Bytes | None, nbytes: int) -> None:
+        """Begin the copy of ``source``, an array of ``nbytes`` on ``device``, to the start of ``target``.
+
+        ``target`` is None where a buffer is to take it. Raises `DeviceUnavailable`; a part may be in flight then.
+        """
+        stream = self._stream_of(device)
+        parts = None if target is None else self._memory.within(device.driver, target[:nbytes])
+        buffer = None
+        if parts is None:
+            buffer = self._buffer(device.driver)
+            parts = [buffer[:nbytes]]
+        try:
+            stream.copy_out(source, parts)
+        finally:
+            # Also of a copy that failed half way: some of its parts may be under way.
+            self._flights.append(Flight(what, stream.record(), buffer, device.driver))
+
+    def copy_in(self, what: T, device: Device, source: Bytes, target: Any, ready: Event | None) -> None:
+        """Begin to fill ``target``, an array on ``device``, with its row-major bytes, once it is ``ready``.
+
+        ``source`` stays as it is until that has landed. Raises `DeviceUnavailable`; a part may be in flight then.
+        """
+        stream = self._stream_of(device)
+        parts = self._memory.within(device.driver, source)
+        buffer = None
+        if parts is None:
+            buffer = self._buffer(device.driver)
+            np.copyto(buffer[: source.size], source)
+            parts = [buffer[: source.size]]
+        if ready is not None:
+            stream.after(ready)
+        try:
+            stream.copy_in(parts, target)
+        finally:
+            self._flights.append(Flight(what, stream.record(), buffer, device.driver))
+
+    def land(self) -> Flight[T]:
+        """The oldest copy, which has not arrived: wait for it, use it, then `done`."""
+        return self._flights.popleft()
+
+    def done(self, flight: Flight[T]) -> None:
+        """Give back the buffer of a copy that was used."""
+        if flight.buffer is not None:
+            self._free[flight.driver].append(flight.buffer)
+
+    def _stream_of(self, device: Device) -> Stream:
+        if device not in self.streams:
+            self.streams[device] = self._stream(device)
+        return self.streams[device]
+
+    def _buffer(self, driver: Driver) -> Bytes:
+        if driver not in self._free:
+            memory = self._lent.enter_context(self._memory.buffer(driver, self._part * self._ahead))
+            self._free[driver] = [memory[i * self._part : (i + 1) * self._part] for i in range(self._ahead)]
+        return self._free[driver].pop()

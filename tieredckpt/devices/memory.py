@@ -1,0 +1,198 @@
+"""Host memory that devices reach by themselves: the registered ranges of mappings, and page-locked buffers."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from tieredckpt.devices.base import Bytes, Driver
+from tieredckpt.units import format_size
+
+__all__ = ["BUFFER", "HostMemory", "Registered"]
+
+_log = logging.getLogger("tieredckpt")
+
+BUFFER = 64 << 20
+"""Bytes of a page-locked buffer; more only where a chunk is larger."""
+_REGISTERED_AT_ONCE = 256 << 20
+"""Bytes of a range: what a program that allocates device memory meanwhile waits for, since the driver has one lock."""
+
+
+class Registered:
+    """A mapping that a driver registers range by range from its start, as far as it has its memory.
+
+    A transfer must lie within one range, so `within` cuts memory where ranges meet.
+    """
+
+    def __init__(self, mapping: Bytes, driver: Driver) -> None:
+        self.error: OSError | None = None
+        """Why no more is registered."""
+        self.mapping = mapping
+        self._driver = driver
+        self._ends: list[int] = []
+        """Of the ranges, which follow each other."""
+        self._guards_ranges = threading.Lock()
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are registered."""
+        return self._ends[-1] if self._ends else 0
+
+    def extend(self, there: int) -> None:
+        """Register up to ``there`` bytes from the start, all of which have their memory. Blocking.
+
+        A refusal ends it for good, and is kept as ``error``: a locked-memory limit does not go away by itself.
+        """
+        while True:
+            with self._guards_ranges:
+                start = self.nbytes
+                end = min(there, start + _REGISTERED_AT_ONCE)
+                if self._closed or self.error is not None or end <= start:
+                    return
+                try:
+                    self._driver.register(self.mapping[start:end])
+                except OSError as error:
+                    self.error = error
+                    _log.warning(
+                        "the device's driver registers %s of %s of shared memory and no more (%s): what is beyond is "
+                        "copied through buffers of %s; `tieredckpt doctor` says how to mend that",
+                        *(format_size(start), format_size(self.mapping.nbytes), error, format_size(BUFFER)),
+                    )
+                    return
+                self._ends.append(end)
+
+    def within(self, memory: Bytes) -> list[Bytes] | None:
+        """``memory`` in parts that lie in one range each; None unless all of it is registered."""
+        offset = _address(memory) - _address(self.mapping)
+        ends = self._ends  # it only grows
+        if offset < 0 or not ends or offset + memory.size > ends[-1]:
+            return None
+        first = bisect.bisect_right(ends, offset)
+        parts: list[Bytes] = []
+        done = 0
+        for end in ends[first:]:
+            if done == memory.size:
+                break
+            part = memory[done : end - offset]
+            parts.append(part)
+            done += part.size
+        return parts
+
+    def close(self) -> None:
+        """Give all ranges back to the driver, before the mapping goes. No transfer is under way."""
+        with self._guards_ranges:
+            self._closed = True
+            start = 0
+            for end in self._ends:
+                with suppress(OSError):  # of a process whose device has failed
+                    self._driver.unregister(self.mapping[start:end])
+                start = end
+            self._ends = []
+
+
+class HostMemory:
+    """What the devices of a process reach of a store's memory. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._mappings: tuple[Bytes, ...] = ()
+        self._registered: dict[Driver, tuple[Registered, ...]] = {}
+        """Of each driver that was met, the mappings that are followed."""
+        self._buffers: dict[Driver, list[Bytes]] = {}
+        self._guards_members = threading.Lock()
+        self._told = False
+        """That there is no page-locked memory."""
+
+    def follow(self, mapping: Bytes) -> None:
+        """Register that mapping, too, when `extend` is called; until `forget`."""
+        with self._guards_members:
+            if not any(each is mapping for each in self._mappings):
+                self._mappings += (mapping,)
+                for driver in self._registered:
+                    self._registered[driver] += (Registered(mapping, driver),)
+
+    def forget(self, mapping: Bytes) -> None:
+        """Give a mapping back to the drivers, before it goes."""
+        with self._guards_members:
+            gone = [each for some in self._registered.values() for each in some if each.mapping is mapping]
+            self._mappings = tuple(each for each in self._mappings if each is not mapping)
+            for driver, some in self._registered.items():
+                self._registered[driver] = tuple(each for each in some if each.mapping is not mapping)
+        for registered in gone:
+            registered.close()
+
+    def meet(self, driver: Driver) -> None:
+        """Register for this driver's devices, too, when `extend` is called."""
+        with self._guards_members:
+            if driver not in self._registered:
+                self._registered[driver] = tuple(Registered(mapping, driver) for mapping in self._mappings)
+
+    def extend(self, mapping: Bytes, there: int) -> None:
+        """Register up to ``there`` bytes of the mapping, all of which have their memory. Blocking.
+
+        Nothing happens where it is followed no more.
+        """
+        for each in self._registrations(mapping):
+            each.extend(there)
+
+    def within(self, driver: Driver, memory: Bytes) -> list[Bytes] | None:
+        """Parts of ``memory`` that the devices copy to or from directly; None where it passes through a buffer."""
+        for registered in self._registered.get(driver, ()):
+            if (parts := registered.within(memory)) is not None:
+                return parts
+        return None
+
+    def registered(self, mapping: Bytes) -> int:
+        """Bytes of the mapping that every driver that was met has registered."""
+        return min((each.nbytes for each in self._registrations(mapping)), default=0)
+
+    def _registrations(self, mapping: Bytes) -> list[Registered]:
+        with self._guards_members:
+            return [each for some in self._registered.values() for each in some if each.mapping is mapping]
+
+    @contextmanager
+    def buffer(self, driver: Driver, nbytes: int) -> Iterator[Bytes]:
+        """A page-locked buffer of at least ``nbytes`` for the length of the block; they are reused.
+
+        Where the driver refuses that too it is plain memory, from which copies are slower and block.
+        """
+        with self._guards_members:
+            free = self._buffers.setdefault(driver, [])
+            place = next((i for i, each in enumerate(free) if each.size >= nbytes), None)
+            memory = None if place is None else free.pop(place)
+        if memory is None:
+            memory = self._new_buffer(driver, max(nbytes, BUFFER))
+        try:
+            yield memory
+        finally:
+            with self._guards_members:
+                free.append(memory)
+
+    def _new_buffer(self, driver: Driver, nbytes: int) -> Bytes:
+        try:
+            return driver.pinned(nbytes)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "the device's driver has no page-locked memory (%s): copies are slow, and block; `tieredckpt "
+                    "doctor` says how to mend that",
+                    error,
+                )
+            return np.empty(nbytes, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for mapping in self._mappings:
+            self.forget(mapping)
+        with self._guards_members:
+            self._buffers.clear()
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])
