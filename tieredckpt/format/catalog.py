@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
@@ -134,7 +135,7 @@ def decode_catalog(data: bytes, where: str) -> Catalog:
     if crc32c(view[:-_CRC_SIZE]) != int.from_bytes(view[-_CRC_SIZE:], "little"):
         raise Corrupt(f"{where} does not match its CRC-32C")
     try:
-        body = msgspec.msgpack.decode(view[len(_HEAD) : -_CRC_SIZE], type=_Body)
+        body = msgpack_decoder(_Body).decode(view[len(_HEAD) : -_CRC_SIZE])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corrupt(f"{where} is no catalog: {error}") from error
     count, rest = divmod(len(body.packs), _ID_SIZE)

@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
     """A chunk as it is stored."""
 
     digest: bytes
-    """Of the chunk's bytes, taken in the pass that encoded them."""
+    """Of the chunk's bytes, which are what is encoded."""
     length: int
     """Bytes of the frame and its checksum: those of its extent."""
     parts: list[Bytes]

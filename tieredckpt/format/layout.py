@@ -13,6 +13,8 @@ __all__ = [
     "BLOCKS",
     "CATALOGS",
     "CHUNK_DIGESTS",
+    "DERIVED",
+    "DERIVED_VERSION",
     "ENCODED_VERSION",
     "FORMAT_VERSION",
     "FORMAT_VERSIONS",
@@ -46,7 +48,10 @@ FORMAT_VERSION = 1
 ENCODED_VERSION = 2
 """Version of the marker of a tier that may hold compressed chunks, and of the footers of packs that do."""
 
-FORMAT_VERSIONS = FORMAT_VERSION, ENCODED_VERSION
+DERIVED_VERSION = 3
+"""Version of the marker of a root of derived steps, which readers of exact steps refuse."""
+
+FORMAT_VERSIONS = FORMAT_VERSION, ENCODED_VERSION, DERIVED_VERSION
 """What this version reads."""
 
 MARKER = "tieredckpt.json"
@@ -57,6 +62,9 @@ ALIGNMENT = 4096
 
 MAX_NUMBER = (1 << 63) - 1
 """Largest step and largest serial."""
+
+DERIVED = "derived/"
+"""Below the root of a tier: a root of its own, whose steps are derived from exact ones with loss."""
 
 STEPS = "steps/"
 PACKS = "packs/"

@@ -23,10 +23,12 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout, ocdbt, zarr
 from tieredckpt.format.boxes import Box, tile
+from tieredckpt.format.derivation import Derivation
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid, cell_key, cells
 from tieredckpt.format.ocdbt import Extent
@@ -58,8 +60,7 @@ MAX_CHUNK: Final = 1 << 30
 """Bytes of the largest chunk that a configuration allows, so that none is read that memory cannot hold."""
 
 _MAX_RECORD = MAX_STRUCTURE_BYTES + (16 << 20)
-_MAX_POLICY_DEPTH = 100
-"""Tables and lists inside each other: what is shown to people is walked by recursion."""
+_MAX_POLICY_DEPTH = 100  # what is shown to people is walked by recursion
 
 _Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
@@ -78,7 +79,7 @@ class StepId(NamedTuple):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is stored about a step besides its arrays; ``tieredckpt/step.json``."""
+    """What is stored about a step besides its arrays; ``tieredckpt/step.json``."""
 
     store: _Uuid
     """Identity of the store, a UUID."""
@@ -102,6 +103,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The rank whose part of the step this is; its arrays may be incomplete. None for a whole step."""
     ranks: int = 1
     """How many ranks saved the step together."""
+    derived: Derivation | msgspec.UnsetType = msgspec.UNSET
+    """What the step was derived from with loss, and how; unset for an exact one."""
     format_version: int = layout.FORMAT_VERSION
     digest: str = digests.NAME
 
@@ -115,7 +118,7 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
 
     store: _Uuid
     format_version: int = layout.FORMAT_VERSION
-    """Of the tier: `layout.ENCODED_VERSION` once it was given compressed chunks."""
+    """Of the tier: one of `layout.FORMAT_VERSIONS`."""
     digest: str = digests.NAME
     forked_from: tuple[_Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
     """The stores of which this one is a copy that was given an identity of its own, the last first."""
@@ -196,13 +199,13 @@ def encode_marker(marker: StoreMarker) -> bytes:
 def decode_marker(data: bytes, where: str) -> StoreMarker:
     """Raises `Corrupt` for anything but a marker of a format that this version reads."""
     try:
-        marker = msgspec.json.decode(data, type=StoreMarker)
+        marker = json_decoder(StoreMarker).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corrupt(f"{where}/{layout.MARKER} does not mark a tieredckpt store: {error}") from error
     if marker.format_version not in layout.FORMAT_VERSIONS or marker.digest != digests.NAME:
         raise Corrupt(
             f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "
-            f"formats {' and '.join(map(str, layout.FORMAT_VERSIONS))} with {digests.NAME!r}: use a newer tieredckpt"
+            f"formats {', '.join(map(str, layout.FORMAT_VERSIONS))} with {digests.NAME!r}: use a newer tieredckpt"
         )
     return marker
 
@@ -363,7 +366,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
     if len(data) > _MAX_RECORD:
         raise Corrupt(f"{where}: {layout.STEP_RECORD} has {len(data)} bytes; {_MAX_RECORD} are the most")
     try:
-        record = msgspec.json.decode(data, type=StepRecord)
+        record = json_decoder(StepRecord).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corrupt(f"{where}: {layout.STEP_RECORD} cannot be read: {error}") from error
     if record.format_version != layout.FORMAT_VERSION or record.digest != digests.NAME:

@@ -72,6 +72,8 @@ _LENGTH = struct.Struct("<Q")
 _FRAME_MIN = 18
 _CRC_SIZE = 4
 _VARINT_MAX = 10
+_FEW = 16
+"""Numbers of a column from which on NumPy is the sooner to code them."""
 _PATH = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
@@ -106,8 +108,7 @@ def is_data_path(path: str) -> bool:
 def frame(magic: int, body: bytes) -> bytes:
     """``body`` with header and checksum: version 0, not compressed."""
     head = _HEADER.pack(magic) + _LENGTH.pack(len(body) + _FRAME_MIN) + b"\0\0"
-    data = head + body
-    return data + crc32c(data).to_bytes(_CRC_SIZE, "little")
+    return b"".join((head, body, crc32c(body, crc32c(head)).to_bytes(_CRC_SIZE, "little")))
 
 
 def open_frame(data: bytes | memoryview, magic: int, what: str) -> Cursor:
@@ -139,8 +140,8 @@ def varint(value: int) -> bytes:
 def column(values: Sequence[int] | NDArray[Any]) -> bytes:
     """ULEB128 of each integer in ``[0, 2**64)``, one after the other."""
     numbers = np.asarray(values, np.uint64)
-    if numbers.size == 0:
-        return b""
+    if numbers.size < _FEW:
+        return b"".join(map(varint, numbers.tolist()))
     longest = max(1, -(-int(numbers.max()).bit_length() // 7))
     if longest == 1:
         return numbers.astype(np.uint8).tobytes()

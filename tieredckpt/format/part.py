@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout
@@ -290,4 +291,4 @@ def _extents(body: _Body, count: int, where: str) -> tuple[NDArray[np.uint64], I
     return lengths, map(Extent, paths, offsets.tolist(), map(known.__getitem__, lengths.tolist()))
 
 
-_DECODER: Final = msgspec.msgpack.Decoder(_Body)
+_DECODER: Final = msgpack_decoder(_Body)

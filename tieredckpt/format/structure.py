@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.keys import LEAF_KEY, MAX_KEY_BYTES, ROOT, child_key, show_key
 from tieredckpt.format.zarr import dtype_from_name
@@ -276,7 +277,7 @@ def decode_structure(data: bytes) -> Node:
     if len(data) > MAX_STRUCTURE_BYTES:
         raise Corrupt(f"a tree structure of {len(data)} bytes exceeds the limit of {MAX_STRUCTURE_BYTES}")
     try:
-        structure = _DECODER.decode(data)
+        structure: Node = _DECODER.decode(data)
     except RecursionError:
         raise Corrupt(f"a tree structure nests deeper than the limit of {MAX_DEPTH}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -390,4 +391,4 @@ _SCALARS: dict[type, Callable[[str, Any], ScalarNode]] = {
     type(None): lambda key, value: NoneNode(),
 }
 
-_DECODER: msgspec.json.Decoder[Node] = msgspec.json.Decoder(Node)
+_DECODER = json_decoder(Node)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.records import first_record
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
@@ -109,7 +110,7 @@ def test_extents_that_are_too_few_or_out_of_range_are_corrupt(field: str) -> Non
 def rewritten(**changes: Any) -> bytes:
     """A part with other fields in it, and the right CRC."""
     data = encode_part(part())
-    body = dict(zip(FIELDS, msgspec.msgpack.decode(data[HEAD:-4]), strict=True))
+    body = dict(zip(FIELDS, msgpack_decoder(list).decode(data[HEAD:-4]), strict=True))
     data = data[:HEAD] + msgspec.msgpack.encode([(body | changes)[name] for name in FIELDS])
     return data + crc32c(data).to_bytes(4, "little")
 
