@@ -16,7 +16,7 @@ from support.scenes import new_shared_folder
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying
+from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Retrying
 from tieredckpt.testing.backdoor import BackDoor, FolderBackDoor
 from tieredckpt.testing.blobs import BlobStoreTests
 from tieredckpt.testing.faulty import Faulty
@@ -77,6 +77,17 @@ class TestAllWrappers(TestPosixStoreInSharedMemory):
 
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Metered(Limited(Retrying(Deadline(Faulty(store), "disk")), operations=2, nbytes=1 << 20))
+
+
+class TestBelow(_Folder):
+    """A store with its objects below a folder of another."""
+
+    def wrapped(self, store: PosixStore) -> BlobStore:
+        return Below(store, "derived/")
+
+    @pytest.fixture
+    def back_door(self, root: Path, store: BlobStore) -> BackDoor:
+        return FolderBackDoor(root / "derived")
 
 
 class TestNfs(_Folder):

@@ -40,11 +40,13 @@ __all__ = [
     "BlobStore",
     "Buffer",
     "Delete",
+    "Free",
     "Get",
     "GetDigested",
     "List",
     "Outgrown",
     "Put",
+    "PutStream",
     "Stat",
     "Stretch",
     "Survives",
@@ -219,6 +221,26 @@ class GetDigested(Protocol):
         arrived there. What lies between the stretches may be read too. Raises as `get_into`, and the contents of
         all memory are undefined then.
         """
+
+
+@runtime_checkable
+class PutStream(Protocol):
+    """An ability of some stores: to take an object that is larger than the memory."""
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+        """Write the bytes that ``pieces`` gives, in order. Where that raises, nothing is written, and it is raised.
+
+        Raises as `Put.put`.
+        """
+        ...
+
+
+@runtime_checkable
+class Free(Protocol):
+    """An ability that some stores have beyond the verbs."""
+
+    async def free(self) -> int | None:
+        """Bytes that there is room for, as far as the medium tells. Raises `TierUnavailable`, `Closed`."""
 
 
 @runtime_checkable

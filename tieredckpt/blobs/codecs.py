@@ -6,6 +6,7 @@ GIL up. Block sizes are explicit: the automatic ones mix exponents and mantissas
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from dataclasses import replace
@@ -30,6 +31,8 @@ from tieredckpt.format.encoding import (
 from tieredckpt.format.layout import ALIGNMENT, aligned
 
 __all__ = ["BLOSC", "CODECS", "Codec", "encoding_of", "library"]
+
+_log = logging.getLogger("tieredckpt")
 
 Codec = Literal["none", "fast", "small"]
 
@@ -153,25 +156,49 @@ def _typesize(itemsize: int) -> int:
 
 
 def _encode(how: _Settings | None, memory: Bytes, nbytes: int, itemsize: int, room: Bytes | None) -> Encoded:
-    """Encode a chunk; without settings, or where little is gained, its frame has it as it is."""
+    """Encode a chunk; without settings, or where little is gained, its frame has it as it is.
+
+    A compressed frame is decompressed and compared before anybody relies on it: the step may be gone from RAM when it
+    is read for the first time.
+    """
     assert room is not None
     chunk, typesize = memory[:nbytes], _typesize(itemsize)
-    digest = digest_array(chunk)
-    frame = b""
+    end, digest = 0, b""
     if how is not None and nbytes >= ALIGNMENT:
         frame = library().encode(chunk, typesize, how)
-    if frame and len(frame) <= (1 - _LEAST_GAIN) * nbytes:
-        end = len(frame)
-        room[:end] = np.frombuffer(frame, np.uint8)
-    else:
+        if len(frame) <= (1 - _LEAST_GAIN) * nbytes:
+            room[: len(frame)] = np.frombuffer(frame, np.uint8)
+            digest = digest_array(chunk)
+            if _has(room[: len(frame)], nbytes, digest):
+                end = len(frame)
+            else:
+                _tell_of_wrong_frames()
+    if not end:
         end = FRAME_HEADER + nbytes
         room[:FRAME_HEADER] = np.frombuffer(stored_header(nbytes, typesize), np.uint8)
-        np.copyto(room[FRAME_HEADER:end], chunk)
+        digest = copy_start_and_digest(chunk, room[FRAME_HEADER:end])
     crc = crc32c(room[:end]).to_bytes(_CHECKSUM_SIZE, "little")
     length = end + _CHECKSUM_SIZE
     room[end:length] = np.frombuffer(crc, np.uint8)
     room[length : aligned(length)] = 0  # and not what was there before
     return Encoded(digest, length, [room[: aligned(length)]])
+
+
+def _has(frame: Bytes, nbytes: int, digest: bytes) -> bool:
+    """Whether a frame has the chunk of that digest."""
+    try:
+        return _decode(frame, nbytes, _memory(nbytes)) == digest
+    except Corrupt:
+        return False
+
+
+@lru_cache(maxsize=1)
+def _tell_of_wrong_frames() -> None:
+    """Once for a process, for there may be many."""
+    _log.error(
+        "a compressed chunk does not decompress to what it was; such chunks are stored as they are. The library that "
+        "compresses (numcodecs or TensorStore), or the processor or memory of this machine, is at fault"
+    )
 
 
 class _Warm(threading.local):
@@ -181,18 +208,22 @@ class _Warm(threading.local):
 _warm = _Warm()
 
 
+def _memory(nbytes: int) -> Bytes:
+    """Memory of this thread, until it asks again."""
+    if nbytes > _WARM:
+        return np.empty(nbytes, np.uint8)
+    if _warm.memory.size < nbytes:
+        _warm.memory = np.empty(nbytes, np.uint8)
+    return _warm.memory[:nbytes]
+
+
 def _decode(frame: Bytes, nbytes: int, into: Bytes) -> bytes:
     if check_frame(frame, nbytes):
         return copy_start_and_digest(frame[FRAME_HEADER:], into)
     if into.size == nbytes:
         library().decode(frame, into)
         return digest_array(into)
-    if nbytes > _WARM:
-        memory = np.empty(nbytes, np.uint8)
-    else:
-        if _warm.memory.size < nbytes:
-            _warm.memory = np.empty(nbytes, np.uint8)
-        memory = _warm.memory[:nbytes]
+    memory = _memory(nbytes)
     library().decode(frame, memory)
     return copy_start_and_digest(memory, into)
 

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 
-__all__ = ["check_room", "reserve"]
+__all__ = ["check_room", "free_bytes", "reserve"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,10 +28,15 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def check_room(fd: int, nbytes: int) -> None:
-    """See that the file system has as much room, before it is asked for it. Raises `OSError`.
+    """Check that the file system has so much room before asking for it. Raises `OSError`.
 
     Asked for more than there is, ext4 and tmpfs take all there is before they fail, and others meet a full device.
     """
-    free = os.fstatvfs(fd)
-    if free.f_blocks and nbytes > free.f_bavail * free.f_frsize:  # without blocks it is no figure at all
+    free = free_bytes(os.fstatvfs(fd))
+    if free is not None and nbytes > free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def free_bytes(found: os.statvfs_result) -> int | None:
+    """The room that statvfs(3) found for this user; None where it is no figure at all, for there are no blocks."""
+    return found.f_bavail * found.f_frsize if found.f_blocks else None

@@ -89,6 +89,44 @@ def test_what_can_be_compressed_is(library: Any, codec: codecs.Codec) -> None:
     assert found.length < 0.93 * weights.nbytes
 
 
+class _Wrong:
+    """A library whose frames are sound but for their content."""
+
+    def __init__(self, of: Any, how: str) -> None:
+        self._of, self._how = of, how
+
+    def encode(self, chunk: Any, typesize: int, how: Any) -> bytes:
+        if self._how == "other values":
+            chunk = chunk.copy()
+            chunk[chunk.size // 2] ^= 1
+        frame = bytearray(self._of.encode(chunk, typesize, how))
+        if self._how == "no frame":
+            frame[:4] = bytes(4)
+        elif self._how == "cannot be decoded":
+            frame[40:] = bytes(len(frame) - 40)
+        return bytes(frame)
+
+    def decode(self, frame: Any, into: Any) -> None:
+        self._of.decode(frame, into)
+
+
+@pytest.mark.parametrize("codec", COMPRESSING)
+@pytest.mark.parametrize("wrong", ["other values", "no frame", "cannot be decoded"])
+def test_a_chunk_is_stored_as_it_is_where_its_frame_would_not_bring_it_back(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, codec: codecs.Codec, wrong: str
+) -> None:
+    monkeypatch.setattr(codecs, "library", lambda: _Wrong(library, wrong))
+    codecs._tell_of_wrong_frames.cache_clear()
+    data = np.arange(9000, dtype=np.int64).tobytes()
+    for _ in range(2):
+        found, stored = encoded(CODECS[codec], data, 8)
+        assert found.digest == digest(data)
+        assert stored[FRAME_HEADER:-4] == data
+        into = np.zeros(len(data), np.uint8)
+        assert BLOSC.decode(np.frombuffer(stored, np.uint8)[:-4], len(data), into) == found.digest
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "once"
+
+
 @pytest.mark.parametrize("name", sorted(_DTYPES))
 @pytest.mark.parametrize("codec", COMPRESSING)
 async def test_stock_tensorstore_opens_a_chunk_of_every_dtype(codec: codecs.Codec, name: str) -> None:

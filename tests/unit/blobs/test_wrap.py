@@ -90,6 +90,27 @@ class TestRetrying:
             await Retrying(faulty).stat("key")
         assert len(faulty.calls) == 1
 
+    async def test_of_what_was_cut_by_its_deadline_a_put_alone_is_repeated(self, faulty: Faulty) -> None:
+        store = Retrying(faulty)
+        await faulty.put("key", [b"x"])
+        faulty.fail("*", Overdue("no answer at its deadline"), times=None)
+        for call in (
+            store.get("key", limit=1),
+            store.get_into("key", 0, memoryview(bytearray(1))),
+            store.stat("key"),
+            listed(store),
+            store.delete("key"),
+        ):
+            before = len(faulty.calls)
+            with pytest.raises(Overdue):
+                await call
+            assert len(faulty.calls) == before + 1
+            assert not store.responsive
+        faulty.clear()
+        faulty.fail("put", Overdue("no answer at its deadline"), times=3)
+        await store.put("key", [b"y"])
+        assert store.responsive
+
     async def test_a_store_does_not_respond_from_an_attempt_that_fails_to_one_that_does_not(
         self, faulty: Faulty
     ) -> None:
@@ -131,10 +152,10 @@ class TestRetrying:
         self, faulty: Faulty
     ) -> None:
         store = Retrying(faulty)
-        faulty.fail("stat", Overdue("no answer at its deadline"))
-        second = faulty.hold("stat", nth=2)
-        asking = await begun(store.stat("key"), second)
-        await cancelled(asking)
+        faulty.fail("put", Overdue("no answer at its deadline"))
+        second = faulty.hold("put", nth=2)
+        putting = await begun(store.put("key", [b"x"]), second)
+        await cancelled(putting)
         assert not store.responsive
         await store.delete("key")
         assert store.responsive
@@ -245,7 +266,7 @@ class TestDeadline:
             async with asyncio.timeout(20):
                 while store.hanging:
                     await asyncio.sleep(0.001)
-            await store.delete("key")
+            await faulty.delete("key")
 
     async def test_threads_that_hang_in_a_store_that_lets_go_are_told_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.blobs.base import Buffer, Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.process import Process
@@ -53,7 +54,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        self._decoder = msgspec.msgpack.Decoder(frames.Reply)
+        self._decoder = msgpack_decoder(frames.Reply)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._parts: dict[int, list[Any]] = {}
         self._asked_at: dict[int, float] = {}

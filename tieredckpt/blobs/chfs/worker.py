@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.blobs.chfs import frames
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class _Worker:
         self._guards_sending = threading.Lock()
 
     def serve(self) -> None:
-        decoder = msgspec.msgpack.Decoder(frames.Request)
+        decoder = msgpack_decoder(frames.Request)
         while True:
             data, fds, _, _ = socket.recv_fds(self._connection, frames.PACKET, 1)
             if not data:

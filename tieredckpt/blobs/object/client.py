@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,6 +25,10 @@ _UNLIMITED = timedelta(days=365)
 """Of a request: how long one may take is decided by the deadline around the store alone."""
 
 _LISTED_AT_ONCE = 1000
+
+_STREAMED_PART, _STREAMED_PARTS = 16 << 20, 4
+"""Bytes of a part of an object that is streamed, and how many are sent at a time: they are in memory meanwhile. S3
+takes 10,000 parts."""
 
 _BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message)>(.*?)</")
@@ -78,6 +82,35 @@ class Client:
         mode = "create" if create_only else "overwrite"
         with self._errors(key, "written", exclusive=create_only):
             await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+        """Several requests, after the last of which the object is there at once; none of it is if ``pieces`` raises."""
+        given_up: BaseException | None = None
+
+        async def given() -> AsyncIterator[bytes]:
+            nonlocal given_up
+            try:
+                async for piece in pieces:
+                    yield piece
+            except BaseException as error:
+                given_up = error
+                raise
+
+        with self._errors(key, "written"):
+            try:
+                await obstore.put_async(
+                    self._store,
+                    key,
+                    given(),
+                    mode="overwrite",
+                    use_multipart=True,
+                    chunk_size=_STREAMED_PART,
+                    max_concurrency=_STREAMED_PARTS,
+                )
+            except Exception as error:
+                if isinstance(given_up, TieredCkptError):
+                    raise given_up from error
+                raise
 
     async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
         """What arrives of an object, in pieces of so many bytes at least, and the size of the object.

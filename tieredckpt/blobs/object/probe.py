@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.object.client import NoRanges
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, ShortRead
@@ -63,6 +64,6 @@ async def verdict_of(store: BlobStore, endpoint: str) -> Verdict:
 
 async def _kept(store: BlobStore) -> Verdict | None:
     try:
-        return msgspec.json.decode(await store.get(VERDICT, limit=_MAX), type=Verdict)
+        return json_decoder(Verdict).decode(await store.get(VERDICT, limit=_MAX))
     except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from tieredckpt.blobs.posix.target import Stop
@@ -97,7 +97,7 @@ class Followed(Executor):
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         if self._is_left:  # what tidies up is never refused
-            call = ThreadPoolExecutor.submit(self._threads, work, *arguments, **named)
+            call = self._threads.submit_anyway(work, *arguments, **named)
             self._threads.leave(call, cancel=False)
         else:
             call = self._threads.submit(work, *arguments, **named)

@@ -105,7 +105,7 @@ def _takes_direct(path: Path) -> bool:
 
 
 def describe(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
-    """What is told of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
+    """The size and times of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
     if stat.S_ISREG(found.st_mode):
         return BlobInfo(key, found.st_size, found.st_mtime)
     if stat.S_ISDIR(found.st_mode):

@@ -19,7 +19,7 @@ from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
 from tieredckpt.config.tiers import FolderTier, PosixTier
 from tieredckpt.errors import Invalid, NotFound, TierUnavailable
-from tieredckpt.format.layout import CATALOGS, LEASES, MARKER, PACKS, RANKS, STEPS
+from tieredckpt.format.layout import CATALOGS, DERIVED, LEASES, MARKER, PACKS, RANKS, STEPS
 
 if TYPE_CHECKING:
     from tieredckpt.blobs.posix.paths import Folders
@@ -157,7 +157,8 @@ def _survives(tier: FolderTier) -> Survives:
 
 def _exists(tier: FolderTier) -> bool:
     try:
-        return MARKER in os.listdir(tier.path)  # a client of NFS may say for a while that a name is missing
+        # A client of NFS may say for a while that a name is missing.
+        return MARKER in os.listdir(os.path.join(tier.path, DERIVED) if tier.lossy else tier.path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:

@@ -16,7 +16,7 @@ from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.system import SYSTEM, System
 from tieredckpt.blobs.posix.transfer import BLOCK
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError, TierUnavailable
-from tieredckpt.format.layout import PACKS
+from tieredckpt.format.layout import DERIVED, PACKS
 from tieredckpt.units import format_size
 
 __all__ = ["ADVICE", "Layout", "LustreFolders", "decode_layout", "encode_layout"]
@@ -92,7 +92,10 @@ def _stripes(attribute: bytes, start: int) -> Layout:
 
 @dataclass(slots=True)
 class LustreFolders(Folders):
-    """`Folders` on Lustre; packs are striped as ``striping`` says, or as the folder above has it."""
+    """`Folders` on Lustre; new packs are striped as ``striping`` says, or as the folder above has it.
+
+    A folder that is made has the layout of the one above; one that was there gets it before a pack is put there.
+    """
 
     over_network: ClassVar[bool] = True
     striping: Layout | None = None
@@ -100,8 +103,8 @@ class LustreFolders(Folders):
     """Whether a layout that is asked for is set."""
     system: System = SYSTEM
     _block: int = field(init=False, default=BLOCK)
-    _refused: bool = field(init=False, default=False)
-    """Whether the layout that is asked for could not be set."""
+    _refused: set[Path] = field(init=False, default_factory=set)
+    """Folders on which the layout that is asked for could not be set, as those of another user."""
 
     def __post_init__(self) -> None:
         Folders.__post_init__(self)
@@ -124,14 +127,17 @@ class LustreFolders(Folders):
 
     def _make_one(self, path: Path) -> None:
         Folders._make_one(self, path)
-        if self.striping is not None and path == self.root / PACKS:
+        if self.striping is not None and self._is_of_packs(path):
             self._stripe(path)
 
     def _complete(self, path: Path) -> None:
         Folders._complete(self, path)
-        asked = self.striping is not None and not self._refused and path == self.root / PACKS
-        if asked and self._layout(path) != (self.striping,):
+        asked = self.striping is not None and (self._is_of_packs(path) or self._is_of_packs(path.parent))
+        if asked and path not in self._refused and self._layout(path) != (self.striping,):
             self._stripe(path)
+
+    def _is_of_packs(self, path: Path) -> bool:
+        return path in (self.root / PACKS, self.root / DERIVED / PACKS)
 
     def _layout(self, folder: Path) -> tuple[Layout, ...]:
         """The layout of new files of a folder; nothing where it has none of its own, or it cannot be read."""
@@ -152,7 +158,10 @@ class LustreFolders(Folders):
         try:
             self.system.lfs(["setstripe", "-c", str(layout.count), "-S", str(layout.size), *pool, str(folder)])
         except (OSError, subprocess.SubprocessError) as error:
-            self._refused = True
+            is_first = not self._refused
+            self._refused.add(folder)
+            if not is_first:
+                return
             said = (getattr(error, "stderr", None) or str(error)).strip()
             _log.warning("%s was not striped as %s: %s; `lfs setstripe`: %s", folder, layout, refused.strerror, said)
 

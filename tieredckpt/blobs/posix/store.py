@@ -38,7 +38,7 @@ from tieredckpt.blobs.posix.files import probe
 from tieredckpt.blobs.posix.paths import Folders, Scanned
 from tieredckpt.blobs.posix.target import Target
 from tieredckpt.blobs.posix.threads import Threads
-from tieredckpt.blobs.space import reserve
+from tieredckpt.blobs.space import free_bytes, reserve
 from tieredckpt.concurrency import together
 from tieredckpt.errors import (
     Closed,
@@ -219,6 +219,16 @@ class PosixStore:
                 self._folders.remove(path)
 
         await self._calls.run(remove)
+
+    async def free(self) -> int | None:
+        """Bytes of the file system that are free for this user, whatever its quota is. Raises `TierUnavailable`."""
+        self._check_open()
+
+        def look() -> int | None:
+            with self._errors(self._root, "looked at"):
+                return free_bytes(os.statvfs(self._root))
+
+        return await self._calls.read(look, transfer.Stop(), self._calls.pool)
 
     async def sweep(self, age: float) -> int:
         """Remove what puts of dead writers left behind: temporary files unchanged for ``age`` seconds.

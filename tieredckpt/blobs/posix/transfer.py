@@ -39,6 +39,7 @@ __all__ = [
     "plain_batches",
     "read",
     "write",
+    "write_batch",
 ]
 
 BLOCK = 16 << 20
@@ -79,7 +80,7 @@ def write(fd: int, parts: Sequence[Bytes], stop: Stop, *, direct: bool, block: i
     """
     position = 0
     for batch in aligned_batches(parts, _arena(), block) if direct else plain_batches(parts, block):
-        position = _write_batch(fd, batch, position, stop)
+        position = write_batch(fd, batch, position, stop)
     total = sum(len(part) for part in parts)
     os.ftruncate(fd, total)
 
@@ -204,7 +205,8 @@ def plain_batches(parts: Sequence[Bytes], block: int = BLOCK) -> Iterator[list[B
         yield batch
 
 
-def _write_batch(fd: int, batch: list[Bytes], position: int, stop: Stop) -> int:
+def write_batch(fd: int, batch: list[Bytes], position: int, stop: Stop) -> int:
+    """Write buffers one after the other from ``position`` on, and tell where they end. Raises `OSError`, `Stopped`."""
     while batch:
         check(stop)
         try:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.posix.files import open_regular
 from tieredckpt.errors import Corrupt
 
@@ -21,7 +22,7 @@ def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
     try:
         fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
-            return msgspec.json.decode(file.read(limit + 1), type=kind)
+            return json_decoder(kind).decode(file.read(limit + 1))
     except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -153,7 +153,7 @@ def _steps(folder: Path) -> dict[tuple[int, int], float]:
 
 
 def _user(folder: Path) -> str:
-    """Who holds the lock of a folder, read off the kernel's list: to try the lock could fail one who is opening it."""
+    """The process that locks a folder, by the kernel's list: taking the lock could disturb one that opens it."""
     with contextlib.suppress(OSError, ValueError):
         lock = (folder / LOCK).lstat()
         held = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"

@@ -19,9 +19,10 @@ __all__ = ["place_of", "places_of"]
 
 
 async def places_of(config: StoreConfig) -> dict[str, Place]:
-    """By name, where the tiers are that can tell one store from another: not RAM, nor memory of this process."""
-    found = await asyncio.gather(*(place_of(tier) for tier in config.located))
-    return {tier.name: place for tier, place in zip(config.tiers, found, strict=True) if place is not None}
+    """By name, where the tiers are that can tell one store from another: not RAM, nor memory of this process, nor what
+    holds derived steps alone."""
+    found = await asyncio.gather(*(place_of(tier) for tier in config.exact))
+    return {tier.name: place for tier, place in zip(config.exact, found, strict=True) if place is not None}
 
 
 async def place_of(tier: TierConfig) -> Place | None:

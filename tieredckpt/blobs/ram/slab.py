@@ -25,6 +25,7 @@ from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.mapping import HUGE_PAGE, private_memory
 from tieredckpt.blobs.ram import regions
 from tieredckpt.blobs.space import check_room
+from tieredckpt.devices.numa import take_near_devices
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.format.layout import aligned
 from tieredckpt.units import format_size
@@ -90,6 +91,13 @@ class Slab:
         self._mapped = 0
         self._ending = threading.Event()
         self._closed = self._unmapped = False
+        self.before_unmapping: Callable[[npt.NDArray[np.uint8]], object] = lambda _: None
+        """Called with the mapping when the slab is closed."""
+
+    @property
+    def mapped(self) -> npt.NDArray[np.uint8] | None:
+        """`array`; None once the slab is closed, as another thread does where its tier has failed."""
+        return getattr(self, "array", None)
 
     @property
     def reserved(self) -> int:
@@ -211,6 +219,7 @@ class Slab:
         return had
 
     def _have_memory(self, start: int, nbytes: int) -> bool:
+        take_near_devices(self.array[start : start + nbytes])
         if self._fd is not None:  # private memory comes with its first use
             try:
                 with self._growing(start) if self._growing is not None else nullcontext():
@@ -339,6 +348,7 @@ class Slab:
             if self._unmapped:
                 return
             self._unmapped = True
+            self.before_unmapping(self.array)
             if self._unclosed is not None and self._unclosed.detach():
                 assert self.region is not None, "a slab with a file has one"
                 self.region.close()

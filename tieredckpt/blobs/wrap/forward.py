@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, GetDigested, Stretch, Sweep, Traits, span
+from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Free, GetDigested, Stretch, Sweep, Traits, span
 
 __all__ = ["Forward", "Operation"]
 
@@ -105,6 +105,13 @@ class Forward:
 
     async def delete(self, key: str) -> None:
         await self.around(Operation("delete", key, 0), lambda: self._inner.delete(key))
+
+    async def free(self) -> int | None:
+        """What `tieredckpt.blobs.base.Free` says; None where the inner store has not got the ability."""
+        inner = self._inner
+        if not isinstance(inner, Free):
+            return None
+        return await self.around(Operation("stat", "", 0), inner.free)
 
     async def sweep(self, age: float) -> int:
         """What `tieredckpt.blobs.base.Sweep` says; nothing where the inner store has not got the ability."""

@@ -21,7 +21,8 @@ T = TypeVar("T")
 class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
 
-    `Unanswered` is not repeated. From the first attempt that fails until one does not, the store is not `responsive`.
+    `Unanswered` is not repeated. Neither is an `Overdue` verb but a put: who reads asks another tier meanwhile, and a
+    deletion may come late. From the first attempt that fails until one does not, the store is not `responsive`.
     A verb that is cancelled between attempts leaves no trace of that, unless an attempt of it was `Overdue`.
 
     Args:
@@ -42,13 +43,14 @@ class Retrying(Forward):
         wait_jitter: float = 1.0,
     ) -> None:
         super().__init__(inner)
-        self._retry = stamina.AsyncRetryingCaller(
+        retry = stamina.AsyncRetryingCaller(
             attempts=attempts,
             timeout=timeout,
             wait_initial=wait_initial,
             wait_max=wait_max,
             wait_jitter=wait_jitter,
-        ).on(_may_help)
+        )
+        self._retry_put, self._retry = retry.on(_may_help_a_put), retry.on(_may_help)
         self._failed = False
         """Whether no attempt has succeeded since a verb failed for good."""
         self._failing: set[object] = set()
@@ -77,7 +79,7 @@ class Retrying(Forward):
 
         try:
             # No argument is passed through stamina, which would print it: a part may be gigabytes.
-            return await self._retry(attempt)
+            return await (self._retry_put if operation.verb == "put" else self._retry)(attempt)
         except TierUnavailable:
             self._failed = True
             raise
@@ -124,6 +126,10 @@ class Retrying(Forward):
             yield info
 
 
-def _may_help(error: Exception) -> bool:
+def _may_help_a_put(error: Exception) -> bool:
     """Whether another attempt at once may end otherwise."""
     return isinstance(error, TierUnavailable) and not isinstance(error, Unanswered)
+
+
+def _may_help(error: Exception) -> bool:
+    return _may_help_a_put(error) and not isinstance(error, Overdue)

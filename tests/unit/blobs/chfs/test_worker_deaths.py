@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from support.scenes import SOON
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.errors import NoSpace, NotFound, TierUnavailable
@@ -232,7 +232,7 @@ async def test_a_worker_whose_answers_make_no_sense_is_replaced_and_nobody_waits
     await store.put("before", [b"x"])
     link = store.link
     assert link is not None
-    link._decoder = msgspec.msgpack.Decoder(kind)  # so that what comes is nonsense
+    link._decoder = msgpack_decoder(kind)  # so that what comes is nonsense
     async with asyncio.timeout(SOON):
         with pytest.raises(TierUnavailable, match="what it sent is no answer"):
             await store.get("before", limit=1)

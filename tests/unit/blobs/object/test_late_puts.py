@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 from support.object_stores import Place
-from support.proxy import Handler, Hang, Postponed, Proxy, ignore_conditions, proxy
-from support.scenes import assert_same, config, ram, tree
+from support.proxy import Handler, Hang, Postponed, Proxy, ignore_conditions
+from support.scenes import assert_same, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import Conflict, TierUnavailable
 
 MANIFEST = "manifest.ocdbt"
-
-
-@pytest.fixture
-def between(s3_server: str) -> Iterator[Proxy]:
-    with proxy(s3_server) as between:
-        yield between
-
-
-@pytest.fixture
-def settings(shared_memory: Path, s3_place: Place, between: Proxy) -> StoreConfig:
-    far = s3_place.tier(between.url, promote="never", retain="all", deadline=0.5)
-    return config({"ram": ram(shared_memory), "s3": far})
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ async def given_up(store: CheckpointStore, between: Proxy, step: int) -> Postpon
 def lose_reply_late(request: Handler) -> None:
     """The request is done, and its client has given it up when it is answered."""
     request.forward().read()
-    time.sleep(1)
+    time.sleep(3)
     request.leave()
 
 

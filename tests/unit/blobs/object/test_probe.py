@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from support.object_stores import Place
@@ -15,12 +14,6 @@ from tieredckpt.config.object_tiers import S3Tier
 from tieredckpt.errors import Invalid, TierUnavailable
 
 VERDICT = "tieredckpt-endpoint.json"
-
-
-@pytest.fixture
-def between(s3_server: str) -> Iterator[Proxy]:
-    with proxy(s3_server) as between:
-        yield between
 
 
 async def opened(place: Place, between: Proxy, *, read_only: bool = False, retries: int = 0) -> BlobStore:

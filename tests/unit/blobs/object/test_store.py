@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.object_stores import BUCKET, Place
-from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, proxy, slow_down
+from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
 from support.scenes import config, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -29,12 +29,6 @@ from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, T
 from tieredckpt.testing.backdoor import aligned, pattern
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def between(s3_server: str) -> Iterator[Proxy]:
-    with proxy(s3_server) as between:
-        yield between
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from reliability.ranks import World
 from support.cohort import Cohort, assert_whole
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
-from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, lose_reply, proxy, slow_down
+from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, lose_reply, slow_down
 from support.scenes import SOON, Heard, assert_same, config, crash, ram, tree
 from typer.testing import CliRunner
 
@@ -28,12 +27,6 @@ from tieredckpt.units import parse_size
 
 FIRST, LATER, WITH_STEPS = 14, 8, 12
 """Requests of an opening: of a new tier, of one that is known and empty, and of one with many steps."""
-
-
-@pytest.fixture
-def between(s3_server: str) -> Iterator[Proxy]:
-    with proxy(s3_server) as between:
-        yield between
 
 
 @pytest.fixture

@@ -89,6 +89,13 @@ class TestStriping:
             await store.close()
         assert attributes.set == [(root / "packs", encode_layout(WIDE))]
 
+    async def test_it_is_set_on_the_folder_of_packs_of_lossy_copies(self, root: Path, attributes: Attributes) -> None:
+        for _ in range(2):
+            store = await opened(root, attributes, striping=STRIPING)
+            await store.put("derived/packs/ab/1", [b"x"])
+            await store.close()
+        assert attributes.set == [(root / each, encode_layout(WIDE)) for each in ("packs", "derived/packs")]
+
     async def test_it_is_set_again_when_the_folder_is_made_again(self, root: Path, attributes: Attributes) -> None:
         store = await opened(root, attributes, striping=STRIPING)
         await store.put("packs/ab/1", [b"x"])
@@ -133,6 +140,44 @@ class TestStriping:
         attributes.set.append((root / "packs", encode_layout(Layout(1, MIB))))
         await (await opened(root, attributes, striping=STRIPING)).close()
         assert attributes.set[-1] == (root / "packs", encode_layout(WIDE))
+
+    async def test_folders_in_it_that_were_there_get_it_before_a_pack_is_put_there(
+        self, root: Path, attributes: Attributes
+    ) -> None:
+        older = [root / place for place in ("packs/ab", "packs/cd", "derived/packs/ab")]
+        for path in older:
+            path.mkdir(parents=True)
+            attributes.set.append((path, encode_layout(Layout(1, MIB))))
+        store = await opened(root, attributes, striping=STRIPING)
+        for key in ("packs/ab/1", "packs/ab/2", "packs/ef/1", "derived/packs/ab/1", "steps/ab/1"):
+            await store.put(key, [b"x"])
+        await store.close()
+        asked = [path for path, value in attributes.set if value == encode_layout(WIDE)]
+        assert asked == [root / each for each in ("packs", "packs/ab", "derived/packs", "derived/packs/ab")]
+
+    async def test_a_folder_of_another_user_keeps_its_layout_and_others_get_it(
+        self, root: Path, attributes: Attributes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def owned(path: Path, name: str, value: bytes) -> None:
+            if path.name in ("ab", "cd"):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            Attributes.put(attributes, path, name, value)
+
+        def refuse(arguments: Sequence[str]) -> None:
+            raise subprocess.CalledProcessError(1, ["lfs"], stderr="not yours\n")
+
+        monkeypatch.setattr(attributes, "put", owned)
+        monkeypatch.setattr(attributes, "lfs", refuse)
+        for name in ("ab", "cd", "ef"):
+            (root / "packs" / name).mkdir(parents=True)
+            attributes.set.append((root / "packs" / name, encode_layout(Layout(1, MIB))))
+        store = await opened(root, attributes, striping=STRIPING)
+        for name in ("ab", "cd", "ef"):
+            await store.put(f"packs/{name}/1", [b"x"])
+        await store.close()
+        assert attributes.set[-1] == (root / "packs/ef", encode_layout(WIDE))
+        assert caplog.text.count("was not striped") == 1
+        assert "not yours" in caplog.text
 
     @pytest.mark.parametrize("read_only", [False, True])
     async def test_nothing_is_set_where_nobody_asked_or_who_only_looks(

@@ -47,7 +47,7 @@ class Client:
         self.said: list[str] = []
 
     def says(self, call: str, number: int, name: str, *, times: int | None = 1, does: bool = False) -> None:
-        """Let calls on a path that ends in ``name`` fail; ``does`` says that they happen before they do."""
+        """Make calls on a path that ends in ``name`` fail, with ``does`` after they have taken effect."""
         real: Callable[..., Any] = getattr(os, call)
         left = times
 

@@ -421,6 +421,14 @@ def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbyte
         slab.bytes_at(offset, nbytes)
 
 
+def test_a_closed_slab_tells_that_it_is_mapped_no_more() -> None:
+    """Whoever prepares memory or registers it with devices may ask while the tier's failure closes the slab."""
+    slab = Slab(memfd(ALIGNMENT), ALIGNMENT)
+    assert slab.mapped is slab.array
+    slab.close()
+    assert slab.mapped is None
+
+
 def test_a_closed_slab_keeps_its_memory_and_no_descriptor_beyond_its_last_view() -> None:
     def mapped_and_open() -> tuple[int, int]:
         opened = 0

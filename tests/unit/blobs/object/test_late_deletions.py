@@ -1,0 +1,142 @@
+"""Deletions that something between a store and its server carries out long after they were given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.insight import tier_of
+from support.object_stores import Place
+from support.proxy import Postponed, Proxy, deny
+from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Conflict, TierUnavailable
+from tieredckpt.events import StepEvicted
+
+MANIFEST = "0000000001-000001/manifest.ocdbt"
+
+
+async def steps_one_and_two(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        await store.save(step, tree(step))
+        await store.promote(step, "s3")
+
+
+@pytest.fixture
+async def store(settings: StoreConfig) -> AsyncIterator[CheckpointStore]:
+    async with CheckpointStore.open(settings) as store:
+        await steps_one_and_two(store)
+        yield store
+
+
+async def given_up(store: CheckpointStore, between: Proxy) -> Postponed:
+    """An eviction of step 1 that fails, and whose deletion is still on its way."""
+    postponed = Postponed()
+    between.fail("DELETE", postponed, key=MANIFEST)
+    with pytest.raises(TierUnavailable):
+        await store.evict(1, "s3")
+    assert postponed.reached.is_set()
+    return postponed
+
+
+def deletions(between: Proxy) -> int:
+    return sum(verb == "DELETE" and MANIFEST in path for verb, path in between.asked)
+
+
+async def test_a_deletion_that_failed_is_repeated(store: CheckpointStore, between: Proxy, s3_place: Place) -> None:
+    heard = Heard(store)
+    postponed = await given_up(store, between)
+    assert (await heard.first(StepEvicted)).step == 1
+    assert deletions(between) == 2
+    assert not any(MANIFEST in key for key in s3_place.bucket.sizes())
+    assert await store.where(1) == ("ram",)
+    postponed.let_on()
+    await store.collect()
+    assert await store.where(2) == ("ram", "s3")
+
+
+async def test_a_step_is_not_committed_again_while_a_deletion_of_it_may_come(
+    store: CheckpointStore, between: Proxy, s3_place: Place
+) -> None:
+    heard = Heard(store)
+    postponed = await given_up(store, between)
+    await heard.first(StepEvicted)
+    with pytest.raises(Conflict, match=r"tier 's3': a deletion of step 1 .* has failed and may still be carried out"):
+        await store.promote(1, "s3")
+    postponed.let_on()
+    assert await store.where(1) == ("ram",)
+    await store.promote(2, "s3")  # as it is there, nothing happens
+    assert all(found.intact for found in await store.verify(2))
+
+
+async def test_after_grace_it_is_committed_again(settings: StoreConfig, between: Proxy) -> None:
+    brief = settings.model_copy(update={"grace": 4.0, "lease_ttl": 2.0})
+    async with CheckpointStore.open(brief) as store:
+        await steps_one_and_two(store)
+        postponed = await given_up(store, between)
+        postponed.let_on()
+        async with asyncio.timeout(SOON):
+            while tier_of(store, "s3").steps.deletions:
+                await store.collect()
+        await store.promote(1, "s3")
+        assert await store.where(1) == ("ram", "s3")
+        assert all(found.intact for found in await store.verify(1))
+
+
+async def test_a_step_that_may_be_deleted_yet_counts_as_no_copy(settings: StoreConfig, between: Proxy) -> None:
+    """Also when the tier is looked at anew: the step is there, and may go at any moment."""
+    async with CheckpointStore.open(settings) as store:
+        await steps_one_and_two(store)
+        postponed = await given_up(store, between)
+        between.fail("DELETE", Postponed(), key=MANIFEST, times=None)
+        tier, engine = tier_of(store, "s3"), store._life.engine
+
+        async def look_anew() -> None:
+            tier.marker = None
+            await engine._reconnect(tier)
+            await engine.collector.evictor.find_out(tier)
+
+        await store._life.loop.call(look_anew())
+        assert await store.where(1) == ("ram",)
+        postponed.let_on()
+
+
+async def test_a_deletion_that_the_server_refuses_comes_no_more(store: CheckpointStore, between: Proxy) -> None:
+    between.fail("DELETE", deny, key=MANIFEST, times=None)
+    with pytest.raises(TierUnavailable, match="credentials do not allow"):
+        await store.evict(1, "s3")
+    async with asyncio.timeout(SOON):
+        while await store.where(1) != ("ram", "s3"):
+            await asyncio.sleep(0.01)
+    assert deletions(between) == 1
+    assert_same((await store.restore(1)).tree, tree(1))
+
+
+async def test_a_thread_that_hangs_in_a_deletion_takes_no_step_that_was_committed_since(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    disk = folder(tmp_path / "disk", promote="never", retain="all", deadline=0.5)
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+            await store.promote(step, "disk")
+        heard = Heard(store)
+        hold = faults["disk"].hold("delete", key=f"steps/{MANIFEST}", stubborn=True)
+        try:
+            with pytest.raises(TierUnavailable):
+                await store.evict(1, "disk")
+            await heard.first(StepEvicted)  # by the deletion that came after it
+            with pytest.raises(Conflict, match="may still be carried out"):
+                await store.promote(1, "disk")
+        finally:
+            hold.release()
+        async with asyncio.timeout(SOON):
+            while tier_of(store, "disk").steps.deletions:
+                await store.collect()
+        await store.promote(1, "disk")
+        assert all(found.intact for found in await store.verify(1))
