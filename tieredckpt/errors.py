@@ -7,6 +7,7 @@
     ├── Corrupt           bytes are there and wrong; another tier may have them right
     │   └── ShortRead     an object ends before the range that was asked for
     ├── TierUnavailable   the tier does not answer; it is retried, training goes on
+    ├── DeviceUnavailable a GPU does not give or take its bytes; this save or restore fails
     ├── RanksUnavailable  other ranks do not answer; this step is not committed, training goes on
     ├── NoSpace           the tier is full; evict, or give it more room
     ├── Conflict          somebody else holds it, or it exists already
@@ -25,6 +26,7 @@ __all__ = [
     "Closed",
     "Conflict",
     "Corrupt",
+    "DeviceUnavailable",
     "Invalid",
     "NoSpace",
     "NotFound",
@@ -53,6 +55,10 @@ class ShortRead(Corrupt):
 
 class TierUnavailable(TieredCkptError):
     """A tier failed, or did not answer within its deadline."""
+
+
+class DeviceUnavailable(TieredCkptError):
+    """A device, such as a GPU, failed to copy its memory."""
 
 
 class RanksUnavailable(TieredCkptError):

@@ -19,6 +19,8 @@ __all__ = [
     "CommitFailed",
     "Event",
     "Events",
+    "ExportFailed",
+    "FrozenChanged",
     "OriginIgnored",
     "RamLeftAlone",
     "ReplicasDiffer",
@@ -28,6 +30,7 @@ __all__ = [
     "SaveSkipped",
     "StepCommitted",
     "StepEvicted",
+    "StepExported",
     "StepPromoted",
     "StepReplicated",
     "StepRestored",
@@ -82,10 +85,32 @@ class OriginIgnored(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed(Event):
-    """A save that had returned (``capture="reference"``) could not be completed."""
+    """A save that had returned (any ``capture`` but ``"copy"``) could not be completed."""
 
     step: int
     error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenChanged(Event):
+    """An array that ``frozen`` names has changed: steps hold its bytes of before.
+
+    These are the steps after ``checked``, the newest for which the array was as it is stored (None if none is known),
+    up to ``step`` and those that were saved while the check ran. The next save reads the array.
+    """
+
+    step: int
+    key: str
+    checked: int | None
+
+    @property
+    def advice(self) -> str:
+        """What happened, and what to do about it."""
+        since = "steps" if self.checked is None else f"steps after {self.checked}"
+        return (
+            f"array {self.key!r} is declared frozen and has changed: {since} up to {self.step} may hold its bytes of "
+            f"before; take it out of `frozen`, and save again what those steps are needed for"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +174,39 @@ class StepPromoted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepExported(Event):
+    """A step was exported behind the training, to ``to``; ``nbytes`` counts the bytes of its files.
+
+    ``seconds`` is what writing it took, and ``lag`` the time since its save. ``left_out`` are the keys of leaves that
+    the format cannot hold, the first hundred of ``left_out_count``.
+    """
+
+    step: int
+    serial: int
+    export: str
+    to: str
+    nbytes: int
+    seconds: float
+    lag: float
+    left_out: tuple[str, ...] = ()
+    left_out_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFailed(Event):
+    """A step could not be exported, or where exports go could not be looked at (``step`` is None then).
+
+    It is tried again in ``retry_in`` seconds; None where only a change of the step or the configuration would help.
+    """
+
+    step: int | None
+    serial: int | None
+    export: str
+    error: Exception
+    retry_in: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepReplicated(Event):
     """Every rank's part of a step lies in the RAM of so many nodes; ``sent`` counts the bytes that it took."""
 
@@ -192,12 +250,16 @@ class RetentionCut(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepRestored(Event):
-    """A step was restored; ``sources`` maps a tier's name, or ``peers``, to the bytes that came from it."""
+    """A step was restored; ``sources`` maps a tier's name, or ``peers``, to the bytes that came from it.
+
+    ``lossy`` tells that it was a lossy copy, whose values are not all as they were saved.
+    """
 
     step: int
     serial: int
     sources: dict[str, int]
     seconds: float
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

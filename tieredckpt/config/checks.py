@@ -24,7 +24,7 @@ _FAILURES = (Exception, SystemExit)
 
 def impossible(store: StoreSettings) -> list[Problem]:
     """What keeps a store of this configuration from working; it is refused."""
-    return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store)]
+    return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store), *_exports(store)]
 
 
 def doubtful(store: StoreSettings) -> list[Problem]:
@@ -44,6 +44,10 @@ def doubtful(store: StoreSettings) -> list[Problem]:
                 f"tier a `path`, or the store a `name`"
             )
             found.append((("tiers", tier.name, "path"), text))
+    for tier in store.tiers:
+        if tier.codec == "none" and any(not rule.drop for rule in tier.lossy):
+            text = "is `none`, so rounded values take as many bytes as they did; say `small` (or `fast`)"
+            found.append((("tiers", tier.name, "codec"), text))
     if store.ram is not None and store.slower and all(tier.promote.kind == "never" for tier in store.slower):
         text = "is `never` like that of every slower tier: no step leaves RAM by itself; let one tier promote"
         found.append((("tiers", store.slower[0].name, "promote"), text))
@@ -65,15 +69,17 @@ def _conflicts(store: StoreSettings) -> list[Problem]:
         if i > 0 and kind_of(tier).in_memory:
             also = "there is one already" if store.tiers[0] is store.ram else "it is the nearest"
             wrong.append((at, f"a ram tier must be the only one and come first: {also}; move or remove it"))
-        for name in ("codec", "codec_threads"):
+        for name in ("codec", "codec_threads", "lossy"):
             if kind_of(tier).in_memory and getattr(tier, name) != type(tier).model_fields[name].default:
                 text = "is not for a ram tier, whose memory is mapped; say it for slower tiers"
                 wrong.append(((*at, name), text))
         if tier.location is not None:
-            other = locations.setdefault(tier.location, tier.name)
+            # Derived steps lie in a folder of their own there.
+            other = locations.setdefault(f"{tier.location}\0derived" if tier.lossy else tier.location, tier.name)
             if other != tier.name:
                 wrong.append((at, f"is at {tier.location} like the tier {other}; give each its own place"))
     wrong += _nested(store)
+    wrong += _only_lossy(store)
     first = store.tiers[0]
     if first.promote.kind != "always":
         text = "the nearest tier gets every save; say under [store.schedule] when to save"
@@ -84,6 +90,18 @@ def _conflicts(store: StoreSettings) -> list[Problem]:
     if store.name is None and not store.slower:
         wrong.append((("name",), "is required where no tier but RAM could tell this store from others"))
     return wrong
+
+
+def _only_lossy(store: StoreSettings) -> Iterator[Problem]:
+    if all(tier.lossy for tier in store.slower) and store.slower:
+        yield (
+            ("tiers", store.slower[0].name, "lossy"),
+            "no tier below RAM would have the steps as they were saved, and a lossy copy is no copy of them: add a "
+            "tier without `lossy` rules (it may keep fewer steps)",
+        )
+    elif store.tiers[0].lossy:
+        text = "the nearest tier gets what is saved, as it is; put a tier without `lossy` rules before it"
+        yield ("tiers", store.tiers[0].name, "lossy"), text
 
 
 def _shortages(store: StoreSettings) -> list[Problem]:
@@ -105,6 +123,35 @@ def _nested(store: StoreSettings) -> Iterator[Problem]:
         if outer != inner and (outer in inner.parents or inner in outer.parents):
             text = f"{inner} and {outer} of the tier {one.name} lie in each other; give each a folder of its own"
             yield ("tiers", other.name, *(["path"] if "path" in type(other).model_fields else [])), text
+
+
+def _exports(store: StoreSettings) -> Iterator[Problem]:
+    names: set[str] = set()
+    places: dict[str, str] = {}
+    tiers = [(tier.name, kind_of(tier).location(tier)) for tier in store.tiers]
+    for export in store.exports:
+        at: Place = ("exports", export.name)
+        if export.name in names:
+            yield at, "there are two exports of this name; rename one"
+        names.add(export.name)
+        place = export.to if export.folder is None else normal(export.folder)
+        if (other := places.setdefault(place, export.name)) != export.name:
+            yield (*at, "to"), f"is {place} like that of the export {other}; give each a place of its own"
+        for name, where in tiers:
+            folder = Path(normal(where)) if isinstance(where, Path) else None
+            if export.folder is not None and folder is not None and _meet(Path(place), folder):
+                yield (*at, "to"), f"{place} and {folder} of the tier {name} lie in each other; give each its own place"
+        for tier in store.tiers:
+            url = getattr(tier, "url", None)
+            if export.folder is None and isinstance(url, str) and _meet(Path(f"/{place}"), Path(f"/{url}")):
+                yield (
+                    (*at, "to"),
+                    f"{place} and {url} of the tier {tier.name} lie in each other; give each its own place",
+                )
+
+
+def _meet(one: Path, other: Path) -> bool:
+    return one == other or one in other.parents or other in one.parents
 
 
 def _keeps_nothing(store: StoreSettings) -> Iterator[Problem]:

@@ -69,7 +69,7 @@ class Opens(Protocol[C_contra]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[C]):
-    """All that the library asks of a kind of tier; each question is asked with the configuration of one tier."""
+    """What the library asks of a kind of tier; each question is asked with the configuration of one tier."""
 
     config: type[C]
     open: Opens[C]

@@ -14,6 +14,7 @@ A configuration file has one table ``[store]`` and one table ``[tiers.NAME]`` pe
     path = "~/checkpoints"
     retain = { kind = "last_n", n = 10 }
 
+One table ``[exports.NAME]`` per export says what is exported behind the training (`tieredckpt.config.exports`).
 Where a tier says nothing else, every step is promoted to it, RAM retains the newest step, other tiers retain
 the newest five, and the oldest leaves first. A policy is a table with its ``kind``, or the bare kind.
 Defaults are found by their kind like any policy; nothing here imports the package that ships them.
@@ -62,6 +63,10 @@ __all__ = [
     "load",
     "to_toml",
 ]
+
+
+_TABLES = ("tiers", "exports")
+"""What has a table for each of its names, beside that of the store."""
 
 
 class StoreConfig(StoreSettings):
@@ -114,9 +119,10 @@ def _tier_at(url: str) -> dict[str, Any]:
 def to_toml(config: StoreConfig) -> str:
     """``config`` with every setting that is not None, as the text of a configuration file; without secrets."""
     settings = config.model_dump(mode="json", exclude_none=True)
-    tables = {"store": {name: value for name, value in settings.items() if name != "tiers"}}
-    for tier in settings["tiers"]:
-        tables[f"tiers.{tier.pop('name')}"] = tier
+    tables = {"store": {name: value for name, value in settings.items() if name not in _TABLES}}
+    for group in _TABLES:
+        for each in settings[group]:
+            tables[f"{group}.{each.pop('name')}"] = each
     return "\n".join(
         f"[{name}]\n" + "".join(f"{key} = {_toml_value(value)}\n" for key, value in table.items())
         for name, table in tables.items()
@@ -193,20 +199,24 @@ def _validate(data: Mapping[str, Any], folder: Path) -> StoreConfig:
     if "store" not in data and isinstance(data.get("tiers"), (list, tuple)):
         return StoreConfig.model_validate(dict(data), context=context)
     wrong: list[Problem] = []
-    for name in [name for name in data if name not in ("store", "tiers")]:
+    for name in [name for name in data if name not in ("store", *_TABLES)]:
         belongs = name in StoreConfig.model_fields
-        hint = "; it belongs in [store]" if belongs else did_you_mean(str(name), ("store", "tiers"))
+        hint = "; it belongs in [store]" if belongs else did_you_mean(str(name), ("store", *_TABLES))
         wrong.append(((str(name),), f"`{name}` is not a table of a configuration{hint}"))
     store = data.get("store", {})
     if not isinstance(store, Mapping):
         wrong.append((("store",), f"should be a table of settings, not {store!r}"))
         store = {}
-    if "tiers" in store:
-        wrong.append((("store", "tiers"), "every tier is a table of its own, [tiers.NAME]"))
+    wrong += [
+        (("store", group), f"every {group[:-1]} is a table of its own, [{group}.NAME]")
+        for group in _TABLES
+        if group in store
+    ]
     try:
-        config = StoreConfig.model_validate({**store, "tiers": data.get("tiers", ())}, context=context)
+        tables = {group: data.get(group, ()) for group in _TABLES}
+        config = StoreConfig.model_validate({**store, **tables}, context=context)
     except ValidationError as error:
-        wrong += [(at if at[:1] == ("tiers",) else ("store", *at), text) for at, text in problems(error)]
+        wrong += [(at if at[:1] and at[0] in _TABLES else ("store", *at), text) for at, text in problems(error)]
     if wrong:
         raise refusal(wrong)
     return config

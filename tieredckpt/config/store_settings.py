@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from tieredckpt._redact import redacted
+from tieredckpt.config.exports import Exports
 from tieredckpt.config.kinds import Tiers, kind_of
 from tieredckpt.config.object_tiers import ObjectTier
 from tieredckpt.config.tiers import AbsolutePath, Interval, RamTier, Threads, TierConfig
@@ -36,6 +37,11 @@ class StoreSettings(Settings):
     when_full: Literal["wait", "skip", "replace"] = "wait"
     """What a save does when the nearest tier has no room: wait, skip this save, or replace the oldest
     snapshot that is not promoted yet and is not the last copy."""
+    lazy_guard: Literal["versions", "digests"] = "versions"
+    """How saves with ``capture="lazy"`` find an array that changed before its copy had ended.
+
+    ``"versions"`` compares the version counters of tensors, and of arrays in CPU memory some bytes at both ends.
+    ``"digests"`` also digests all arrays when ``save`` is called, while the training waits: to look for a mistake."""
     promote_in: Literal["trainer", "agent"] = "trainer"
     """Which process promotes: the trainer's own, or an agent that outlives it and is started where there is none."""
     agent_log: AbsolutePath | None = None
@@ -48,6 +54,11 @@ class StoreSettings(Settings):
     """A pack whose live share of bytes falls below this is rewritten."""
     replicated: tuple[str, ...] = ()
     """Keys or glob patterns of leaves that every rank has alike: the ranks share the work of storing them."""
+    frozen: tuple[str, ...] = ()
+    """Keys or glob patterns of leaves that the training does not change, such as ``base/**`` beside an adapter.
+
+    A save does not read them again while they lie where they were, in the version that torch counts; whether they have
+    changed is checked behind the training, and `FrozenChanged` tells it."""
     when_replicas_differ: Literal["report", "refuse", "ignore"] = "report"
     """What the ranks do when leaves differ of which each stores a share, such as those of ``replicated``.
 
@@ -65,6 +76,8 @@ class StoreSettings(Settings):
     """
     tiers: Tiers = ()
     """Nearest first."""
+    exports: Exports = ()
+    """What is exported behind the training."""
 
     @classmethod
     def noun(cls) -> str:
@@ -85,9 +98,19 @@ class StoreSettings(Settings):
         return tuple(tier for tier in self.tiers if isinstance(tier, model))
 
     @property
+    def exact(self) -> tuple[TierConfig, ...]:
+        """The tiers that hold steps as they were saved, each with its place, nearest first."""
+        return tuple(tier for tier in self.located if not tier.lossy)
+
+    @property
+    def derived(self) -> tuple[TierConfig, ...]:
+        """The tiers with `lossy` rules, each with its place, nearest first."""
+        return tuple(tier for tier in self.located if tier.lossy)
+
+    @property
     def identity(self) -> str:
         """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
-        return self._identity([tier.location_with_secrets for tier in self.slower])
+        return self._identity([tier.location_with_secrets for tier in self.slower if not tier.lossy])
 
     def _identity(self, where: Sequence[str | None]) -> str:
         if self.name is not None:
@@ -103,7 +126,7 @@ class StoreSettings(Settings):
         shared = [
             tier.location_with_secrets if isinstance(tier, ObjectTier) else kind_of(tier).location(tier)
             for tier in self.slower
-            if kind_of(tier).medium == "shared"
+            if kind_of(tier).medium == "shared" and not tier.lossy
         ]
         lasting = [str(where) for where in shared if where is not None]
         identity = self._identity(lasting) if self.name is not None or lasting else None

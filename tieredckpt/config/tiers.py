@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, SerializationInfo, ValidationInfo
 
 from tieredckpt._redact import is_redacted, redacted
+from tieredckpt.config.lossy import LossyRule
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import AnyEviction, AnyPromotion, AnyRetention, Eviction, Promotion, Retention, parse
 from tieredckpt.settings import Settings
@@ -189,6 +190,9 @@ class TierConfig(Settings):
     """How chunks are compressed, without loss: ``fast`` by LZ4, ``small`` by Zstandard. Stock readers open both."""
     codec_threads: Threads = 1
     """How many threads compress at a time."""
+    lossy: tuple[LossyRule, ...] = ()
+    """What the tier keeps less of, by key: it then has derived steps alone, which never count as copies of the exact
+    ones, and lies in the folder ``derived`` of its place."""
 
     if TYPE_CHECKING:  # every kind has its own, as a field or a property; pydantic would give them all these
 

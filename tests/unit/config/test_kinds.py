@@ -38,7 +38,7 @@ class ShelfTier(TierConfig):
 
 
 class BoxTier(ShelfTier):
-    kind: Literal["box"] = "box"  # type: ignore[assignment]
+    kind: Literal["box"] = "box"
 
 
 async def open_shelf(tier: ShelfTier, *, read_only: bool = False) -> BlobStore:
@@ -171,7 +171,7 @@ def test_registering_makes_a_kind_known_and_takes_none_from_another(entries: lis
     register(POSIX)  # as it is offered
 
     class OtherPosix(ShelfTier):
-        kind: Literal["posix"] = "posix"  # type: ignore[assignment]
+        kind: Literal["posix"] = "posix"
 
     with pytest.raises(Conflict, match=r"the kind 'posix' of tier is taken by tieredckpt\.blobs\.posix\.kind:POSIX"):
         register(replace(SHELF, config=OtherPosix))

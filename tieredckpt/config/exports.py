@@ -1,0 +1,160 @@
+"""Exports that a store makes behind the training: which steps, in which format, and where to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
+
+from tieredckpt._redact import redacted
+from tieredckpt.config.formats import format_named
+from tieredckpt.config.kinds import kind_of_url
+from tieredckpt.config.tiers import Name, PosixTier, TierConfig, expand, substitute, url_scheme
+from tieredckpt.errors import Invalid
+from tieredckpt.policy.base import AnyPromotion, AnyRetention, Promotion, Retention, parse
+from tieredckpt.settings import Problem, Settings, problems, refusal
+from tieredckpt.units import Size
+
+__all__ = ["ExportConfig", "Exports", "place_of"]
+
+
+def _to(value: object, info: ValidationInfo) -> str:
+    """An absolute path, or a URL as it is; of text, after ``~`` and ``$NAME``."""
+    if isinstance(value, Path):
+        return str(Path.cwd() / value)
+    if not isinstance(value, str):
+        raise Invalid(f"should be a folder or a URL such as 's3://bucket/exports', not {redacted(value)!r}")
+    text = substitute(value)
+    if url_scheme(text) is not None:
+        return text.rstrip("/")
+    folder = info.context["folder"] if info.context else Path.cwd()
+    return str(Path(folder, expand(value)))
+
+
+def _keep(value: object) -> object:
+    return {"kind": "last_n", "n": value} if type(value) is int else value
+
+
+class ExportConfig(Settings):
+    """An export of some steps behind the training, each to a folder of its own, ``step-STEP``."""
+
+    name: Name
+    format: str
+    """One of `tieredckpt.config.formats.formats` that can be written."""
+    to: Annotated[str, BeforeValidator(_to)]
+    """The folder, or URL of a place in an object store, that the exports are in. Credentials and endpoint of a URL come
+    from the environment."""
+    when: AnyPromotion = Field(default_factory=lambda: parse(Promotion, "always"))
+    """Which steps are exported, as a tier's ``promote``; policies see the export as the slowest tier."""
+    keep: Annotated[AnyRetention, BeforeValidator(_keep)] = Field(default_factory=lambda: parse(Retention, "all"))
+    """Which exports stay, as a tier's ``retain``; a number is ``last_n``."""
+    keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Only the leaves under these keys or patterns; empty for what the format exports by default."""
+    part: Annotated[str, Field(min_length=1)] | None = None
+    """The path of a container that is exported, whose names begin below it."""
+    cast: str | None = None
+    """``bf16`` or ``fp16``, of formats that convert floats."""
+    shard_size: Annotated[Size, Field(gt=0)] | None = None
+    """Bytes of a file at most, of formats that cut a step into files."""
+    rename: dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    """Patterns of keys, and the names that they get, of formats that have it."""
+
+    @classmethod
+    def noun(cls) -> str:
+        return "an export"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the format is given besides the step."""
+        given = {"cast": self.cast, "shard_size": self.shard_size, "rename": self.rename or None}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None for a URL."""
+        return None if url_scheme(self.to) is not None else Path(self.to)
+
+    def place(self) -> TierConfig:
+        """Where the exports are, as a tier that lies there would be configured. Raises `Invalid`."""
+        if self.folder is not None:
+            return PosixTier(name=self.name, path=self.folder)
+        return place_of(self.to, self.name)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> ExportConfig:
+        if wrong := list(self._wrong()):
+            raise refusal(wrong)
+        return self
+
+    def _wrong(self) -> list[Problem]:
+        try:
+            found = format_named(self.format)
+        except Invalid as error:
+            return [(("format",), str(error))]
+        wrong: list[Problem] = []
+        if not found.writes:
+            wrong.append((("format",), f"`{self.format}` is not a format to export"))
+        wrong += [
+            ((name,), f"is not for the format `{self.format}`; leave it out")
+            for name in sorted(self.options.keys() - found.options)
+        ]
+        if self.part is not None and self.keys:
+            wrong.append((("part",), "and `keys`: give one of them"))
+        if self.folder is None:
+            if found.stream is None:
+                text = (
+                    f"is a URL, and `{self.format}` is written by its library, to a folder alone; give a folder, or "
+                    f"another format"
+                )
+                wrong.append((("to",), text))
+            try:
+                self.place()
+            except Invalid as error:
+                wrong.append((("to",), str(error)))
+        return wrong
+
+
+def place_of(url: str, name: str) -> TierConfig:
+    """The place of a URL, as a tier of that name that lies there would be configured. Raises `Invalid`."""
+    kind = kind_of_url(url)
+    try:
+        found: TierConfig = kind.config.model_validate({"kind": kind.name, "name": name, "url": url})
+    except ValidationError as error:
+        raise Invalid("; ".join(text for _, text in problems(error))) from error
+    return found
+
+
+def _exports(value: object, info: ValidationInfo) -> tuple[ExportConfig, ...]:
+    """Exports of a table by name, or of a sequence whose elements carry their names."""
+    if isinstance(value, Mapping):
+        value = [
+            {"name": str(name), **table} if isinstance(table, Mapping) else (str(name), table)
+            for name, table in value.items()
+        ]
+    if not isinstance(value, list | tuple):
+        raise Invalid(f"should be one table per export, not {redacted(value)!r}")
+    found: list[ExportConfig] = []
+    wrong: list[Problem] = []
+    for at, table in enumerate(value):
+        if isinstance(table, ExportConfig):
+            found.append(table)
+            continue
+        if not isinstance(table, Mapping):
+            place, shown = table if isinstance(table, tuple) and len(table) == 2 else (at, table)
+            wrong.append(((place,), f"should be a table of settings, not {redacted(shown)!r}"))
+            continue
+        named = table.get("name")
+        name = named if isinstance(named, str) else at
+        try:
+            found.append(ExportConfig.model_validate(dict(table), context=info.context))
+        except ValidationError as error:
+            wrong += problems(error, (name,))
+    if wrong:
+        raise refusal(wrong)
+    return tuple(found)
+
+
+Exports = Annotated[tuple[ExportConfig, ...], BeforeValidator(_exports)]
+"""Field type: exports, of a table by name or of a sequence."""
