@@ -1,39 +1,37 @@
-"""What a format offers: to read a checkpoint, to write a step, to read back what was written."""
+"""What modules of formats have in common: `Format`, and the digests of what was written, to compare when it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.format.digest import SIZE, digest
+from tieredckpt.config.formats import Digests, Format
+from tieredckpt.format.digest import SIZE, Digester, digest
 
-__all__ = ["Digests", "Format", "content", "is_name"]
-
-Digests: TypeAlias = Mapping[str, bytes]
-"""Of each thing that a file or folder has, by its name there: what `content` gives."""
+__all__ = ["Content", "Digests", "Format", "content", "is_name"]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format of another library."""
+class Content:
+    """`content` of an array that comes in pieces."""
 
-    read: Callable[[Path], Any] | None = None
-    """The tree at a path, its arrays whole. Runs nothing of what it reads; raises `NotFound`, `Invalid` and `Corrupt`,
-    naming file and key."""
-    write: Callable[..., Digests] | None = None
-    """``write(step, to, **options)`` writes all arrays of a `StoredStep` to ``to``, a path at which nothing is, and
-    tells what was written. Raises `Invalid`, naming the key, for what the format cannot have, before it reads any."""
-    read_back: Callable[[Path], Iterator[tuple[str, bytes]]] | None = None
-    """The digests of what lies at a path, read anew; raises `Corrupt`."""
-    parts: tuple[str, ...] = ()
-    """Parts of a tree of which the first that a step has is exported, unless another one is named."""
-    options: frozenset[str] = frozenset()
-    """Keyword arguments of ``write``."""
+    def __init__(self) -> None:
+        self._digester = Digester()
+        self._nbytes = 0
+
+    def add(self, piece: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """Take in the next contiguous piece; its bytes."""
+        flat = piece.reshape(-1).view(np.uint8)
+        self._digester.update(flat)
+        self._nbytes += flat.size
+        return flat
+
+    def value(self) -> bytes:
+        """What is compared after writing."""
+        found = self._digester.digest() if self._nbytes else bytes(SIZE)
+        return found + self._nbytes.to_bytes(8, "big")
 
 
 def content(array: npt.NDArray[Any]) -> bytes:

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.planner import WriteItem
 
+from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.interchange.base import Format, content, is_name
 from tieredckpt.interchange.dcp_metadata import DTYPES, get, kind, load
-from tieredckpt.interchange.stored_step import StoredStep
 from tieredckpt.interchange.torch_files import check_size, load_weights, refused
 from tieredckpt.tree.leaf import ArraySpec
 
@@ -248,7 +248,7 @@ def _is_box(numbers: Any, like: Any) -> bool:
 # -- writing ----------------------------------------------------------------------------------------------
 
 
-def _write(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
+def _write(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
     """Write a folder by DCP itself; arrays of every kind become tensors, and are read when it writes them."""
     specs: dict[int, ArraySpec] = {}
 
@@ -327,4 +327,4 @@ def _read_back(folder: Path) -> Iterator[tuple[str, bytes]]:
         yield item.name, content(part.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-DCP = Format(_read, _write, _read_back)
+DCP = Format(read=_read, write=_write, read_back=_read_back, values=True)

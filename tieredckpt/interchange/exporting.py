@@ -9,17 +9,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tieredckpt.engine.exporting.folder import FolderFiles, flush_tree, flushed_folder
 from tieredckpt.engine.inventory import Scalar, StepInfo
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.interchange.base import Digests, Format
-from tieredckpt.interchange.formats import find
-from tieredckpt.interchange.stored_step import StoredStep
+from tieredckpt.interchange.formats import find, find_url
+from tieredckpt.interchange.stored_step import StepCopy, StoredStep, from_copies
+from tieredckpt.interchange.to_objects import write_to_objects
 from tieredckpt.sync import SyncStore
 
-__all__ = ["Exported", "export_step"]
+__all__ = ["Exported", "export_copy", "export_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,8 @@ class Exported:
     """What an export wrote."""
 
     info: StepInfo
-    path: Path
+    path: Path | str
+    """The file or folder, or the URL."""
     part: str | None
     """What was exported; None for the whole step."""
     names: tuple[str, ...]
@@ -35,7 +39,11 @@ class Exported:
     sources: Mapping[str, int]
     """Bytes that came from each tier."""
     scalars: Mapping[str, Scalar]
-    """The step's leaves that are no arrays, by key; of the formats here, ``dcp`` has them."""
+    """The step's leaves that are no arrays, by key."""
+    left_out: tuple[str, ...]
+    """The keys of those leaves, if the format cannot hold them."""
+    lossy: bool
+    """Whether it is a lossy copy of the step, whose values are not all as they were saved."""
 
 
 def export_step(
@@ -45,22 +53,26 @@ def export_step(
     *,
     part: str | None = None,
     keys: Sequence[str] | None = None,
+    lossy: bool = False,
     progress: Callable[[int], None] = lambda nbytes: None,
     **options: Any,
 ) -> Exported:
     """Write a step of ``store`` to ``SCHEME:PATH``, where nothing is yet but perhaps an empty folder.
 
-    It is written beside that place, flushed to the device, read back, compared, and then renamed.
+    It is written beside that place, flushed to the device, read back, compared, and then renamed. Formats that are
+    streamed go to ``SCHEME:URL`` too, where the last file commits the others; they are read back after that.
 
     Args:
         store: open; one that is only looked at will do.
-        target: such as ``safetensors:out/model``; `formats.FORMATS` has the schemes.
+        target: such as ``safetensors:out/model``; `tieredckpt.config.formats.formats` tells the schemes.
         step: its number; None for the newest.
         part: the path of a container of the step that is exported, such as ``model``. Without it and ``keys``,
             safetensors takes ``model`` or ``state_dict`` if the step has one of them; other formats take all.
         keys: only the leaves under these keys or patterns, under their whole names.
+        lossy: where the step cannot be had as it was saved, write all of it from a lossy copy; `Exported.lossy` tells.
         progress: is told the bytes of each array that was read.
-        options: of the format. safetensors: ``cast`` (``"bf16"`` or ``"fp16"``) and ``shard_size`` in bytes.
+        options: of the format. safetensors: ``cast`` (``"bf16"`` or ``"fp16"``), ``shard_size`` in bytes, and
+            ``rename``, a dict from patterns of keys to names (``{"params/**": "model.**"}``).
 
     Raises:
         Conflict: something is there.
@@ -68,23 +80,53 @@ def export_step(
         Corrupt: what was written did not come back, or the step is damaged.
         NotFound, TierUnavailable: as `SyncStore.describe`.
     """
-    scheme, format_, to = find(target, "write")
+    given = partial(export_copy, target=target, part=part, keys=keys, progress=progress, **options)
+    return from_copies(store, step, given, lossy=lossy)
+
+
+def export_copy(
+    copy: StepCopy,
+    /,  # an option of a format has that name
+    target: str,
+    *,
+    part: str | None = None,
+    keys: Sequence[str] | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    **options: Any,
+) -> Exported:
+    """`export_step`, of this copy of a step."""
+    remote = find_url(target)
+    scheme, format_, to = remote or find(target, "write")
     for option in options.keys() - format_.options:
         raise Invalid(f"{scheme} has no option {option}")
     if part is not None and keys is not None:
         raise Invalid("part and keys: give one of them")
+    if isinstance(to, str):
+        chosen = _chosen(copy, part, keys, format_.parts, progress)
+        assert format_.stream is not None
+        written = write_to_objects(copy.store, to, partial(format_.stream, chosen, **options))
+        return _exported(chosen, format_, to, written)
     with _new(to) as unfinished:
-        chosen = _chosen(store, step, part, keys, format_.parts, progress)
-        assert format_.write is not None
-        written = format_.write(chosen, unfinished, **options)
-        _flush(unfinished)
+        chosen = _chosen(copy, part, keys, format_.parts, progress)
+        if format_.stream is not None:
+            single = bool(format_.suffix) and (to.suffix == format_.suffix or format_.one_file)
+            written = format_.stream(chosen, FolderFiles(unfinished, single=single), **options)
+        else:
+            assert format_.write is not None
+            written = format_.write(chosen, unfinished, **options)
+        flush_tree(unfinished, forget=True)
         _compare(format_, unfinished, written, to)
-    return Exported(chosen.info, to, chosen.part, tuple(written), dict(chosen.sources), chosen.scalars)
+    return _exported(chosen, format_, to, written)
+
+
+def _exported(chosen: StoredStep, format_: Format, to: Path | str, written: Digests) -> Exported:
+    left_out = () if format_.values else tuple(chosen.scalars)
+    sources, lossy = dict(chosen.sources), chosen.copy.lossy is not None
+    return Exported(chosen.info, to, chosen.part, tuple(written), sources, chosen.scalars, left_out, lossy)
 
 
 def _chosen(
-    store: SyncStore,
-    step: int | None,
+    copy: StepCopy,
     part: str | None,
     keys: Sequence[str] | None,
     parts: Sequence[str],
@@ -93,10 +135,10 @@ def _chosen(
     if part is None and keys is None:
         for usual in parts:
             try:
-                return StoredStep(store, step, part=usual, progress=progress)
+                return StoredStep(copy, part=usual, progress=progress)
             except NotFound:
                 continue
-    return StoredStep(store, step, part=part, keys=keys, progress=progress)
+    return StoredStep(copy, part=part, keys=keys, progress=progress)
 
 
 @contextmanager
@@ -119,7 +161,7 @@ def _new(to: Path) -> Iterator[Path]:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise _exists(to) from error
                 raise
-            _flush_folder(to.parent)
+            flushed_folder(to.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
@@ -128,28 +170,6 @@ def _new(to: Path) -> Iterator[Path]:
 
 def _exists(to: Path) -> Conflict:
     return Conflict(f"{to} exists already; choose another name, nothing is replaced")
-
-
-def _flush(path: Path) -> None:
-    """Have files on the device, and out of the memory, so that what is read back comes from there."""
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-    if path.is_dir():
-        _flush_folder(path)
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compare(format_: Format, path: Path, written: Digests, to: Path) -> None:

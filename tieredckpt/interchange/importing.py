@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
+from tieredckpt.interchange.base import Format
 from tieredckpt.interchange.formats import find
 from tieredckpt.sync import SyncStore
+from tieredckpt.tree.flatten import flatten
 
-__all__ = ["Imported", "import_step"]
+__all__ = ["Imported", "ReadCheckpoint", "import_step", "read_checkpoint"]
+
+T = TypeVar("T")
 
 _NUMBERED = re.compile(r"(?:(?:.*[-_.])?(?:checkpoint|ckpt|global_step|iter|step)[-_=]?)?([0-9]{1,18})", re.IGNORECASE)
 """Names such as ``checkpoint-1000``, ``global_step500`` and ``1000``, but not ``llama-8``."""
@@ -27,13 +33,51 @@ class Imported:
     """The nearest tier that outlives the process; every chunk was verified there."""
 
 
-def import_step(source: str, store: SyncStore, step: int | None = None, *, overwrite: bool = False) -> Imported:
+@dataclass(frozen=True, slots=True)
+class ReadCheckpoint:
+    """A checkpoint of another library that was read, and that a step can have."""
+
+    tree: Any
+    step: int
+    """The number that it gets."""
+    metrics: Mapping[str, float]
+
+
+def read_checkpoint(source: str, step: int | None = None) -> ReadCheckpoint:
+    """Read the checkpoint at ``SCHEME:PATH``, for `import_step`. Nothing that it names is run.
+
+    Raises `NotFound`, `Invalid` and `Corrupt` as `import_step` does, before there is a store.
+    """
+    format_, path = _located(source)
+    number = _number(path) if step is None else step
+    assert format_.read is not None
+    tree, metrics = _readable(format_.read, path), _readable(format_.metrics, path)
+    flatten(tree)
+    return ReadCheckpoint(tree, number, metrics)
+
+
+def _located(source: str) -> tuple[Format, Path]:
+    """The format of ``SCHEME:PATH``, and where the checkpoint is that the path means."""
+    _, format_, path = find(source, "read")
+    return format_, _readable(format_.locate, path)
+
+
+def _readable(look: Callable[[Path], T], path: Path) -> T:
+    try:
+        return look(path)
+    except OSError as error:
+        raise Invalid(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def import_step(
+    source: str | ReadCheckpoint, store: SyncStore, step: int | None = None, *, overwrite: bool = False
+) -> Imported:
     """Save the checkpoint at ``SCHEME:PATH`` as a step of ``store``, by one process that has the memory for it.
 
     It is the newest step of the store then. Nothing that the checkpoint names is run.
 
     Args:
-        source: such as ``dcp:/old/checkpoint-1000``; `formats.FORMATS` has the schemes.
+        source: such as ``dcp:/old/checkpoint-1000``, of an installed format; or what `read_checkpoint` gave.
         store: open, of this process alone, with a tier that outlives the process.
         step: the number that it gets; None for that at which the name of the path ends, as ``checkpoint-1000``.
         overwrite: save a step number again that the store has.
@@ -45,19 +89,18 @@ def import_step(source: str, store: SyncStore, step: int | None = None, *, overw
         TierUnavailable: no tier that outlives the process took the step.
         Conflict, NoSpace: as `SyncStore.save`.
     """
-    _, format_, path = find(source, "read")
-    durable = [tier.name for tier in store.tier_infos() if tier.survives != "process"]
+    lossy = {tier.name for tier in store.config.tiers if tier.lossy}  # which have no step as it was saved
+    durable = [tier.name for tier in store.tier_infos() if tier.survives != "process" and tier.name not in lossy]
     if not durable:
         raise Invalid("the store has no tier that outlives this process, so an imported step would be gone; add one")
-    number = _number(path) if step is None else step
+    if isinstance(source, ReadCheckpoint):
+        number = source.step if step is None else step
+    else:
+        number = _number(_located(source)[1]) if step is None else step
     if not overwrite and any(info.step == number and not info.abandoned for info in store.steps()):
         raise Conflict(f"the store has step {number}; give another number, or --overwrite (overwrite=True)")
-    assert format_.read is not None
-    try:
-        tree = format_.read(path)
-    except OSError as error:
-        raise Invalid(f"{path} cannot be read: {error.strerror or error}") from error
-    saved = store.save(number, tree, overwrite=overwrite).saved
+    found = source if isinstance(source, ReadCheckpoint) else read_checkpoint(source, number)
+    saved = store.save(number, found.tree, metrics=found.metrics, overwrite=overwrite).saved
     assert saved is not None
     if saved.skipped:
         raise TierUnavailable(f"step {number} was not saved: {saved.skipped}")
@@ -66,9 +109,9 @@ def import_step(source: str, store: SyncStore, step: int | None = None, *, overw
     tier = next((name for name in durable if name in held), durable[0])
     if tier not in held:  # its policy has not asked for the step, and from RAM it would be gone
         store.promote(number, tier)
-    for found in store.verify(number, tier):
-        if not found.intact:
-            raise Corrupt(f"step {number} on tier {tier!r} is not as it was imported: {found.problem}; import it again")
+    for each in store.verify(number, tier):
+        if not each.intact:
+            raise Corrupt(f"step {number} on tier {tier!r} is not as it was imported: {each.problem}; import it again")
     return Imported(number, saved.step.serial, saved.nbytes, tier)
 
 

@@ -11,6 +11,8 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -18,9 +20,11 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.config.formats import Files
+from tieredckpt.engine.exporting.content import StepContent
+from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt
-from tieredckpt.interchange.base import Format, content
-from tieredckpt.interchange.stored_step import StoredStep
+from tieredckpt.interchange.base import Content, Format, content
 
 __all__ = ["INDEX", "NPY", "NPZ", "file_name", "member_name"]
 
@@ -53,16 +57,26 @@ def _component(part: str) -> str:
     return name if name.strip(".") else name.replace(".", "%2E") or "%"
 
 
-def _write_archive(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
+def _stream_archive(step: StepContent, files: Files) -> dict[str, bytes]:
     """One ``.npz``."""
     written = {}
-    with open(to, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for info, array in step.read():
+    with files.open("arrays.npz") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+        for info, pieces in groupby(step.pieces(), itemgetter(0)):
             name = member_name(step.name(info))
+            found = Content()
             with archive.open(name, "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-            written[name] = content(array)
+                for at, (_, piece) in enumerate(pieces):
+                    if not at:
+                        _write_header(member, info, piece.dtype)
+                    member.write(found.add(piece))
+            written[name] = found.value()
     return written
+
+
+def _write_header(file: IO[bytes], info: ArrayInfo, dtype: np.dtype[Any]) -> None:
+    """What ``.npy`` begins with, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html."""
+    described = np.lib.format.header_data_from_array_1_0(np.empty(0, dtype)) | {"shape": info.shape}
+    np.lib.format.write_array_header_1_0(file, described)
 
 
 def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -72,7 +86,7 @@ def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, content(_array(path, name, member))
 
 
-def _write_folder(step: StoredStep, to: Path, **options: Any) -> dict[str, bytes]:
+def _write_folder(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
     """A folder of ``.npy``, and its index."""
     index, written = [], {}
     to.mkdir()
@@ -100,5 +114,5 @@ def _array(path: Path, name: str, file: IO[bytes]) -> npt.NDArray[Any]:
     return found
 
 
-NPZ = Format(write=_write_archive, read_back=_read_archive)
+NPZ = Format(stream=_stream_archive, read_back=_read_archive, suffix=".npz", one_file=True)
 NPY = Format(write=_write_folder, read_back=_read_folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.config.formats import Files
+from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt, Invalid, NotFound
-from tieredckpt.interchange.base import Format, content, is_name
-from tieredckpt.interchange.stored_step import StoredStep
+from tieredckpt.interchange.base import Content, Format, content, is_name
+from tieredckpt.interchange.names import Names
 from tieredckpt.tree.leaf import ArraySpec
 
 __all__ = ["SAFETENSORS"]
@@ -32,6 +34,8 @@ _LARGEST_HEADER = 100 << 20
 """Bytes; the library refuses larger ones too."""
 _SHARD = 5_000_000_000
 """Bytes of a file at most, unless one tensor is larger; what the hub's tools write too."""
+_BLOCK = 1 << 18
+"""Items that are converted at a time."""
 _DIMENSIONS = 64
 """At most, as NumPy has it."""
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -162,38 +166,43 @@ def _json(path: Path, data: bytes) -> dict[str, Any]:
 # -- writing ----------------------------------------------------------------------------------------------
 
 
-def _write(step: StoredStep, to: Path, *, cast: str | None = None, shard_size: int | None = None) -> dict[str, bytes]:
-    """One file where ``to`` ends in ``.safetensors``, else a folder as transformers has it."""
+def _stream(
+    step: StepContent,
+    files: Files,
+    *,
+    cast: str | None = None,
+    shard_size: int | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> dict[str, bytes]:
+    """One file, or a folder as transformers has it; the last file of a folder of several is the index."""
     if cast is not None and cast not in _CASTS:
         raise Invalid(f"cast={cast!r}: should be one of {', '.join(_CASTS)}")
-    if to.suffix == ".safetensors" and shard_size is not None:
-        raise Invalid(f"shard_size: {to} is one file; give the path of a folder, or leave the size out")
-    tensors = _named(step, None if cast is None else _CASTS[cast])
-    if to.suffix == ".safetensors":
-        return _write_file(step, to, tensors)
-    to.mkdir()
-    shards = _shards(tensors, _SHARD if shard_size is None else shard_size)
+    if files.single and shard_size is not None:
+        raise Invalid("shard_size: the export is one file; give the path of a folder, or leave the size out")
+    tensors = _named(step, None if cast is None else _CASTS[cast], Names(rename or {}))
+    shards = [tensors] if files.single else _shards(tensors, _SHARD if shard_size is None else shard_size)
     if len(shards) == 1:
-        return _write_file(step, to / "model.safetensors", tensors)
+        return _write_file(step, files, "model.safetensors", tensors)
     written: dict[str, bytes] = {}
-    files: dict[str, str] = {}
+    names: dict[str, str] = {}
     for at, shard in enumerate(shards, 1):
         name = f"model-{at:05}-of-{len(shards):05}.safetensors"
-        written |= _write_file(step, to / name, shard)
-        files |= {tensor.name: name for tensor in shard}
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)}, "weight_map": files}
-    (to / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        written |= _write_file(step, files, name, shard)
+        names |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)}, "weight_map": names}
+    with files.open(_INDEX) as file:
+        file.write(json.dumps(index, indent=2).encode() + b"\n")
     return written
 
 
-def _named(step: StoredStep, cast: np.dtype[Any] | None) -> list[_Tensor]:
-    """The arrays by the names that they get, and in the dtype: the components of their paths joined by full stops."""
+def _named(step: StepContent, cast: np.dtype[Any] | None, names: Names) -> list[_Tensor]:
+    """The arrays by the names that they get, and in the dtype."""
     infos = {info.key: info for info in step.arrays}
     specs: dict[str, ArraySpec] = {}
     for path, leaf in step.leaves():
-        name = ".".join(path)
-        if isinstance(leaf, ArraySpec) and specs.setdefault(name, leaf) is not leaf:
+        if isinstance(leaf, ArraySpec) and specs.setdefault(name := names(path), leaf) is not leaf:
             raise Invalid(f"{specs[name].key!r} and {leaf.key!r} would both be called {name!r}")
+    names.check()
     left_out = infos.keys() - {spec.key for spec in specs.values()}
     if left_out or not infos:
         what = f"{min(left_out)!r} lies in a container without names" if left_out else "there are no arrays"
@@ -225,7 +234,7 @@ def _shards(tensors: Sequence[_Tensor], largest: int) -> list[list[_Tensor]]:
     return shards
 
 
-def _write_file(step: StoredStep, to: Path, tensors: Sequence[_Tensor]) -> dict[str, bytes]:
+def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_Tensor]) -> dict[str, bytes]:
     # Wide ones first, so that each is aligned for its dtype.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers demanded once
@@ -238,23 +247,36 @@ def _write_file(step: StoredStep, to: Path, tensors: Sequence[_Tensor]) -> dict[
     text += b" " * (-len(text) % 8)
     if len(text) > _LARGEST_HEADER:
         raise Invalid(f"{len(tensors)} tensors do not fit one file of safetensors; give a smaller shard size")
-    written = {}
-    with to.open("xb") as file:
+    written = {tensor.info.key: Content() for tensor in tensors}
+    dtypes = {tensor.info.key: tensor.dtype for tensor in tensors}
+    with files.open(name) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor, (info, array) in zip(tensors, step.read([tensor.info for tensor in tensors]), strict=True):
-            stored = _cast(info.key, array, tensor.dtype)
-            file.write(memoryview(stored.reshape(-1).view(np.uint8)))
-            written[tensor.name] = content(stored)
-    return written
+        for info, piece in step.pieces([tensor.info for tensor in tensors]):
+            for part in _blocks(piece):
+                file.write(written[info.key].add(_cast(info.key, part, dtypes[info.key])))
+    return {tensor.name: written[tensor.info.key].value() for tensor in tensors}
+
+
+def _blocks(piece: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Parts of a piece, small enough to stay in the processor's cache, and to convert between two turns of the GIL."""
+    for start in range(0, piece.size, _BLOCK):
+        yield piece[start : start + _BLOCK]
 
 
 def _cast(key: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         stored = np.ascontiguousarray(array.astype(dtype, copy=False))
-    if stored.dtype != array.dtype and not np.isfinite(stored[np.isfinite(array)]).all():
+    suspect = stored.dtype != array.dtype and _has_exponent_of_infinity(stored)
+    if suspect and not np.isfinite(stored[np.isfinite(array)]).all():
         other = "cast to bf16, or not at all" if dtype == _CASTS["fp16"] else "export it without a cast"
         raise Invalid(f"array {key!r} has values beyond the largest of {dtype}; {other}")
     return stored if sys.byteorder == "little" else stored.byteswap()
+
+
+def _has_exponent_of_infinity(array: npt.NDArray[Any]) -> bool:
+    """Whether a value of 16 bits is infinite or NaN; sooner than `numpy.isfinite` tells."""
+    exponent = np.uint16(0x7C00 if array.dtype == _CASTS["fp16"] else 0x7F80)
+    return array.size > 0 and bool(np.bitwise_and(array.view(np.uint16), exponent).max() == exponent)
 
 
 def _read_back(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -262,4 +284,11 @@ def _read_back(path: Path) -> Iterator[tuple[str, bytes]]:
         yield name, content(array)
 
 
-SAFETENSORS = Format(_read, _write, _read_back, ("model", "state_dict"), frozenset({"cast", "shard_size"}))
+SAFETENSORS = Format(
+    read=_read,
+    stream=_stream,
+    read_back=_read_back,
+    parts=("model", "state_dict"),
+    options=frozenset({"cast", "rename", "shard_size"}),
+    suffix=".safetensors",
+)

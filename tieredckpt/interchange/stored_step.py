@@ -1,38 +1,99 @@
-"""A step to be exported: its tree without the arrays, and the arrays a part at a time, so that a step larger than the
-memory can be written.
-"""
+"""A step of an open store, as formats are given it."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from tieredckpt.engine.inventory import ArrayInfo, Scalar, StepInfo
-from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.devices.drivers import current_streams
+from tieredckpt.engine.exporting.content import Arrays, StepContent
+from tieredckpt.engine.inventory import ArrayInfo, StepDetails
+from tieredckpt.engine.restoring.lookup import copies
+from tieredckpt.engine.restoring.restored import Restored
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.sync import SyncStore
 from tieredckpt.tree.flatten import flatten
 
-__all__ = ["Arrays", "StoredStep"]
+__all__ = ["Arrays", "StepCopy", "StoredStep", "from_copies"]
 
-Arrays = Iterator[tuple[ArrayInfo, npt.NDArray[Any]]]
-"""Each array with what is known of it; it is free to go once the next one is asked for."""
+T = TypeVar("T")
 
 _PART = 256 << 20
 """Bytes that are brought back together; a larger array comes alone."""
 
 
-class StoredStep:
-    """A step, or a part of it. The training goes on from where it would have: nothing is resumed.
+@dataclass
+class StepCopy:
+    """A step of an open store as it was saved, or a lossy copy of it: what is read of it in parts is of one content."""
+
+    store: SyncStore
+    step: int | None = None
+    """Its number; None for the newest."""
+    lossy: str | None = None
+    """The tier with the lossy copy."""
+    failure: TieredCkptError | None = None
+    """Why it could not be read."""
+
+    def describe(self, keys: Sequence[str] | None = None) -> StepDetails:
+        """See `SyncStore.describe`. From then on it is the copy of the step of that number."""
+        step, lossy, life = self.step, self.lossy, self.store._life
+        with self._reading():
+            if lossy is None:
+                found = self.store.describe(step, keys=keys)
+            else:
+                found = self.store._run(life.look(lambda engine: engine.inventory.describe(step, None, keys, lossy)))
+        self.step = found.info.step
+        return found
+
+    def restore(self, keys: Sequence[str] | None, as_: Literal["specs"] | None = None) -> Restored:
+        """See `SyncStore.restore`. The training goes on from where it would have: nothing is resumed."""
+        how = (None, None, as_, False, True, False, self.lossy or False)
+        with self._reading():
+            found = self.store._run(self.store._store._restore(current_streams(), self.step, keys, *how))
+        assert found is not None
+        return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (Corrupt, NotFound, TierUnavailable) as error:
+            self.failure = error
+            raise
+
+
+def from_copies(store: SyncStore, step: int | None, work: Callable[[StepCopy], T], *, lossy: bool) -> T:
+    """What ``work`` makes of a step as it was saved; with ``lossy``, of a lossy copy where no other can be read.
+
+    It is called again, with the next copy, when it raises that the one which it was given cannot be read.
+    """
+    if not lossy:
+        return work(StepCopy(store, step))
+    found = store._run(store._life.look(lambda engine: copies(engine.state, step)))
+    failure: TieredCkptError | None = None
+    for number, _, derivation in found:
+        copy = StepCopy(store, number.step, None if derivation is None else derivation.tiers[-1].name)
+        try:
+            return work(copy)
+        except TieredCkptError as error:
+            if error is not copy.failure:
+                raise
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return work(StepCopy(store, step))  # an empty store, of which that tells
+
+
+class StoredStep(StepContent):
+    """A step, or a part of it.
 
     Args:
-        store: open.
-        step: its number; None for the newest.
+        copy: of the step.
         part: the path of a container, such as ``model``, which is taken for the whole; names begin below it.
         keys: only the leaves under these keys or patterns.
         progress: is told the bytes that were brought back.
@@ -42,48 +103,25 @@ class StoredStep:
 
     def __init__(
         self,
-        store: SyncStore,
-        step: int | None = None,
+        copy: StepCopy,
         *,
         part: str | None = None,
         keys: Sequence[str] | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         chosen = keys if part is None else [part]
-        details = store.describe(step, keys=chosen)
-        below = (*(array.key for array in details.arrays), *details.scalars)
-        if part is not None and not all(key.startswith(f"{part}/") for key in below):
-            raise NotFound(f"{part!r} is no container of step {details.info.step}")
-        self._store, self._keys, self._progress = store, chosen, progress
-        self.part = part
-        self.info: StepInfo = details.info
-        self.arrays: tuple[ArrayInfo, ...] = details.arrays
-        """In the order of the tree."""
-        self.scalars: Mapping[str, Scalar] = details.scalars
-        """The leaves that are no arrays, by key."""
-        self.sources: Counter[str] = Counter()
-        """Bytes that came from each tier so far."""
+        super().__init__(copy.describe(chosen), part)
+        self.copy, self._keys, self._progress = copy, chosen, progress
 
-    def tree(self) -> Any:
-        """The tree, with an `ArraySpec` in the place of each array."""
-        found = self._store.restore(self.info.step, keys=self._keys, as_="specs", resume=False)
-        assert found is not None
+    def _tree(self) -> Any:
+        found = self.copy.restore(self._keys, "specs")
         self._compare(found.serial)
-        return found.tree if self.part is None else _at(found.tree, self.part)
-
-    def leaves(self) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """The path of each leaf of the tree, and an `ArraySpec`, or a value."""
-        yield from _leaves(self.tree(), ())
-
-    def name(self, array: ArrayInfo) -> str:
-        """The key of an array, below the part."""
-        return array.key if self.part is None else array.key.removeprefix(f"{self.part}/")
+        return found.tree
 
     def read(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
-        """Arrays of the step, all without ``arrays``, in the order given, verified."""
+        """See `StepContent.read`."""
         for part in _parts(self.arrays if arrays is None else arrays):
-            found = self._store.restore(self.info.step, keys=[array.key for array in part], resume=False)
-            assert found is not None
+            found = self.copy.restore([array.key for array in part])
             self._compare(found.serial)
             self.sources.update(found.sources)
             values = {leaf.key: np.asarray(leaf.source) for leaf in flatten(found.tree).arrays}
@@ -91,31 +129,26 @@ class StoredStep:
                 yield array, values.pop(array.key)
                 self._progress(array.nbytes)
 
+    def folders(self) -> Iterator[tuple[Path, str]]:
+        """Where local files outside of RAM hold the step: the folder of a tier, and in it that of the step's index.
+
+        The nearest tier first. What lies there may be collected or moved by the store's writer at any time.
+        """
+        if self.copy.lossy is not None:
+            return  # the exact step is none of it
+        for tier in self.copy.store.tier_infos():
+            if tier.survives == "process" or not self.arrays:
+                continue
+            with suppress(NotFound, Invalid, TierUnavailable):  # it does not hold the step, or is none of files
+                kvstore = self.copy.store.spec(self.info.step, self.arrays[0].key, tier.name)
+                kvstore = (kvstore["layers"][0] if "layers" in kvstore else kvstore)["kvstore"]
+                base, index = kvstore["base"], kvstore["manifest"]
+                if base["driver"] == "file":
+                    yield Path(base["path"]), str(Path(index["path"]).relative_to(base["path"]))
+
     def _compare(self, serial: int) -> None:
         if serial != self.info.serial:
             raise Conflict(f"step {self.info.step} was saved again while it was read; begin anew")
-
-
-def _at(tree: Any, part: str) -> Any:
-    for name in part.split("/"):
-        children = {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
-        if name not in children:
-            raise NotFound(f"{part!r} is no container of the step")
-        tree = children[name]
-    return tree
-
-
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
-    elif isinstance(tree, list | tuple | deque):
-        for at, value in enumerate(tree):
-            yield from _leaves(value, (*path, str(at)))
-    elif isinstance(tree, Namespace | SimpleNamespace):
-        yield from _leaves(vars(tree), path)
-    else:
-        yield path, tree
 
 
 def _parts(arrays: Sequence[ArrayInfo]) -> Iterator[list[ArrayInfo]]:

@@ -1,0 +1,141 @@
+"""Under the name of an export there is all of it or nothing, whatever its threads do that were left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tieredckpt import TierUnavailable
+from tieredckpt.engine.exporting import folder
+from tieredckpt.engine.exporting.folder import Folder
+from tieredckpt.engine.exporting.places import RECORD, Record
+
+FILES = ("one", "two", "three")
+SOON = 60.0
+
+
+def record(serial: int = 1) -> Record:
+    return Record(export="hf", format="npy", store="0" * 32, step=1, serial=serial, saved_at=0.0, nbytes=3, metrics={})
+
+
+async def export(place: Folder, serial: int, before: Record | None = None) -> None:
+    async with place.writing(record(serial), before, ()) as writing:
+        assert writing.path is not None
+        writing.path.mkdir()
+        for name in FILES:
+            (writing.path / name).write_text(str(serial))
+        await writing.commit(record(serial))
+
+
+def check(path: Path, serial: int) -> None:
+    assert sorted(os.listdir(path / "step-1")) == sorted([*FILES, RECORD])
+    assert {(path / "step-1" / name).read_text() for name in FILES} == {str(serial)}
+
+
+class Held:
+    """A function that waits before its first call."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.go_on.wait(SOON)
+        return self._function(*arguments, **named)
+
+
+async def test_an_export_that_is_given_up_at_its_rename_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of it is not deleted while it is renamed."""
+    deleting, renamed = threading.Event(), threading.Event()
+    rename, rmtree = Held(Path.rename), shutil.rmtree
+
+    def slowly(path: Any, *rest: Any) -> None:
+        for file in sorted(Path(path).rglob(FILES[0])):
+            file.unlink()
+        deleting.set()
+        assert renamed.wait(SOON)
+        rmtree(path, *rest)
+
+    def renaming(self: Path, target: Path) -> Any:
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renaming)
+    monkeypatch.setattr(folder.shutil, "rmtree", slowly)
+    exporting = asyncio.create_task(export(Folder(tmp_path, "x"), 1))
+    assert await asyncio.to_thread(rename.begun.wait, SOON)
+    exporting.cancel()
+    await asyncio.to_thread(deleting.wait, 0.3)  # in which it would have begun to delete
+    rename.go_on.set()
+    while not (tmp_path / "step-1").exists():
+        await asyncio.sleep(0.01)
+    renamed.set()
+    with pytest.raises(asyncio.CancelledError):
+        await exporting
+    check(tmp_path, 1)
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+async def test_an_export_whose_successor_cannot_be_renamed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Folder(tmp_path, "x")
+    await export(place, 1)
+    rename = Path.rename
+
+    def refusing(self: Path, target: Path) -> Any:
+        if (self / FILES[0]).read_text() == "2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refusing)
+        with pytest.raises(TierUnavailable, match="Input/output error"):
+            await export(place, 2, record(1))
+    check(tmp_path, 1)
+    assert os.listdir(tmp_path) == ["step-1"]
+    await export(place, 2, record(1))
+    check(tmp_path, 2)
+
+
+async def test_a_look_that_was_left_behind_deletes_nothing_of_what_began_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had waited for another thread, which hung in the device."""
+    place, looked = Folder(tmp_path, "x"), list[Folder]()
+    hanging = Held(os.path.lexists)
+    monkeypatch.setattr(folder.os.path, "lexists", hanging)
+
+    def look(self: Folder) -> dict[int, Record]:
+        looked.append(self)
+        return {}
+
+    monkeypatch.setattr(Folder, "_exported", look)
+    beginning = asyncio.create_task(export(place, 1, None))
+    assert await asyncio.to_thread(hanging.begun.wait, SOON)
+    looking = asyncio.create_task(place.exported())
+    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking
+    beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    hanging.go_on.set()
+    await export(place, 2)
+    check(tmp_path, 2)
+    for thread in threading.enumerate():
+        if "a list of exports" in thread.name:
+            thread.join(SOON)
+    assert not looked

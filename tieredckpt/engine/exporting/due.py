@@ -1,0 +1,143 @@
+"""Asks the policies of an export: which steps are due, and which exports stay.
+
+Policies of promotion and retention answer both, for they see an export as one more tier, the slowest: its name is
+``exports.NAME``, and it holds the steps that were exported, also those that all tiers have let go.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from tieredckpt._callbacks import Callback, is_failure
+from tieredckpt.config.exports import ExportConfig
+from tieredckpt.engine.exporting.places import Record
+from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.format.manifest import StepId
+from tieredckpt.policy.base import StepView, StoreView, TierView
+
+__all__ = ["can_be_read", "leaving", "next_due", "tier_name"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def tier_name(export: ExportConfig) -> str:
+    """What policies see an export as."""
+    return f"exports.{export.name}"
+
+
+def can_be_read(state: State, step: StepId) -> bool:
+    """Whether this process can read all of a step: of several ranks, on a tier that all of them see."""
+    return any(step in tier.steps.held and (tier.shared or state.membership.size == 1) for tier in state.tiers)
+
+
+def next_due(
+    state: State, export: ExportConfig, there: Mapping[int, Record], without: Collection[StepId], *, busy: bool
+) -> StepId | None:
+    """The newest step that is to be exported: on the branch, held, not exported, and wanted.
+
+    A step that ``keep`` would let go at once is not exported. A policy that raises is logged, and asks for nothing.
+
+    Args:
+        state: of the engine.
+        export: which.
+        there: what was exported, by step.
+        without: steps that cannot be exported.
+        busy: whether an export is under way.
+    """
+    waiting = [step for step in state.records() if step not in without and state.on_line(step.serial)]
+    waiting = [step for step in waiting if step.step not in there or there[step.step].serial < step.serial]
+    waiting = [step for step in waiting if can_be_read(state, step)]
+    if not waiting:
+        return None
+    view = _view(state, export, there)
+    tier = _tier_view(state, export, busy=busy)
+    newest: dict[int, int] = {}
+    for step in waiting:
+        newest[step.step] = max(step.serial, newest.get(step.step, 0))
+    for step in reversed(waiting):
+        if step.serial == newest[step.step] and _is_due(export, step, tier, view):
+            return step
+    return None
+
+
+def _is_due(export: ExportConfig, step: StepId, tier: TierView, view: StoreView) -> bool:
+    place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
+    if place == len(view.steps) or view.steps[place].serial != step.serial:
+        return False
+    mine = view.steps[place]
+    try:
+        with Callback(f"export {export.name!r}: the policy `when`", export.when):
+            if not export.when.promotes(mine, tier, view):
+                return False
+        with_it = replace(mine, tiers=(*mine.tiers, tier.name))
+        steps = (*view.steps[:place], with_it, *view.steps[place + 1 :])
+        return step.serial in _kept(export, tier, replace(view, steps=steps))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        _log.exception("a policy of the export %r failed on %s, which is not exported", export.name, step)
+        return False
+
+
+def leaving(state: State, export: ExportConfig, there: Mapping[int, Record]) -> list[Record]:
+    """The exports that ``keep`` lets go; none if it raises."""
+    tier = _tier_view(state, export, busy=False)
+    try:
+        kept = _kept(export, tier, _view(state, export, there))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        _log.exception("the policy `keep` of the export %r failed; no export is deleted", export.name)
+        return []
+    return [record for record in there.values() if record.serial not in kept]
+
+
+def _kept(export: ExportConfig, tier: TierView, view: StoreView) -> AbstractSet[int]:
+    with Callback(f"export {export.name!r}: the policy `keep`", export.keep):
+        kept = export.keep.retains(tier, view)
+    if not isinstance(kept, AbstractSet | list | tuple):
+        raise TypeError(f"{export.keep.kind}: retains() gave a {type(kept).__name__}, not a frozenset")
+    return frozenset(kept)
+
+
+def _view(state: State, export: ExportConfig, there: Mapping[int, Record]) -> StoreView:
+    """The store with the export as a further tier."""
+    view, name = state.view(at_rest=True), tier_name(export)
+    exported = {record.serial: record for record in there.values()}
+    steps = [
+        replace(step, tiers=(*step.tiers, name)) if exported.pop(step.serial, None) is not None else step
+        for step in view.steps
+    ]
+    steps += [
+        StepView(
+            step=record.step,
+            serial=record.serial,
+            saved_at=record.saved_at,
+            age=max(0.0, view.now - record.saved_at),
+            nbytes=record.nbytes,
+            metrics=numbers(record.metrics),
+            tiers=(name,),
+            on_line=state.on_line(record.serial),
+        )
+        for record in exported.values()
+    ]
+    steps.sort(key=lambda step: step.serial)
+    tiers = (*view.tiers, _tier_view(state, export, busy=False))
+    return replace(view, steps=tuple(steps), tiers=tiers)
+
+
+def _tier_view(state: State, export: ExportConfig, *, busy: bool) -> TierView:
+    return TierView(
+        name=tier_name(export),
+        index=len(state.tiers),
+        survives="site" if export.folder is None else "node",
+        capacity=None,
+        used=0,
+        write_bandwidth=None,
+        healthy=True,
+        promoting=busy,
+    )

@@ -1,0 +1,370 @@
+"""Makes the exports that are due, one at a time, behind the training; on the process that promotes to shared tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tieredckpt.blobs.posix.stream import Blocks, new_blocks
+from tieredckpt.concurrency import in_thread, note, on_own_thread, outlast, told_to_end
+from tieredckpt.config.exports import ExportConfig
+from tieredckpt.config.formats import Format, format_named
+from tieredckpt.engine import limits
+from tieredckpt.engine.exporting import due
+from tieredckpt.engine.exporting.folder import Folder, mapped
+from tieredckpt.engine.exporting.held_step import HeldStep, Parts, Reading, StepLeft, new_parts
+from tieredckpt.engine.exporting.objects import Objects
+from tieredckpt.engine.exporting.places import Place, Record, Writing, folder_name
+from tieredckpt.engine.inventory import Inventory
+from tieredckpt.engine.restoring.restore import Repair
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.health import Health
+from tieredckpt.errors import (
+    Conflict,
+    Corrupt,
+    Invalid,
+    NotFound,
+    TieredCkptError,
+    TierUnavailable,
+)
+from tieredckpt.events import ExportFailed, StepExported
+from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.tree.select import select
+
+__all__ = ["ExportInfo", "Exporter"]
+
+_log = logging.getLogger("tieredckpt")
+
+_KEYS_TOLD = 100
+_SHORTEST_WAIT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ExportInfo:
+    """An export as it is now."""
+
+    name: str
+    format: str
+    to: str
+    steps: tuple[int, ...]
+    """The steps whose exports are there, as far as this process knows, ascending."""
+    exporting: int | None
+    """The step that is being exported."""
+    problem: str
+    """Why a step that is due could not be exported; empty if nothing failed."""
+
+
+@dataclass
+class _Export:
+    """One export, and what is known of it."""
+
+    config: ExportConfig
+    format: Format
+    place: Place
+    there: dict[int, Record] | None = None
+    """What is exported, by step; None before the place was looked at."""
+    stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
+    """Steps that cannot be exported, whatever time passes."""
+    told: set[StepId] = field(default_factory=set)
+    """Those of them that `Exporter.drained` has raised the error of: nobody waits for them again."""
+    health: Health = field(default_factory=Health)
+    busy: StepId | None = None
+    hanging: asyncio.Future[None] | None = None
+    """A thread that was left behind in the device."""
+
+    @property
+    def to(self) -> str:
+        return self.config.to
+
+
+class Exporter:
+    """The background work of all exports of a store. Lives on the engine's loop.
+
+    Args:
+        state: of the engine.
+        exports: what the configuration says.
+        repair: begins to repair what a step turns out to have lost.
+    """
+
+    def __init__(self, state: State, exports: Sequence[ExportConfig], repair: Repair) -> None:
+        self._state, self._repair = state, repair
+        self._inventory = Inventory(state)
+        self._memory: tuple[Parts, Blocks] | None = None
+        """For one export after the other."""
+        self._exports = [_Export(each, format_named(each.format), _place_of(state, each)) for each in exports]
+        self._rests = 0
+        """How often nothing was found due, or everything that is due has failed."""
+        self._waiters = 0
+        """How many wait for that."""
+
+    async def run(self) -> None:
+        """Work until cancelled. What fails is reported and retried, never raised."""
+        try:
+            while not told_to_end():
+                for export in self._exports:
+                    await self._look(export)
+                found = self._next()
+                if found is not None:
+                    await self._export(*found)
+                    continue
+                self._rests += 1
+                if self._waiters:
+                    self._state.changed.notify()
+                failed = (each for each in self._exports if each.health.error and each.hanging is None)
+                soonest = min((each.health.retry_at for each in failed), default=math.inf)
+                wait = max(_SHORTEST_WAIT, soonest - time.monotonic())
+                await self._state.changed.wait(min(wait, limits.in_force.ask_policies_again))
+        finally:
+            for export in self._exports:
+                with suppress(TieredCkptError):
+                    await export.place.close()
+
+    def _next(self) -> tuple[_Export, StepId] | None:
+        """The export that waits, and its newest step."""
+        for export in self._exports:
+            if export.there is None or not self._may_try(export):
+                continue
+            step = self._due(export)
+            if step is not None:
+                self._exports.remove(export)
+                self._exports.append(export)  # it is the others' turn next
+                return export, step
+            self._works_again(export)
+        return None
+
+    def _works_again(self, export: _Export) -> None:
+        if export.health.recover():
+            _log.info("export %r works again", export.config.name)
+
+    def _due(self, export: _Export) -> StepId | None:
+        if export.there is None:
+            return None
+        return due.next_due(self._state, export.config, export.there, export.stuck, busy=export.busy is not None)
+
+    def _may_try(self, export: _Export) -> bool:
+        if export.hanging is not None:
+            if not export.hanging.done():  # each attempt would leave one more thread, and its memory
+                return False
+            export.hanging = None
+        return export.health.error is None or export.health.retry_at <= time.monotonic()
+
+    async def _look(self, export: _Export) -> None:
+        """Find out what is exported, before anything else."""
+        if export.there is not None or not self._may_try(export) or self._state.identity.marker is None:
+            return
+        try:
+            mine = self._state.identity.marker.store
+            export.there = {step: each for step, each in (await export.place.exported()).items() if each.store == mine}
+        except TieredCkptError as error:
+            self._failed(export, None, error)
+        except Exception as error:
+            _log.exception("export %r: unexpected failure", export.config.name)
+            self._failed(export, None, TierUnavailable(str(error)))
+
+    async def _export(self, export: _Export, step: StepId) -> None:
+        export.busy = step
+        try:
+            await self._make(export, step)
+        except StepLeft as error:
+            _log.info("export %r: %s", export.config.name, error)
+            await asyncio.sleep(limits.in_force.look_for_room)  # or it would begin anew before the save has its memory
+        except (Invalid, Corrupt, Conflict) as error:
+            export.stuck[step] = error
+            self._failed(export, step, error, for_good=True)
+        except (TieredCkptError, OSError) as error:
+            if isinstance(error, NotFound) and step not in self._state.records():
+                _log.warning("export %r: %s left before it was exported: %s", export.config.name, step, error)
+            else:
+                export.there = None  # what is there may have changed
+                self._failed(export, step, error)
+        except Exception as error:
+            _log.exception("export %r: unexpected failure", export.config.name)
+            export.stuck[step] = Invalid(f"{type(error).__name__}: {error}")
+            self._failed(export, step, error, for_good=True)
+        else:
+            self._works_again(export)
+            await self._let_go(export)
+        finally:
+            export.busy = None
+            self._state.changed.notify()
+
+    def _failed(self, export: _Export, step: StepId | None, error: Exception, *, for_good: bool = False) -> None:
+        retry_in = None if for_good else export.health.fail(error)
+        what = "its place cannot be looked at" if step is None else f"{step} was not exported"
+        then = "" if retry_in is None else f", next try in {retry_in:.1f} s"
+        _log.warning("export %r: %s%s: %s", export.config.name, what, then, error)
+        number, serial = (None, None) if step is None else (step.step, step.serial)
+        self._state.events.emit(ExportFailed(number, serial, export.config.name, error, retry_in))
+
+    # -- one export ---------------------------------------------------------------------------------------
+
+    async def _make(self, export: _Export, step: StepId) -> None:
+        begin = time.monotonic()
+        marker = self._state.identity.marker
+        assert export.there is not None
+        assert marker is not None
+        reading = Reading(self._state, step, self._repair)
+        memory = self._memory or (new_parts(), new_blocks())
+        self._memory = None  # which a thread that is left behind keeps
+        with self._state.yielding(reading.give_way):
+            try:
+                index = await reading.index()
+                held = await self._content(export, index, reading, memory[0])
+                record = Record(
+                    export=export.config.name,
+                    format=export.config.format,
+                    store=marker.store,
+                    step=step.step,
+                    serial=step.serial,
+                    saved_at=index.record.saved_at,
+                    nbytes=held.info.nbytes,
+                    metrics=index.record.metrics,
+                )
+                async with export.place.writing(record, export.there.get(step.step), memory[1]) as writing:
+                    await self._write(export, held, writing)
+                    self._memory = held.memory or new_parts(), memory[1]
+                    record = msgspec.structs.replace(record, files=tuple(writing.written), complete=True)
+                    nbytes = await writing.commit(record)
+            finally:
+                await reading.close()
+        export.there[step.step] = record
+        left_out = [] if export.format.values else list(held.scalars)
+        lag = max(0.0, self._state.observation.now() - record.saved_at)
+        to = f"{export.to}/{folder_name(step.step)}"
+        seconds = time.monotonic() - begin
+        _log.info("%s was exported to %s in %.1f s", step, to, seconds)
+        told = tuple(left_out[:_KEYS_TOLD])
+        self._state.events.emit(
+            StepExported(step.step, step.serial, export.config.name, to, nbytes, seconds, lag, told, len(left_out))
+        )
+
+    async def _content(self, export: _Export, index: StepIndex, reading: Reading, memory: Parts) -> HeldStep:
+        """What is exported of a step. Raises `Invalid`, naming a key or part that it has not."""
+        config, step = export.config, reading.step
+        chosen: list[tuple[str | None, Sequence[str] | None]]
+        if config.part is not None:
+            chosen = [(config.part, [config.part])]
+        elif config.keys:
+            chosen = [(None, config.keys)]
+        else:
+            chosen = [*((part, [part]) for part in export.format.parts), (None, None)]
+        for at, (part, keys) in enumerate(chosen):
+            try:
+                structure = index.record.structure
+                if keys is not None:
+                    structure = await in_thread(select, structure, keys)
+                details = await in_thread(self._inventory.describe_index, step, index, structure)
+                return HeldStep(reading, details, structure, index, part, asyncio.get_running_loop(), memory)
+            except NotFound as error:
+                if at == len(chosen) - 1:
+                    raise Invalid(f"{step} has nothing to export: {error}") from error
+        raise AssertionError
+
+    async def _write(self, export: _Export, held: HeldStep, writing: Writing) -> None:
+        """Write the step by its format, on a thread of its own."""
+        to, options = export.to, export.config.options
+
+        def work() -> None:
+            try:
+                if export.format.stream is not None:
+                    export.format.stream(held, writing.files, **options)
+                else:
+                    assert export.format.write is not None
+                    assert writing.path is not None
+                    export.format.write(held, writing.path, **options)
+            except Exception as error:
+                raise mapped(error, to) from error
+
+        running = on_own_thread(f"export {export.config.name}", work)
+        running.add_done_callback(note)  # of one that is given up, nobody asks how it ended
+        try:
+            while not running.done():
+                left = held.hangs_in()
+                if left <= 0:
+                    export.hanging = running
+                    running.add_done_callback(lambda _: self._state.changed.notify())
+                    raise TierUnavailable(f"{to}: nothing was written for long; is it mounted and answering?")
+                await asyncio.wait([running], timeout=left)
+            running.result()
+        except asyncio.CancelledError:
+            held.give_up()
+            writing.give_up()
+            # One that hangs in its device is left behind.
+            await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=limits.in_force.export_gives_up)))
+            raise
+        except BaseException:
+            held.give_up()
+            writing.give_up()
+            raise
+
+    async def _let_go(self, export: _Export) -> None:
+        """Delete the exports that are not kept."""
+        assert export.there is not None
+        for record in due.leaving(self._state, export.config, export.there):
+            try:
+                await export.place.delete(record)
+            except TieredCkptError as error:
+                self._failed(export, None, error)
+                return
+            del export.there[record.step]
+            _log.info("export %r: step %d was deleted, as `keep` says", export.config.name, record.step)
+
+    # -- looking ------------------------------------------------------------------------------------------
+
+    async def drained(self) -> None:
+        """Return when nothing more is due. Raises the error of an export that lacks a step; of one that it will never
+        have, once."""
+        before = self._rests
+        self._waiters += 1
+        try:
+            self._state.changed.notify()
+            await self._state.changed.until(lambda: self._rests != before)
+        finally:
+            self._waiters -= 1
+        for export in self._exports:
+            if export.health.error is not None and (export.there is None or self._due(export) is not None):
+                raise _again(export, export.health.error)
+            for step, error in export.stuck.items():
+                if step in self._state.records() and step not in export.told:
+                    export.told.add(step)
+                    raise _again(export, error)
+
+    def infos(self) -> tuple[ExportInfo, ...]:
+        """Every export as it is now, by name."""
+        return tuple(_info(export) for export in sorted(self._exports, key=lambda each: each.config.name))
+
+
+def _info(export: _Export) -> ExportInfo:
+    problem: Exception | None = export.health.error
+    if problem is None and export.stuck:
+        problem = export.stuck[max(export.stuck)]
+    return ExportInfo(
+        name=export.config.name,
+        format=export.config.format,
+        to=export.to,
+        steps=tuple(sorted(export.there or ())),
+        exporting=None if export.busy is None else export.busy.step,
+        problem="" if problem is None else str(problem),
+    )
+
+
+def _place_of(state: State, export: ExportConfig) -> Place:
+    if export.folder is None:
+        return Objects(export.place())
+    marker = state.identity.marker
+    owner = "" if marker is None else marker.store[:8]
+    return Folder(export.folder, f"{owner}-{export.name}")
+
+
+def _again(export: _Export, error: Exception) -> TieredCkptError:
+    kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
+    copy = kind(f"export {export.config.name!r}: {error}")
+    copy.__cause__ = error
+    return copy

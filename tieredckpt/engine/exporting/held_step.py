@@ -1,0 +1,303 @@
+"""The arrays of a step for an export behind the training: read part by part from the tiers, ahead of their writing."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.blobs.mapping import private_memory
+from tieredckpt.engine import limits
+from tieredckpt.engine.exporting.content import Arrays, StepContent
+from tieredckpt.engine.inventory import ArrayInfo, StepDetails
+from tieredckpt.engine.restoring.reader import fill
+from tieredckpt.engine.restoring.restore import Repair
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.errors import Closed, NotFound
+from tieredckpt.format import grid as grids
+from tieredckpt.format.grid import Grid
+from tieredckpt.format.layout import block_key
+from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.structure import Node
+from tieredckpt.format.zarr import dtype_from_name
+from tieredckpt.tree.flatten import plain_tree
+from tieredckpt.tree.leaf import array_spec
+
+__all__ = ["HeldStep", "Parts", "Reading", "StepLeft", "new_parts"]
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+Targets = Mapping[str, npt.NDArray[Any]]
+
+_PART = 16 << 20
+"""Bytes that are read together: as much again is read while they are written."""
+
+Parts = tuple[Bytes, Bytes]
+"""Memory for what is read."""
+
+
+def new_parts() -> Parts:
+    """Memory for `HeldStep`, for use by one after the other: new memory costs more than the copy to it."""
+    return private_memory(_PART), private_memory(_PART)
+
+
+_ALIGNMENT = 64
+
+
+class StepLeft(NotFound):
+    """A step has left all tiers while it was exported, because a save needed its memory."""
+
+
+class Reading:
+    """Reads a step that is pinned on the tier that it is read from. Lives on the engine's loop.
+
+    A save that needs the memory of a step in RAM gets it: the rest is read from the next tier that has the step.
+    """
+
+    def __init__(self, state: State, step: StepId, repair: Repair) -> None:
+        self._state, self.step, self._repair = state, step, repair
+        self._turn = asyncio.Lock()
+        """Held by who reads, and by who lets go of the tier."""
+        self._pinned = AsyncExitStack()
+        self._source: StepSource | None = None
+        self._not_from_ram = False
+        self._ended = False
+
+    async def index(self) -> StepIndex:
+        """The step's index. Raises as `StepSource.open`."""
+        async with self._turn:
+            return (await self._open()).index
+
+    async def fill(self, targets: Targets) -> dict[str, int]:
+        """See `tieredckpt.engine.restoring.reader.fill`; not while a save copies."""
+        await self._state.quiet()
+        async with self._turn:
+            source = await self._open()
+            found = await fill(self._state, source, targets)
+            damage, source.damage = source.damage, []
+            unreadable, source.unreadable = source.unreadable, []
+        if damage or unreadable:
+            self._repair(self.step, damage, unreadable)
+        return found
+
+    async def _open(self) -> StepSource:
+        if self._ended:  # a thread that was left behind asks once more, and nobody would let go of the step
+            raise Closed("the export was given up")
+        if self._source is None:
+            only = self._other_than_ram() if self._not_from_ram else None
+            if self._not_from_ram and only is None:
+                raise StepLeft(f"{self.step} was let go for a newer save before it was exported")
+            source = StepSource.open(self._state, self.step, only=only)
+            self._source = await self._pinned.enter_async_context(source)
+        return self._source
+
+    def _other_than_ram(self) -> Any:
+        size = self._state.membership.size
+        holders = (tier for tier in self._state.holders(self.step) if not tier.in_memory)
+        return next((tier for tier in holders if tier.shared or size == 1), None)
+
+    async def give_way(self, *, must: bool) -> None:
+        """Release the step in RAM for a save, if another tier has it; with ``must`` in any case."""
+        if self._source is None or not self._source.tier.in_memory or self._not_from_ram:
+            return
+        if not must and self._other_than_ram() is None:
+            return
+        self._not_from_ram = True
+        await self._let_go()
+
+    async def close(self) -> None:
+        """Release the tier for good: later reads fail."""
+        self._ended = True
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Release the tier; the next read opens it anew."""
+        async with self._turn:
+            self._source = None
+            await self._pinned.aclose()
+            self._pinned = AsyncExitStack()
+
+
+class _Target(NamedTuple):
+    """An array, or a box of one, that is read."""
+
+    info: ArrayInfo
+    name: str
+    """As `fill` takes it."""
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class HeldStep(StepContent):
+    """A step that the engine holds, for a format that writes on a thread of its own.
+
+    Args:
+        reading: of the step.
+        details: of the step, with the leaves that are exported.
+        structure: of those leaves.
+        index: of the step.
+        part: as of `StepContent`.
+        loop: of the engine.
+        memory: for what is read; what is left of it is `memory` when the format has written.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        details: StepDetails,
+        structure: Node,
+        index: StepIndex,
+        part: str | None,
+        loop: asyncio.AbstractEventLoop,
+        memory: Parts,
+    ) -> None:
+        super().__init__(details, part)
+        self.memory: Parts | None = memory
+        """None while pieces are in it, and from then on if not all of them were asked for: they may still be read."""
+        self._reading, self._structure, self._index, self._loop = reading, structure, index, loop
+        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._ended = threading.Event()
+        self._given, self._given_at = 0, time.monotonic()
+        """Bytes that the format was given at a time, at most, and when it was given some last."""
+        self._unflushed = 0
+        """Bytes that its library may flush at its end alone."""
+
+    def _tree(self) -> Any:
+        return plain_tree(self._structure, array_spec)
+
+    def read(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
+        """See `StepContent.read`: one array at a time."""
+        for info in self.arrays if arrays is None else arrays:
+            dtype = dtype_from_name(info.dtype)
+            array = np.empty(info.shape, dtype)
+            self.sources.update(self._ask(self._reading.fill({info.key: array})))
+            self._unflushed += array.nbytes
+            self._gives(array.nbytes)
+            yield info, array
+
+    def pieces(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
+        """See `StepContent.pieces`."""
+        parts = _parts(self._targets(self.arrays if arrays is None else arrays))
+        mine, self.memory = self.memory or new_parts(), None
+        memory = deque(mine)
+
+        def begin() -> tuple[list[_Target], dict[str, npt.NDArray[Any]], concurrent.futures.Future[Any]] | None:
+            part = next(parts, None)
+            if part is None:
+                return None
+            placed = _placed(part, memory[0])
+            memory.rotate()
+            return part, placed, self._begin(self._reading.fill(placed))
+
+        coming = begin()
+        while coming is not None:
+            part, placed, reading = coming
+            self.sources.update(self._end(reading))
+            coming = begin()
+            self._gives(sum(target.nbytes for target in part))
+            for target in part:
+                yield target.info, placed[target.name].reshape(-1)
+        self.memory = mine
+
+    def _targets(self, arrays: Sequence[ArrayInfo]) -> Iterator[_Target]:
+        for info in arrays:
+            itemsize = dtype_from_name(info.dtype).itemsize
+            nbytes = prod(info.shape) * itemsize
+            if nbytes <= _PART:
+                yield _Target(info, info.key, info.shape, nbytes)
+                continue
+            grid = _cut(self._index, info.key, info.shape, itemsize)
+            for cell in grids.cells(grid):
+                box = grids.cell_box(grid, cell.index)
+                yield _Target(info, block_key(info.key, box.offset), box.shape, box.size * itemsize)
+
+    # -- the engine's loop, from the thread ----------------------------------------------------------------
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._end(self._begin(work))
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._ended.is_set():
+            work.close()
+            raise Closed("the export was given up")
+        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._asked.add(asked)
+        return asked
+
+    def _end(self, asked: concurrent.futures.Future[T]) -> T:
+        try:
+            return asked.result()
+        except concurrent.futures.CancelledError as error:
+            raise Closed("the export was given up") from error
+        finally:
+            self._asked.discard(asked)
+
+    def _gives(self, nbytes: int) -> None:
+        self._given, self._given_at = max(self._given, nbytes), time.monotonic()
+
+    def hangs_in(self) -> float:
+        """Seconds until the format counts as hanging: it has asked for nothing since it was given what it writes."""
+        if not all(asked.done() for asked in tuple(self._asked)):
+            return limits.in_force.export_silence  # it waits for tiers, which have limits of their own
+        writing = self._given / limits.in_force.export_rate + self._unflushed / limits.in_force.export_flush_rate
+        return self._given_at + limits.in_force.export_silence + writing - time.monotonic()
+
+    def give_up(self) -> None:
+        """End what the thread waits for, and all that it asks for later; on the loop."""
+        self._ended.set()
+        for asked in tuple(self._asked):
+            asked.cancel()
+
+    @property
+    def given_up(self) -> bool:
+        return self._ended.is_set()
+
+
+def _cut(index: StepIndex, key: str, shape: tuple[int, ...], itemsize: int) -> Grid:
+    """Ranges of an array that are read together; where it is stored whole, of whole chunks, for each is verified."""
+    blocks = index.blocks(key)
+    if len(blocks) == 1 and (stored := index.arrays[blocks[0][1]].grid).shape == shape:
+        times = _PART // max(1, stored.cell_nbytes)
+        if stored.contiguous and times:
+            axis = next((axis for axis, size in enumerate(stored.cell) if size > 1), len(shape) - 1)
+            height = min(stored.cell[axis] * times, shape[axis])
+            return Grid(shape, (*stored.cell[:axis], height, *stored.cell[axis + 1 :]), itemsize)
+    return grids.plan(shape, itemsize, _PART)
+
+
+def _parts(targets: Iterator[_Target]) -> Iterator[list[_Target]]:
+    """What is read together."""
+    part: list[_Target] = []
+    size = 0
+    for target in targets:
+        if part and size + _aligned(target.nbytes) > _PART:
+            yield part
+            part, size = [], 0
+        part.append(target)
+        size += _aligned(target.nbytes)
+    if part:
+        yield part
+
+
+def _placed(part: list[_Target], memory: Bytes) -> dict[str, npt.NDArray[Any]]:
+    found: dict[str, npt.NDArray[Any]] = {}
+    at = 0
+    for target in part:
+        flat = memory[at : at + target.nbytes]
+        found[target.name] = flat.view(dtype_from_name(target.info.dtype)).reshape(target.shape)
+        at += _aligned(target.nbytes)
+    return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,120 @@
+"""Where exports go: a folder, or a place in an object store. An export there is whole, or readers do not find it.
+
+Each is a folder ``step-STEP`` with the files of the format and `RECORD`, which tells whose export it is. A folder is
+written under another name and renamed. In an object store the format's last file commits the others, and the record
+says before the first of them that they are to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tieredckpt._decoders import json_decoder
+from tieredckpt.blobs.posix.stream import Blocks
+from tieredckpt.config.formats import Files
+from tieredckpt.errors import Conflict, Corrupt
+
+__all__ = ["RECORD", "Place", "Record", "Writing", "decode", "encode", "folder_name", "number_of", "other_than"]
+
+RECORD = "tieredckpt.json"
+"""The file of an export that tells whose it is."""
+LARGEST_RECORD = 16 << 20
+"""Bytes."""
+
+_NAME = "step-"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export says of itself."""
+
+    export: str
+    """Its name in the configuration."""
+    format: str
+    store: str
+    """Identity of the store, a UUID."""
+    step: int
+    serial: int
+    saved_at: float
+    """Seconds since the epoch."""
+    nbytes: int
+    """Of the step's arrays."""
+    metrics: dict[str, float | str]
+    files: tuple[str, ...] = ()
+    """In the order in which they were written."""
+    complete: bool = False
+    format_version: int = 1
+
+
+class Writing(Protocol):
+    """An export that is being written."""
+
+    @property
+    def files(self) -> Files:
+        """What a format streams to."""
+
+    @property
+    def path(self) -> Path | None:
+        """A path at which nothing is yet, for formats that write it themselves; None in an object store."""
+
+    @property
+    def written(self) -> Sequence[str]:
+        """The files so far."""
+
+    def give_up(self) -> None:
+        """Make whatever still writes raise."""
+
+    async def commit(self, record: Record) -> int:
+        """Make it appear, with its record; the bytes of its files. Raises `TieredCkptError`."""
+
+
+class Place(Protocol):
+    """Where the exports of one table ``[exports.NAME]`` are. Lives on the engine's loop; raises `TieredCkptError`."""
+
+    async def exported(self) -> Mapping[int, Record]:
+        """The exports that are there and whole, by step, of whichever store; what was left unfinished goes."""
+
+    def writing(self, record: Record, before: Record | None, blocks: Blocks) -> AbstractAsyncContextManager[Writing]:
+        """Write an export, in the place of ``before`` if that is one; nothing of it is left if the block raises.
+
+        ``blocks`` is memory for files. In an object store, what is left if it raises is found by no reader.
+        """
+
+    async def delete(self, record: Record) -> None:
+        """Delete an export, so that readers find all of it or nothing."""
+
+    async def close(self) -> None:
+        """Release what it holds."""
+
+
+def folder_name(step: int) -> str:
+    """What the export of a step is called."""
+    return f"{_NAME}{step}"
+
+
+def number_of(name: str) -> int | None:
+    """The step of an export that is called so; None for what is none."""
+    number = name.removeprefix(_NAME)
+    fits = name.startswith(_NAME) and number.isascii() and number.isdecimal() and len(number) <= 18
+    return int(number) if fits and str(int(number)) == number else None
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+
+
+def decode(data: bytes, where: str) -> Record:
+    """Raises `Corrupt` for anything but the record of an export."""
+    try:
+        return json_decoder(Record).decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Corrupt(f"{where} is not the record of an export: {error}") from error
+
+
+def other_than(where: str) -> Conflict:
+    """The refusal to replace what is no export of this store."""
+    return Conflict(f"{where} exists and is no export of this store; move it away, or give the export another place")

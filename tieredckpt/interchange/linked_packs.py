@@ -1,0 +1,100 @@
+"""The packs of a step on a local tier, hard-linked into another folder, so that no byte of an array is copied.
+
+A pack never changes once it is written, so a link to it has the bytes for good: when the store collects the pack, it
+removes its own name, and the device has the space back when the last link is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import UNSET
+
+from tieredckpt.engine.exporting.content import StepContent
+from tieredckpt.errors import Corrupt
+from tieredckpt.format import layout, ocdbt
+from tieredckpt.format.manifest import find_record
+from tieredckpt.format.ocdbt import Extent, Value
+
+__all__ = ["ENTRY", "StoredIndex", "link", "stored_indexes"]
+
+ENTRY = re.compile(rb"(.*)/(zarr\.json|c(?:/[0-9]+)*)", re.DOTALL)
+"""A key of an array of zarr: the name of the array, and what follows it."""
+_LARGEST_MANIFEST = 1 << 20
+_LARGEST_NODES = 1 << 30
+_NO_LINK = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}
+)
+"""What `os.link` fails with where files cannot be linked: to another file system, or those of somebody else; or where
+the store has collected one since its index was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredIndex:
+    """What a tier's folder has of a step."""
+
+    root: Path
+    arrays: dict[bytes, dict[bytes, Value]]
+    """The entries of each array that is stored whole, by its key, and by what follows that. Extents are relative to the
+    root."""
+
+
+def stored_indexes(step: StepContent) -> Iterable[StoredIndex]:
+    """The index of a step on each tier that has it in local files, nearest first; damaged ones are passed over."""
+    for root, folder in step.folders():
+        try:
+            manifest = _read(root / folder / layout.MANIFEST, _LARGEST_MANIFEST)
+            path = ocdbt.read_root(manifest).path
+            nodes = _read(root / path, _LARGEST_NODES)
+            record = find_record(manifest, nodes, path)
+            if record.serial == step.info.serial and record.derived is UNSET:  # and no lossy copy
+                yield StoredIndex(root, _by_array(ocdbt.decode(manifest, nodes, path)))
+        except (OSError, Corrupt):  # collected, moved or damaged; the store itself tells of that
+            continue
+
+
+def _by_array(entries: Iterable[tuple[bytes, Value]]) -> dict[bytes, dict[bytes, Value]]:
+    arrays: dict[bytes, dict[bytes, Value]] = defaultdict(dict)
+    for key, value in entries:
+        if (found := ENTRY.fullmatch(key)) is not None:
+            arrays[found[1]][found[2]] = value
+    return {key: entries for key, entries in arrays.items() if b"zarr.json" in entries}
+
+
+def _read(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Corrupt(f"{path} is larger than the index of any step")
+    return data
+
+
+def link(root: Path, extents: Collection[Extent], to: Path) -> bool:
+    """Link the packs of ``extents`` into the folder ``to``, under their own names; False where that cannot be.
+
+    Raises `Corrupt` for a pack that is shorter than the index says.
+    """
+    ends: dict[str, int] = {}
+    for extent in extents:
+        ends[extent.path] = max(ends.get(extent.path, 0), extent.offset + extent.length)
+    to.mkdir()
+    try:
+        for path, end in ends.items():
+            target = to / Path(path).name
+            os.link(root / path, target, follow_symlinks=False)
+            if not target.is_file() or target.is_symlink() or target.stat().st_size < end:
+                raise Corrupt(f"{root / path} is no file of at least {end} bytes; verify and repair the step first")
+    except OSError as error:
+        for file in to.iterdir():
+            file.unlink()
+        to.rmdir()
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True

@@ -1,0 +1,130 @@
+"""Writes an export below a URL of an object store, and reads it back; the format's last file commits the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tieredckpt.blobs.base import BlobStore, GetDigested, PutStream, Stretch
+from tieredckpt.config.exports import place_of
+from tieredckpt.config.formats import Digests, Files, Output
+from tieredckpt.config.kinds import kind_of
+from tieredckpt.engine.exporting.objects import ObjectFiles
+from tieredckpt.errors import Conflict, Corrupt, Invalid, TieredCkptError
+from tieredckpt.format.digest import Digester
+from tieredckpt.sync import SyncStore
+
+__all__ = ["write_to_objects"]
+
+T = TypeVar("T")
+
+_BLOCK = 16 << 20
+"""Bytes that are compared at a time."""
+
+
+class _Digested:
+    """A file of which the digests of blocks are computed while it is written."""
+
+    def __init__(self, file: Output) -> None:
+        self._file = file
+        self._digester, self._used = Digester(), 0
+        self.blocks: list[tuple[int, bytes]] = []
+        """Bytes and digest of each."""
+
+    def write(self, data: Any, /) -> int:
+        array = np.frombuffer(data, np.uint8)
+        at = 0
+        while at < array.size:
+            part = array[at : at + _BLOCK - self._used]
+            self._digester.update(part)
+            self._used += part.size
+            at += part.size
+            if self._used == _BLOCK:
+                self.end()
+        return self._file.write(array)
+
+    def flush(self) -> None:
+        """See `Output`."""
+
+    def end(self) -> None:
+        """The block is complete."""
+        if self._used:
+            self.blocks.append((self._used, self._digester.digest()))
+            self._digester, self._used = Digester(), 0
+
+
+class _DigestedFiles:
+    """Files, and what was written to each."""
+
+    single = False
+
+    def __init__(self, files: ObjectFiles) -> None:
+        self._files = files
+        self.blocks: dict[str, list[tuple[int, bytes]]] = {}
+
+    @contextmanager
+    def open(self, name: str, /) -> Iterator[_Digested]:
+        """See `Files.open`."""
+        with self._files.open(name) as file:
+            digested = _Digested(file)
+            yield digested
+            digested.end()
+        self.blocks[name] = digested.blocks
+
+
+def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digests]) -> Digests:
+    """Call ``write`` to stream files to objects below ``url``, where nothing is yet, and compare them afterwards.
+
+    The requests are made on the loop of ``store``.
+
+    Raises:
+        Conflict: something is there.
+        Corrupt: what was written did not come back; it is deleted again.
+        Invalid, TierUnavailable: the place cannot be written; what was written is deleted again.
+    """
+    tier = place_of(url, "export")
+    objects = store._run(kind_of(tier).open(tier, read_only=True))  # which probes nothing and leaves no file
+    try:
+        if not isinstance(objects, PutStream) or not isinstance(objects, GetDigested):
+            raise Invalid(f"{url}: objects there cannot be written as a stream, as exports are")
+        if store._run(_any(objects)):
+            raise Conflict(f"{url} has objects already; choose another place, nothing is replaced")
+        files = ObjectFiles(objects, "", store._life.loop.thread.loop)
+        digested = _DigestedFiles(files)
+        try:
+            written = write(digested)
+            for name, blocks in digested.blocks.items():
+                store._run(_compare(objects, url, name, blocks))
+        except BaseException:
+            files.give_up()
+            for name in reversed(files.begun):
+                with suppress(TieredCkptError):
+                    store._run(objects.delete(name))
+            raise
+        return written
+    finally:
+        store._run(objects.close())
+
+
+async def _any(objects: BlobStore) -> bool:
+    async for _ in objects.list(""):
+        return True
+    return False
+
+
+async def _compare(objects: GetDigested, url: str, name: str, blocks: list[tuple[int, bytes]]) -> None:
+    at = 0
+    for nbytes, digest in blocks:
+        memory = memoryview(bytearray(nbytes))
+        (found,) = await asyncio.wait_for(objects.get_digested(name, [Stretch(at, nbytes, memory)]), _WITHIN)
+        if found != digest:
+            raise Corrupt(f"{url}/{name} did not come back as written, nothing was exported; try again")
+        at += nbytes
+
+
+_WITHIN = 150.0
+"""Seconds for a block to come back."""
