@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from support.scenes import SOON
 from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, turn, workloads
-from tieredckpt.bench.compare import compare
+from tieredckpt.bench.compare import compare, unlike
 from tieredckpt.bench.files import Listing, forget, largest_first
-from tieredckpt.bench.isolate import Failed, places, run_isolated
+from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
+from tieredckpt.bench.meeting import Meeting, seats
 from tieredckpt.bench.peers import base, ours, tensor_file
 from tieredckpt.bench.report import AIMS, load_report
-from tieredckpt.bench.turn import Part, Spec, Turn
+from tieredckpt.bench.turn import Part, Spec, Turn, of_all_ranks
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import bench as cli
 from tieredckpt.cli.app import app
@@ -34,11 +36,13 @@ from tieredckpt.errors import Invalid, NotFound
 KEYS = {
     "stall_over_memcpy",
     "durable_over_direct_write",
+    "export_over_direct_write",
     "incremental_bytes_ratio",
     "incremental_time_ratio",
     "restore_ram_over_memcpy",
     "restore_views_s",
     "restore_disk_over_direct_read",
+    "export_orbax_s",
     "peak_save",
     "peak_restore",
     "interference",
@@ -59,7 +63,7 @@ KEYS = {
 _GONE = base.absent("no_such_module")
 _SLOW = {"tieredckpt-reference", "torch.save"}
 
-ALL_PARTS: tuple[Part, ...] = ("limits", "tenth", "compute", "memory", "cold", "warm")
+ALL_PARTS: tuple[Part, ...] = ("limits", "tenth", "compute", "memory", "export", "cold", "warm")
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +259,89 @@ def test_a_turn_that_hangs_is_ended(tmp_path: Path) -> None:
         run_isolated("tieredckpt.bench.turn", spec(folder=str(where.folder)), where.result, timeout=0.01)
 
 
+def test_the_ranks_of_a_turn_save_and_restore_their_shares_together(tmp_path: Path) -> None:
+    with places(tmp_path) as where, seats(2) as taken:
+        specs = [
+            spec(
+                peer="tensorstore-zarr3",
+                folder=str(where.folder),
+                shared=str(where.shared),
+                result=f"{where.result}-{rank}",
+                parts=("tenth", "cold", "warm"),
+                rank=rank,
+                seat=seat,
+            )
+            for rank, seat in enumerate(taken)
+        ]
+        run_together("tieredckpt.bench.turn", [(each, each.seat) for each in specs], timeout=10 * SOON)
+        turns = [msgspec.json.decode(Path(each.result).read_bytes(), type=Turn) for each in specs]
+    told = of_all_ranks(turns)
+    assert told.snapshot
+    assert told.facts["files"] == 2 * told.arrays  # each rank sees what both have written
+    assert [turn.facts["files"] for turn in turns] == [told.facts["files"]] * 2
+    assert all(len(samples) == 1 for samples in told.samples.values())
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    with places(tmp_path) as where, seats(2) as (one, other):
+        fine = spec(folder=str(where.folder), shared=str(where.shared), peer="tensorstore-zarr3", seat=one)
+        wrong = spec(workload="nonsense", rank=1, seat=other)
+        with pytest.raises(Failed, match="no workload"):
+            run_together("tieredckpt.bench.turn", [(fine, one), (wrong, other)], timeout=10 * SOON)
+
+
+def test_none_leaves_a_meeting_before_all_have_come() -> None:
+    come, seen = [0, 0, 0], []
+
+    def attend(rank: int, seat: Sequence[int]) -> None:
+        meet = Meeting(seat)
+        for number in range(1, 101):
+            come[rank] = number
+            meet()
+            seen.append(min(come) >= number)
+            meet()
+
+    with seats(3) as taken, ThreadPoolExecutor(3) as pool:
+        list(pool.map(attend, range(3), taken))
+    assert seen == [True] * 300
+
+
+def test_a_sample_of_all_ranks_is_that_of_the_slowest() -> None:
+    def told(stalls: list[float], written: int, peak: int, *, snapshot: bool) -> Turn:
+        facts = {"written": written, "peak_save": peak}
+        return Turn(nbytes=10, arrays=2, samples={"stall": stalls}, facts=facts, snapshot=snapshot)
+
+    found = of_all_ranks([told([1.0, 5.0], 20, 3, snapshot=True), told([2.0, 4.0], 20, 4, snapshot=False)])
+    assert (found.nbytes, found.arrays, found.snapshot) == (20, 4, False)
+    assert found.samples == {"stall": [2.0, 5.0]}
+    assert found.facts == {"written": 20, "peak_save": 7}
+
+
+@pytest.mark.benchmark
+def test_a_job_of_two_ranks_is_measured_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    arguments = ["bench", "--size", "1 MiB", "--ranks", "2", "--workloads", "transformer", "--folder", str(tmp_path)]
+    arguments += ["--peers", "dcp-thread,torch.save,orbax", "--rounds", "1", "--repeats", "1", "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    (tmp_path / "report.json").write_text(done.stdout)
+    report = load_report(tmp_path / "report.json")
+    assert (report.ranks, report.failed) == (2, {})
+    rows = {row.peer: row for row in report.rows["transformer"]}
+    assert rows.keys() | report.missing.keys() >= {"tieredckpt", "dcp-thread", "torch.save", "orbax"}
+    for row in rows.values():
+        assert row.snapshot
+        assert row.arrays == 300
+        assert row.written_ratio is not None
+        assert row.written_ratio > 0.99  # what both ranks have written
+        assert None not in (row.stall_s, row.durable_s, row.tenth_durable_s, row.restore_cold_new_s)
+    figures = {"stall_over_memcpy", "durable_over_direct_write", "incremental_time_ratio", "frozen_stall_ratio"}
+    assert report.ratios.keys() >= figures | {"restore_ram_over_memcpy", "restore_disk_over_direct_read"}
+    cli._show(report, None, output())
+    assert "of 2 ranks" in capsys.readouterr().out
+    assert unlike(msgspec.structs.replace(report, ranks=1), report) == ["1 and 2 ranks saved together"]
+
+
 def test_a_turn_ends_with_whoever_asked_for_it(tmp_path: Path) -> None:
     with places(tmp_path) as where:
         asked = spec(folder=str(where.folder), shared=str(where.shared), result=str(where.result), repeats=10_000)
@@ -332,3 +419,27 @@ def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
         process.terminate()
     assert process.returncode not in (0, None)
     assert [path for folder in made for path in folder.glob(f"tieredckpt-bench-{process.pid}-*")] == []
+
+
+def test_a_sweep_has_a_point_for_every_size_and_draws_them(tmp_path: Path) -> None:
+    drawn = tmp_path / "sweep.svg"
+    ends = ("--leaves", "20", "--size", "2 MiB", "--steps", "2", "--repeats", "1")
+    result = CliRunner().invoke(
+        app, ["bench", "sweep", "--folder", str(tmp_path), "--json", "--picture", str(drawn), *ends]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    sizes = {axis: [point["size"] for point in points] for axis, points in found.items()}
+    assert sizes == {"leaves": [10, 20], "nbytes": [1 << 20, 2 << 20], "steps": [1, 2]}
+    assert all(second > 0 for points in found.values() for point in points for second in point["seconds"].values())
+    text = drawn.read_text()
+    assert all(name in text for points in found.values() for name in points[0]["seconds"])
+    assert list(tmp_path.iterdir()) == [drawn]
+
+
+def test_a_sweep_whose_picture_cannot_be_drawn_measures_nothing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["bench", "sweep", "--folder", str(tmp_path), "--picture", str(tmp_path / "x.txt")]
+    )
+    assert result.exit_code != 0
+    assert "an .svg or a .png" in result.output

@@ -90,10 +90,13 @@ class _Device(Forward):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_slow_device_takes_compressed_steps_sooner(shared_memory: Path, tmp_path: Path) -> None:
-    """The least of three runs each. Who else uses the processor delays the one with a codec: it needs a core."""
+    """The least of three runs each, of the second step: the first one waits for memory that is new.
+
+    Whoever else uses the processor delays the one with a codec: it needs a core.
+    """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         pytest.skip("this machine has no idle core")
-    state = {f"part{i}": stand_in(1 << 22, i) for i in range(8)}
+    first, second = ({f"part{i}": stand_in(1 << 22, seed + i) for i in range(8)} for seed in (0, 8))
     seconds: dict[str, list[float]] = {"none": [], "small": []}
 
     async def opened(tier: TierConfig, opening: Opening) -> BlobStore:
@@ -102,14 +105,17 @@ async def test_a_slow_device_takes_compressed_steps_sooner(shared_memory: Path, 
     for run in range(3):
         for codec, found in seconds.items():
             tiers = {
-                "ram": {"kind": "ram", "path": shared_memory / "ram", "capacity": "600 MiB", "on_close": "release"},
+                "ram": {"kind": "ram", "path": shared_memory / "ram", "capacity": "1200 MiB", "on_close": "release"},
                 "disk": {"kind": "posix", "path": tmp_path / f"{codec}{run}", "fsync": False, "codec": codec},
             }
             with tiers_opened_by(opened):
                 async with CheckpointStore.open({"store": {"name": codec}, "tiers": tiers}) as store:
-                    checkpoint = await store.save(1, state)
+                    await (await store.save(1, first)).reached("disk")
+                    checkpoint = await store.save(2, second)
                     begin = time.monotonic()
                     await checkpoint.reached("disk")
                     found.append(time.monotonic() - begin)
             shutil.rmtree(tmp_path / f"{codec}{run}")
-    assert min(seconds["none"]) > 1.15 * min(seconds["small"]), seconds
+    ratio = min(seconds["none"]) / min(seconds["small"])
+    print(f"\na promotion at 0.25 GB/s takes {ratio:.3f} times as long uncompressed: {seconds}")  # noqa: T201
+    assert ratio > 1.15, seconds

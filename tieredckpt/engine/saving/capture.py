@@ -1,27 +1,43 @@
-"""The saves under way, and those that go on after they returned: immutable arrays, captured by reference."""
+"""The saves under way, and those that go on after they returned: by reference, lazily, or of copies on a device."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tieredckpt._arguments import checked_metrics, checked_patterns
 from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.devices.base import Device, Event, Stream
 from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.saving.lazy import LazyMoment
+from tieredckpt.engine.saving.moment import Moment, made_ready
+from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.saving.snapshot import Digests, Snapshot
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Closed, Invalid, NoSpace, TieredCkptError
 from tieredckpt.events import SaveFailed
+from tieredckpt.tree.changes import held
+from tieredckpt.tree.copies import Memory, copies
 from tieredckpt.tree.flatten import Flat
 from tieredckpt.tree.form import Flattener
+from tieredckpt.tree.leaf import ArrayLeaf
 
 __all__ = ["Captures", "check_immutable"]
 
 _log = logging.getLogger("tieredckpt")
+
+_COPIES: Mapping[str, Memory] = {"device": "device", "pinned_host": "pinned_host"}
+"""Where the captures that make copies near the arrays first make them."""
+_CAPTURES = ("copy", "lazy", "reference", *_COPIES)
 
 
 def check_immutable(flat: Flat) -> None:
@@ -34,68 +50,179 @@ def check_immutable(flat: Flat) -> None:
         )
 
 
-class Captures:
-    """The saves under way behind the trainer. Lives on the engine's loop, but for `begin`."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the trainer wants saved."""
 
-    def __init__(self, state: State, save: Callable[..., Awaitable[Saved]]) -> None:
+    step: int
+    tree: Any
+    metrics: Mapping[str, float]
+    overwrite: bool
+    replicated: Sequence[str]
+    streams: Mapping[Device, Stream]
+
+
+class Captures:
+    """The saves under way. Lives on the engine's loop, but for `save`."""
+
+    def __init__(self, state: State, save: Callable[..., Awaitable[Saved]], flattener: Flattener) -> None:
         """``save`` is `Engine.save`."""
         self._state = state
         self._save = save
-        self._flattener = Flattener()
+        self._flattener = flattener
         self.pending: set[asyncio.Task[Saved]] = set()
         """Saves that go on behind the trainer."""
+        self._lazy: list[LazyMoment] = []
+        """Those of them that the trainer has to confirm, oldest first."""
         self._awaited: set[asyncio.Task[Any]] = set()
         """Saves that the trainer waits for, and so does who closes the store beside it."""
 
-    async def copy(
-        self, step: int, tree: Any, metrics: Mapping[str, float], *, overwrite: bool, replicated: Sequence[str]
-    ) -> Saved:
-        """Save, and return when it is done. Raises `Invalid` as flattening does, and as `Engine.save`."""
+    async def save(
+        self,
+        loop: EngineLoop,
+        streams: Mapping[Device, Stream],
+        step: int,
+        tree: Any,
+        metrics: Mapping[str, float] | None,
+        capture: str,
+        overwrite: bool,
+        replicated: Sequence[str],
+    ) -> tuple[asyncio.Task[Saved] | Saved, LazyMoment | None]:
+        """See `CheckpointStore.save`; called while the trainer waits, on any loop.
+
+        Args:
+            loop: the engine's.
+            streams: those on which the trainer works.
+
+        The rest is as it was given there. Returns the task of a save that goes on behind the trainer, and what the
+        trainer confirms of a lazy one.
+        """
+        call = _Call(
+            step,
+            tree,
+            checked_metrics(metrics),
+            overwrite,
+            checked_patterns("replicated", replicated),
+            streams,
+        )
+        if capture not in _CAPTURES:
+            raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
+        await self.confirmed()
+        if capture == "copy":
+            return await loop.call(self._copy(call)), None
+        if (memory := _COPIES.get(capture)) is not None:
+            return await self._begin_with_copies(loop, call, memory), None
+        return await self._begin(loop, call, lazily=capture == "lazy")
+
+    async def confirmed(self) -> None:
+        """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile."""
+        for lazy in tuple(self._lazy):
+            with suppress(TieredCkptError):
+                await lazy.captured()
+
+    async def _copy(self, call: _Call) -> Saved:
+        """Save, and return when it is done."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         self._awaited.add(task)
         try:
             origin = self._state.branch.origin  # a restore that is called from here on comes after this save
-            flat = await in_thread(self._flattener.flatten, tree)
-            return await self._save(step, flat, metrics, overwrite=overwrite, origin=origin, replicated=replicated)
+            flat = await in_thread(self._flattener.flatten, call.tree)
+            if call.streams:
+                flat = await in_thread(made_ready, flat, call.streams)
+            return await self._made(call, flat, origin, Moment())
         finally:
             self._awaited.discard(task)
 
-    async def begin(
+    async def _begin(
+        self, loop: EngineLoop, call: _Call, *, lazily: bool
+    ) -> tuple[asyncio.Task[Saved], LazyMoment | None]:
+        """Begin a save. Raises `Invalid` as flattening and `check_immutable` do."""
+        called_at = time.monotonic()
+        flat = made_ready(self._flattener.flatten(call.tree), call.streams)
+        lazy = None
+        if lazily:
+            flat = dataclasses.replace(flat, arrays=tuple(map(held, flat.arrays)))
+            wanted = self._state.config.lazy_guard == "digests"
+            digests_now = partial(in_thread, self._digests, flat.ready)
+            digests = await loop.call(digests_now(flat.arrays)) if wanted else None
+            lazy = LazyMoment(loop, call.step, flat.arrays, digests, digests_now)
+        else:
+            check_immutable(flat)
+        return await self._begun(loop, call, flat, self._state.branch.origin, called_at, lazy), lazy
+
+    async def _begin_with_copies(self, loop: EngineLoop, call: _Call, memory: Memory) -> asyncio.Task[Saved] | Saved:
+        """Begin a save of copies that lie in ``memory``, one save at a time; without room there, copy into RAM.
+
+        Raises `Invalid` as flattening and `copies` do.
+        """
+        called_at = time.monotonic()
+        origin = self._state.branch.origin
+        await loop.call(self.drained())  # or the devices would hold the copies of several saves
+        flat = await in_thread(self._flattener.flatten, call.tree)
+        try:
+            arrays = await in_thread(copies, flat.arrays, memory)
+        except NoSpace as error:
+            _log.warning("step %d: %s; the training waits for the copy into RAM instead", call.step, error)
+            return await loop.call(self._copy(call))
+        return await self._begun(loop, call, dataclasses.replace(flat, arrays=arrays), origin, called_at)
+
+    async def _begun(
         self,
         loop: EngineLoop,
-        step: int,
-        tree: Any,
-        metrics: Mapping[str, float],
-        *,
-        overwrite: bool,
-        replicated: Sequence[str],
+        call: _Call,
+        flat: Flat,
+        origin: Origin | None,
+        called_at: float,
+        lazy: LazyMoment | None = None,
     ) -> asyncio.Task[Saved]:
-        """Begin a save, from the trainer's thread. Raises `Invalid` as flattening and `check_immutable` do."""
-        called_at = time.monotonic()
-        flat = self._flattener.flatten(tree)
-        check_immutable(flat)
-        origin = self._state.branch.origin
+        call = dataclasses.replace(call, tree=None)  # a save of copies does not keep what was copied
 
         async def begun() -> asyncio.Task[Saved]:
             stall = time.monotonic() - called_at  # the trainer goes on from here
-            save = partial(self._save, overwrite=overwrite, origin=origin, replicated=replicated, stall=stall)
-            return self._start(step, partial(save, step, flat, metrics), origin)
+            if lazy is not None:
+                lazy.returns(stall)
+                self._lazy.append(lazy)
+            moment = lazy or Moment(stall=stall)
+            return self._start(call.step, partial(self._made, call, flat, origin, moment), origin, moment)
 
-        return await loop.call(begun())
+        try:
+            return await loop.call(begun())
+        except BaseException as error:
+            if lazy is not None:  # also one that has begun: the trainer has no checkpoint of it to ask
+                lazy.ended(Closed(f"step {call.step} was not saved, for its call ended with {error!r}"))
+            raise
 
-    def _start(self, step: int, work: Callable[[], Awaitable[Saved]], origin: Origin | None) -> asyncio.Task[Saved]:
+    def _digests(self, ready: Mapping[Device, Event], leaves: Sequence[ArrayLeaf]) -> Digests:
+        """Of arrays as they are now, or when their devices are ``ready``. Blocking."""
+        outlet = Outlet(self._state.host_memory, ready)
+        return Snapshot.of(leaves, self._state.config.chunk_size, {}, outlet=outlet).digests_now()
+
+    async def _made(self, call: _Call, flat: Flat, origin: Origin | None, moment: Moment) -> Saved:
+        how = {"overwrite": call.overwrite, "replicated": call.replicated}
+        return await self._save(call.step, flat, call.metrics, origin=origin, moment=moment, **how)
+
+    def _start(
+        self, step: int, work: Callable[[], Awaitable[Saved]], origin: Origin | None, moment: Moment
+    ) -> asyncio.Task[Saved]:
         """Save in the background; a failure is logged and emitted as an event, for there may be no waiting caller."""
 
         async def save() -> Saved:
+            failure: Exception | None = Closed(f"step {step} was not saved: the store was closed meanwhile")
             try:
-                return await work()
+                saved = await work()
+                failure = None
+                return saved
             except Exception as error:
-                _log.error("step %d, captured by reference, was not saved: %s", step, error)
+                failure = error
+                _log.error("step %d, whose save had returned, was not saved: %s", step, error)
                 self._state.events.emit(SaveFailed(step, error))
                 raise
             finally:
                 saving.pop(step, None)
+                moment.ended(failure)
+                if moment in self._lazy:
+                    self._lazy.remove(moment)
 
         saving = self._state.observation.saving
         saving[step] = time.time(), origin
@@ -113,6 +240,7 @@ class Captures:
         """Return when none is under way; a cancellation ends them, and is raised when they have ended."""
         pending = self.pending | self._awaited
         try:
+            await self._settle()
             if pending:
                 await asyncio.wait(pending)
         except asyncio.CancelledError:
@@ -124,4 +252,11 @@ class Captures:
     async def drained(self) -> None:
         """Return when none is under way."""
         while self.pending:
-            await asyncio.wait(set(self.pending))
+            await self._settle()
+            if left := set(self.pending):  # they may have ended meanwhile
+                await asyncio.wait(left)
+
+    async def _settle(self) -> None:
+        """Confirm the lazy saves: the trainer has called the store and waits."""
+        for lazy in tuple(self._lazy):
+            await lazy.settle()

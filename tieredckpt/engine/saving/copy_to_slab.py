@@ -83,12 +83,14 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         elif not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         elif slab.spare < need and not slab.awaits_memory:
+            await state.make_readers_yield(must=False)
             await _evict_and_not_grow(collector, tier)
         slab.expect(2 * need, at_least=need)  # for two snapshots, so that later saves wait for no memory
         if slab.spare < need:  # what is there is filled meanwhile
             state.pool.submit(_grow, slab, slab.used + need, lambda: not ended.is_set())
         while snapshot.pending:
-            await copy_cells(state, snapshot, index)
+            with state.copying():
+                await copy_cells(state, snapshot, index)
             if snapshot.full:
                 if _size(snapshot) > slab.capacity:  # what was unchanged has left, or the slab could not grow
                     _put_back(snapshot, index)
@@ -141,10 +143,14 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
     """
     when_full = state.config.when_full
     patience = time.monotonic() + limits.in_force.wait_for_room
+    if await collector.make_room(tier, enough):
+        return
+    await state.make_readers_yield(must=True)
     while not await collector.make_room(tier, enough):
         left = patience - time.monotonic()
         if when_full == "wait" and left > 0 and _waiting_helps(state, tier):
             await state.changed.wait(min(left, limits.in_force.look_for_room))
+            await state.make_readers_yield(must=True)  # one that gave way may have begun anew
             continue
         if when_full != "skip" and await collector.replace_oldest(tier, enough):
             return
@@ -156,7 +162,8 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
 
 def _waiting_helps(state: State, tier: Tier) -> bool:
     """Whether a step of the slab is on its way to a tier that works, or being read."""
-    stuck = sum(other.steps.promotions > 0 and not other.responsive for other in state.tiers[tier.index + 1 :])
+    slower = (*state.tiers[tier.index + 1 :], *state.derived)
+    stuck = sum(other.steps.promotions > 0 and not other.responsive for other in slower)
     # Each promotion reads a step, and those that are stuck do not end soon.
     if tier.steps.parts or len(tier.steps.pins) > stuck:
         return True

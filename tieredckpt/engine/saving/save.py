@@ -27,10 +27,14 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
+from tieredckpt.engine.saving.frozen import FrozenCheck
+from tieredckpt.engine.saving.last_save import LastSave, Sighting
+from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
-from tieredckpt.engine.saving.snapshot import Plan, Snapshot
-from tieredckpt.engine.saving.spill import Located, Refused, attributed, stream, usable_ram
-from tieredckpt.engine.state.branch import Continued, Origin
+from tieredckpt.engine.saving.snapshot import Located, Plan, Snapshot
+from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_ram
+from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.ram import Ram
@@ -79,10 +83,9 @@ class Writer:
         """Of the last tree."""
         self._small: dict[str, bytes] = {}
         """The digests of the arrays of the last save that lie in the index, by key."""
-        self._digests: dict[str, list[bytes]] = {}
-        """Of the last save, by key of the array; of arrays whose chunks take pages."""
-        self._unchanged: dict[str, list[bytes | None]] = {}
-        """The same, None for chunks that were another one in the save before."""
+        self._policies = state.config.recorded_policies
+        self._last = LastSave(state.config.frozen)
+        self.frozen = FrozenCheck(state, self._last)
 
     async def save(
         self,
@@ -90,9 +93,9 @@ class Writer:
         flat: Flat,
         metrics: Mapping[str, float],
         *,
-        overwrite: bool = False,
-        origin: Origin | None = None,
-        stall: float | None = None,
+        overwrite: bool,
+        origin: Origin | None,
+        moment: Moment,
         began: float | None = None,
     ) -> Saved:
         """Copy and commit one tree.
@@ -103,12 +106,13 @@ class Writer:
             metrics: finite or not, by name.
             overwrite: save a step number again that the branch has already.
             origin: the last restore before the save was called.
-            stall: seconds for which the trainer waited; None if it waits for this save to end.
+            moment: when its arrays may be read.
             began: when (monotonic) work on the save began, if that was before this call.
 
         Raises:
             Conflict: the branch has that step already.
             NoSpace, TierUnavailable: no tier can take the tree.
+            DeviceUnavailable: a device did not give its memory.
         """
         begin = time.monotonic() if began is None else began
         async with self._guards_saves:
@@ -120,10 +124,13 @@ class Writer:
             tier = None
             try:
                 while tier is None:
-                    snapshot = await self._snapshot(flat)
+                    snapshot, seen, frozen = await self._snapshot(flat)
                     try:
-                        tier, record, arrays = await self._save_once(snapshot, identity, flat, metrics, refusals)
+                        call = identity, flat, metrics, moment
+                        tier, record, arrays = await self._save_once(snapshot, *call, refusals)
                     except Refused as refused:
+                        if not moment.may_copy_again:
+                            raise refused.error from refused
                         if isinstance(full := refused.error, NoRoom) and await evict_older(
                             state, self._collector, None, refused.tier, full.need
                         ):
@@ -139,11 +146,14 @@ class Writer:
                 state.branch.failed(identity)
                 raise
             state.branch.count_from(origin)
-            self._learn(snapshot.digests(arrays))
+            self._last.learn(seen, digests := snapshot.digests(arrays))
+            self.frozen.begin(identity, snapshot, digests, frozen)
             self._small = snapshot.small
             new_bytes = snapshot.new_bytes + snapshot.new_small
             seconds = time.monotonic() - begin
-            self._state.observation.observe_save(step, record.saved_at, seconds if stall is None else stall)
+            self._state.observation.observe_save(
+                step, record.saved_at, seconds if moment.stall is None else moment.stall
+            )
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
         state.changed.notify()
         return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
@@ -154,12 +164,14 @@ class Writer:
         identity: StepId,
         flat: Flat,
         metrics: Mapping[str, float],
+        moment: Moment,
         refusals: Mapping[str, TieredCkptError],
     ) -> tuple[Tier, StepRecord, dict[str, ArrayIndex]]:
         """Copy and commit to the nearest tier that has not refused; of a save that fails nothing stays behind."""
         async with AsyncExitStack() as until_committed:
             tier, ram, located, written = await self._place(snapshot, refusals, until_committed)
             try:
+                await moment.copied(snapshot, located)
                 record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
@@ -171,17 +183,33 @@ class Writer:
                     if self._state.membership.size == 1:
                         self._state.branch.committed(record)  # before anything may leave for or against it
             except BaseException:
+                for key in snapshot.unread:  # which may be why
+                    self._last.forget(key)
                 if ram is not None:  # not that of now: it may have been made anew
                     ram.index.drop({done.digest for done in snapshot.copied})
                 raise
         return tier, record, arrays
 
-    async def _snapshot(self, flat: Flat) -> Snapshot:
+    async def _snapshot(self, flat: Flat) -> tuple[Snapshot, dict[str, Sighting], set[str]]:
+        """What there is to copy, how its arrays look now, and which of them are declared frozen."""
         plan = self._plan if flat.form is not None and flat.form is self._planned else None
-        arguments = flat.arrays, self._state.config.chunk_size, self._unchanged, plan
-        snapshot = await self._in_pool(Snapshot.of, *arguments)
-        self._planned, self._plan = flat.form, snapshot.plan
-        return snapshot
+        if (ram := self._state.tiers[0].ram) is not None and (mapping := ram.slab.mapped) is not None:
+            self._state.host_memory.follow(mapping)
+            ram.slab.before_unmapping = self._state.host_memory.forget
+        outlet = Outlet(self._state.host_memory, flat.ready)
+        found = await self._in_pool(self._planned_snapshot, flat, plan, outlet)
+        self._planned, self._plan = flat.form, found[0].plan
+        return found
+
+    def _planned_snapshot(
+        self, flat: Flat, plan: Plan | None, outlet: Outlet
+    ) -> tuple[Snapshot, dict[str, Sighting], set[str]]:
+        last, chunk_size = self._last, self._state.config.chunk_size
+        plan = plan or Plan.of(flat.arrays, chunk_size)
+        paged = [flat.arrays[i] for i in plan.paged]
+        seen = last.look(paged, frozen := last.frozen(paged), self._state.fills)
+        same = last.same(paged, seen)
+        return Snapshot.of(flat.arrays, chunk_size, last.unchanged, plan, outlet, same), seen, frozen
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
@@ -255,22 +283,13 @@ class Writer:
                     max(0.0, time.time() - state.observation.observed.started_at),
                     state.observation.observed.stalled_seconds,
                 ),
+                **({RESTORED_LOSSY: continued.lossy} if continued.lossy else {}),
             },
-            policy=state.config.recorded_policies,
+            policy=self._policies,
             structure=flat.structure,
             rank=state.membership.rank if state.membership.size > 1 else None,
             ranks=state.membership.size,
         )
-
-    def _learn(self, now: dict[str, list[bytes]]) -> None:
-        self._unchanged = {
-            key: [
-                digest if digest == before else None for digest, before in zip(digests, self._digests[key], strict=True)
-            ]
-            for key, digests in now.items()
-            if key in self._digests and len(self._digests[key]) == len(digests)
-        }
-        self._digests = now
 
 
 @functools.cache

@@ -8,23 +8,38 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.devices.base import Device
+from tieredckpt.devices.link import Link
+from tieredckpt.devices.memory import HostMemory
+from tieredckpt.engine.saving.cells import Cell, DeviceCell, cells_here, cells_of, cells_on_device, in_0_and_1
+from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.tier.slab_index import slab_size
-from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest, digest_each
+from tieredckpt.errors import DeviceUnavailable
+from tieredckpt.format.digest import digest_each
 from tieredckpt.format.grid import Grid, cell_box, cells, plan, plan_block
 from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.tree.arrays import ArrayLeaf, host_view, row_major_bytes, small_bytes
+from tieredckpt.tree.arrays import ArrayLeaf, device_view, host_view, small_bytes
 
-__all__ = ["Cell", "Copied", "Plan", "Room", "Snapshot", "snapshot_size"]
+__all__ = ["Cell", "Copied", "Digests", "Located", "Plan", "Room", "Snapshot", "snapshot_size"]
 
 Bytes = npt.NDArray[np.uint8]
+
+Located = dict[tuple[int, int], Chunk]
+"""Where the chunk of each cell lies, by index of the leaf and ordinal of the cell."""
+
+Digests = dict[tuple[str, tuple[int, ...], int], bytes]
+"""The digest of each cell, by key of the leaf, and the cell's shape and ordinal: ranks may divide a leaf anew."""
 
 
 class Room(Protocol):
@@ -44,39 +59,16 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell to copy: the bytes of ``view`` that it covers, as a range (contiguous) or as slices."""
-
-    array: int
-    ordinal: int
-    nbytes: int
-    """Of the whole cell; the source may be shorter, the rest is zero padding."""
-    source: Bytes | npt.NDArray[Any]
-    shape: tuple[int, ...] | None
-    """Of the whole cell, where ``source`` is no range of bytes; the source may be shorter along any axis."""
-    expected: bytes | None
-    """The digest that this cell had in the last two saves: likely unchanged, so digest before copying."""
-
-    def copy_to(self, target: Bytes) -> bytes:
-        """Fill ``target`` (``nbytes`` long) and return its digest."""
-        if self.shape is None:
-            return copy_and_digest(self.source, target)
-        return _gather(self.source, target.view(self.source.dtype).reshape(self.shape))
-
-    def digest(self) -> bytes:
-        """What `copy_to` would return."""
-        if self.shape is None:
-            return digest(self.source, self.nbytes - self.source.nbytes)
-        return _gather(self.source, np.empty(self.shape, self.source.dtype))
-
-
-@dataclass(frozen=True, slots=True)
 class Copied:
     """A cell in the slab: its digest and offset."""
 
     cell: Cell
     digest: bytes
     offset: int
+
+
+_Begun = tuple[DeviceCell, int, Bytes]
+"""A cell whose copy was begun, the offset of its extent, and its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +109,8 @@ class Snapshot:
     """The bytes of the leaves that the plan has gathered."""
     inline: dict[int, list[bytes]]
     """Cells of the other small arrays, by index of the leaf: their bytes, padding included."""
+    outlet: Outlet
+    """By which arrays leave their devices."""
     copied: list[Copied] = field(default_factory=list)
     full: bool = False
     """The slab had no room for the next cell; `work` may go on when some was made."""
@@ -129,6 +123,9 @@ class Snapshot:
     error: BaseException | None = None
     _stop: bool = False
     _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
+    _unread: dict[int, list[Cell]] = field(default_factory=dict)
+    """Cells of arrays that were not to be read, and were in the end, by index of the leaf."""
+    _guards_unread: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(
@@ -137,6 +134,8 @@ class Snapshot:
         chunk_size: int,
         expected: Mapping[str, Sequence[bytes | None]],
         plan: Plan | None = None,
+        outlet: Outlet | None = None,
+        same: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
     ) -> Snapshot:
         """Plan the cells of ``leaves``, about ``chunk_size`` bytes each, and copy those that lie in the index.
 
@@ -145,22 +144,34 @@ class Snapshot:
             chunk_size: the target, in bytes.
             expected: digests by key of the array, None for chunks that changed lately.
             plan: of a tree of the same form, with the same target.
+            outlet: by which arrays leave their devices; arrays of no device need none.
+            same: digests by key of arrays that have not changed, which are not read while the slab has their chunks.
+
+        Raises `DeviceUnavailable`, and `Invalid` as `host_view`.
         """
         plan = plan or Plan.of(leaves, chunk_size)
-        gathered = small_bytes([leaves[i] for i in plan.gathered])
-        inline = {i: _inline(_in_0_and_1(host_view(leaves[i])), plan.grids[i]) for i in plan.inline}
+        outlet = outlet or Outlet(HostMemory(), {})
+        brought = outlet.small({i: leaves[i] for i in (*plan.gathered, *plan.inline)})
+        here = [i for i in plan.gathered if i not in brought]
+        of_here = dict(zip(here, small_bytes([leaves[i] for i in here]), strict=True))
+        gathered = [brought[i].tobytes() if i in brought else of_here[i] for i in plan.gathered]
+        inline = {
+            i: _inline(in_0_and_1(brought[i] if i in brought else host_view(leaves[i])), plan.grids[i])
+            for i in plan.inline
+        }
         pending: deque[Cell] = deque()
+        on_devices: dict[Device, list[Cell]] = {}
         for i in plan.paged:
             leaf, grid = leaves[i], plan.grids[i]
-            view = _in_0_and_1(host_view(leaf))
-            flat = row_major_bytes(view) if leaf.place is None or grid.contiguous else None
-            known = expected.get(leaf.key, ())
-            if len(known) != grid.size or flat is None:
-                known = (None,) * grid.size
-            shape = None if flat is not None else grid.cell
-            for ordinal, source in enumerate(_sources(view, flat, grid)):
-                pending.append(Cell(i, ordinal, grid.cell_nbytes, source, shape, known[ordinal]))
-        return cls(leaves, plan, pending, gathered, inline)
+            if len(known := same.get(leaf.key, ())) == grid.size:
+                pending.extend(Cell(i, ordinal, grid.cell_nbytes, None, None, one) for ordinal, one in enumerate(known))
+            elif (there := device_view(leaf)) is not None:
+                on_devices.setdefault(there[0], []).extend(cells_on_device(i, leaf, grid, *there))
+            else:
+                pending.extend(cells_here(i, leaf, grid, expected.get(leaf.key, ())))
+        # The devices in turn, so that all of their links are in use; then what takes no link.
+        first = [cell for some in zip_longest(*on_devices.values()) for cell in some if cell is not None]
+        return cls(leaves, plan, deque([*first, *pending]), gathered, inline, outlet)
 
     @property
     def grids(self) -> list[Grid]:
@@ -174,6 +185,12 @@ class Snapshot:
         self.new_small = sum([arrays[key].grid.nbytes for key in keys if before.get(key) != self.small[key]])
 
     @property
+    def unread(self) -> set[str]:
+        """The keys of the arrays that need not be read, and were not, when all cells are copied."""
+        unread = {done.cell.array for done in self.copied if done.cell.source is None}
+        return {self.leaves[i].key for i in unread}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(grid.nbytes for grid in self.grids)
@@ -183,24 +200,77 @@ class Snapshot:
         self._stop = True
 
     def work(self, room: Room) -> None:
-        """Copy pending cells until none is left, the slab is full, or `stop`. Runs on several threads at once."""
-        while not self._stop and not self.full:
+        """Copy pending cells until none is left, the slab is full, or `stop`. Runs on several threads at once.
+
+        When it returns, nothing reads the arrays and nothing writes to the room any more, devices included.
+        """
+        with self.outlet.link(self._largest) as link:
             try:
-                cell = self.pending.popleft()
-            except IndexError:
-                return
-            try:
-                copied = self._copy(cell, room)
+                while not self._stop and not self.full:
+                    try:
+                        cell = self.pending.popleft()
+                    except IndexError:
+                        break
+                    self._begin(cell, room, link)
+                while link:
+                    self._land(link, room)
             except BaseException as error:
                 self.error = error
                 self._stop = True
+            finally:
+                self._give_up(link, room)
+
+    def _begin(self, cell: Cell, room: Room, link: Link[_Begun]) -> None:
+        """Copy a cell, or begin to; it is pending again where there is no room."""
+        if cell.source is None:
+            assert cell.expected is not None
+            if (lies_at := room.take(cell.expected)) is not None:
+                self.copied.append(Copied(cell, cell.expected, lies_at))
                 return
-            if copied is None:
-                with self._guards_outcome:
-                    self.pending.appendleft(cell)
-                    self.full = True
+            cell = self._read(cell)
+        if isinstance(cell, DeviceCell):
+            if link.is_full:
+                self._land(link, room)
+            extent = room.allocate(cell.nbytes)
+            if extent is not None:
+                offset, memory = extent
+                target = memory[: cell.nbytes]
+                under_way = len(link)
+                try:
+                    link.copy_out((cell, offset, target), cell.device, cell.source, *cell.goes_to(target))
+                except BaseException:
+                    if len(link) == under_way:  # else `_give_up` knows of it
+                        room.release(offset, cell.nbytes)
+                    raise
                 return
+        elif (copied := self._copy(cell, room)) is not None:
             self.copied.append(copied)
+            return
+        with self._guards_outcome:
+            self.pending.appendleft(cell)
+            self.full = True
+
+    def _land(self, link: Link[_Begun], room: Room) -> None:
+        """Digest the oldest cell that a device copies."""
+        flight = link.land()
+        cell, offset, target = flight.what
+        try:
+            flight.landed.wait()
+            now = cell.arrived(flight.buffer, target)
+        except BaseException:
+            room.release(offset, cell.nbytes)
+            raise
+        link.done(flight)
+        self.copied.append(self._added(cell, now, offset, room))
+
+    def _give_up(self, link: Link[_Begun], room: Room) -> None:
+        """Give back the extents of what is still in flight, after an error, once no device writes to them."""
+        while link:
+            flight = link.land()
+            cell, offset, _ = flight.what
+            with suppress(DeviceUnavailable):  # it writes no more
+                flight.landed.wait()
+            room.release(offset, cell.nbytes)
 
     def _copy(self, cell: Cell, room: Room) -> Copied | None:
         if cell.expected is not None:
@@ -216,13 +286,28 @@ class Snapshot:
         except BaseException:
             room.release(offset, cell.nbytes)
             raise
+        return self._added(cell, now, offset, room)
+
+    def _added(self, cell: Cell, now: bytes, offset: int, room: Room) -> Copied:
         lies_at = room.add(now, offset, cell.nbytes)
         if lies_at == offset:
             with self._guards_outcome:
                 self.new_bytes += cell.nbytes
         return Copied(cell, now, lies_at)
 
-    def index(self, extent_of: dict[tuple[int, int], Chunk]) -> dict[str, ArrayIndex]:
+    def _read(self, cell: Cell) -> Cell:
+        """``cell`` with its bytes, of an array that was not to be read."""
+        with self._guards_unread:
+            if (found := self._unread.get(cell.array)) is None:
+                leaf, grid = self.leaves[cell.array], self.grids[cell.array]
+                found = self._unread[cell.array] = list(cells_of(cell.array, leaf, grid))
+        return found[cell.ordinal]
+
+    @property
+    def _largest(self) -> int:
+        return max((grid.cell_nbytes for grid in map(self.grids.__getitem__, self.plan.paged)), default=1)
+
+    def index(self, extent_of: Located) -> dict[str, ArrayIndex]:
         """The arrays' chunks by key; ``extent_of`` has those of the cells, by leaf and ordinal."""
         small = map(Chunk, digest_each(self.gathered), self.gathered)
         chunks: dict[int, Sequence[Chunk]] = dict(zip(self.plan.gathered, zip(small, strict=True), strict=True))
@@ -240,12 +325,37 @@ class Snapshot:
         keys = [self.leaves[i].key for i in self.plan.paged]
         return {key: [chunk.digest for chunk in arrays[key].chunks] for key in keys}
 
-    def in_slab(self, pack: str) -> dict[tuple[int, int], Chunk]:
+    def in_slab(self, pack: str) -> Located:
         """Where every copied cell lies, as extents of ``pack``."""
         return {
             (done.cell.array, done.cell.ordinal): Chunk(done.digest, Extent(pack, done.offset, done.cell.nbytes))
             for done in self.copied
         }
+
+    def _small_digests(self) -> Digests:
+        """Of the cells that lie in the index."""
+        places = [self._place(i, 0) for i in self.plan.gathered]
+        found: Digests = dict(zip(places, digest_each(self.gathered), strict=True))
+        for i, values in self.inline.items():
+            found.update((self._place(i, n), each) for n, each in enumerate(digest_each(values)))
+        return found
+
+    def _place(self, i: int, ordinal: int) -> tuple[str, tuple[int, ...], int]:
+        return self.leaves[i].key, self.grids[i].cell, ordinal
+
+    def digests_now(self) -> Digests:
+        """The digest of every cell, without a copy to the slab; arrays of devices come through buffers."""
+        found = self._small_digests()
+        with self.outlet.link(self._largest) as link:
+            for cell in self.pending:
+                found[self._place(cell.array, cell.ordinal)] = cell.digest_by(link)
+        return found
+
+    def digests_copied(self, located: Located) -> Digests:
+        """The digest of every cell as it was copied, to ``located`` if it takes pages."""
+        found = self._small_digests()
+        found.update((self._place(i, n), chunk.digest) for (i, n), chunk in located.items())
+        return found
 
 
 def snapshot_size(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Callable[[ArrayLeaf], int]) -> int:
@@ -261,14 +371,6 @@ def snapshot_size(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Call
     return total
 
 
-def _in_0_and_1(view: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A bool array of the bytes 0 and 1, which alone other readers take: any other byte is true, as in NumPy."""
-    if view.dtype.kind != "b":
-        return view
-    items = view.view(np.uint8)
-    return items != 0 if items.size and items.max() > 1 else view
-
-
 def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:
     """The cells of a leaf: of a piece such that, where possible, they are cells of one grid of its array."""
     if leaf.place is None:
@@ -276,15 +378,6 @@ def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:
     if leaf.place.cell is not None:
         return Grid(leaf.shape, leaf.place.cell, leaf.dtype.itemsize)
     return plan_block(leaf.box, leaf.place.shape, leaf.dtype.itemsize, chunk_size, leaf.place.cut)
-
-
-def _sources(view: npt.NDArray[Any], flat: Bytes | None, grid: Grid) -> Iterator[Bytes | npt.NDArray[Any]]:
-    if flat is not None:
-        for cell in cells(grid):
-            yield flat[cell.start : cell.start + cell.nbytes]
-        return
-    for cell in cells(grid):
-        yield view[cell_box(grid, cell.index).slices()]
 
 
 def _inline(view: npt.NDArray[Any], grid: Grid) -> list[bytes]:
@@ -298,25 +391,3 @@ def _inline(view: npt.NDArray[Any], grid: Grid) -> list[bytes]:
         memory[tuple(map(slice, box.shape))] = view[box.slices()]
         found.append(memory.tobytes())
     return found
-
-
-def _gather(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> bytes:
-    """Copy ``source`` to the start of ``target`` along every axis, zero the rest, and return the target's digest.
-
-    What is digested is what was copied just before, while it is in the cache.
-    """
-    memory = target.reshape(-1).view(np.uint8)
-    while target.ndim > 1 and target.shape[0] == 1:
-        source, target = source[0], target[0]
-    row = target.nbytes // target.shape[0]
-    rows = max(1, BLOCK // row)
-    digester = Digester()
-    for first in range(0, target.shape[0], rows):
-        block = memory[first * row : (first + rows) * row]
-        part = source[first : first + rows]
-        copy = target[first : first + rows]
-        if part.shape != copy.shape:
-            block[:] = 0
-        np.copyto(copy[tuple(map(slice, part.shape))], part)
-        digester.update(block)
-    return digester.digest()

@@ -15,7 +15,7 @@ from tieredckpt.engine.promoting.encoder import Encoder
 from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
-from tieredckpt.engine.saving.snapshot import Copied, Snapshot
+from tieredckpt.engine.saving.snapshot import Copied, Located, Snapshot
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
@@ -26,13 +26,10 @@ from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.units import format_size
 
-__all__ = ["Located", "Refused", "attributed", "stream", "usable_ram"]
+__all__ = ["Refused", "attributed", "stream", "usable_ram"]
 
 _PACKS_UNDER_WAY = 4
 """Frames of a pack take at most this fraction of scratch memory: two are in flight, one is being filled."""
-
-Located = dict[tuple[int, int], Chunk]
-"""Where the chunk of each cell lies, by index of the leaf and ordinal of the cell."""
 
 
 class Refused(Exception):

@@ -1,0 +1,240 @@
+"""Saves of arrays in the memory of devices: straight into the slab, on streams of our own, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.devices import EVERY_KIND, rig, values
+from support.scenes import CHUNK, SOON, assert_same, config, folder, new_shared_folder, ram
+
+from tieredckpt import CheckpointStore, DeviceUnavailable, Shard, Sharded
+from tieredckpt.config import StoreConfig
+from tieredckpt.testing.devices import FakeDevice, FakeDriver
+
+
+def state(seed: int) -> dict[str, Any]:
+    return values(seed) | {"small": {f"b{i}": np.full(8, seed + i / 7) for i in range(5)}, "epoch": seed}
+
+
+def on_devices(rig: Any, tree: Any, seed: int = 0) -> Any:
+    """The arrays of a tree on devices, in turn; one in four stays on the host."""
+    turn = iter(range(seed, 1 << 30))
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(each) for key, each in value.items()}
+        if not isinstance(value, np.ndarray) or (value.dtype == ml_dtypes.bfloat16 and rig.count == 0):
+            return value
+        which = next(turn) % (rig.count + 1)
+        return value if which == rig.count else rig.array(value, which)
+
+    return moved(tree)
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    devices=st.integers(1, 3),
+    lockable=st.sampled_from([None, 0, 1 << 20, 200 << 20]),
+    threads=st.integers(1, 3),
+    saves=st.integers(1, 3),
+)
+@settings(max_examples=25)
+async def test_what_was_on_devices_comes_back_bit_for_bit(
+    seed: int, devices: int, lockable: int | None, threads: int, saves: int
+) -> None:
+    """Whatever is registered, whichever stream goes on first, and however often it is saved."""
+    memory = new_shared_folder()
+    settings = config({"ram": ram(memory)}, name="of-devices", threads=threads)
+    try:
+        with rig("fake", devices, seed=seed, lockable=lockable) as here:
+            async with CheckpointStore.open(settings) as store:
+                for step in range(saves):
+                    await store.save(step, on_devices(here, state(seed + step), seed))
+                    restored = await store.restore(resume=False)
+                    assert restored is not None
+                    assert_same(restored.tree, state(seed + step))
+            assert not here.driver.pageable or lockable is not None
+            assert not here.driver.registered, "a slab that is closed is registered no more"
+    finally:
+        shutil.rmtree(memory)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+async def test_a_save_waits_for_what_the_program_has_enqueued_and_synchronises_nothing_else(
+    kind: str, tiers: StoreConfig
+) -> None:
+    with rig(kind) as here:
+        array = here.array(np.zeros(4 * CHUNK, np.uint8))
+        async with CheckpointStore.open(tiers) as store:
+            here.busy(0.05)
+            here.change(array, np.full(4 * CHUNK, 7, np.uint8))
+            await store.save(1, {"w": array})
+            here.change(array, np.full(4 * CHUNK, 8, np.uint8))
+            restored = await store.restore()
+    assert restored is not None
+    assert (restored.tree["w"] == 7).all()
+
+
+async def registered(store: CheckpointStore, nbytes: int = 0) -> None:
+    """Wait until the devices reach all memory that the slab has, and so many bytes of it."""
+    state = store._life.engine.state
+    async with asyncio.timeout(SOON):
+        while (ram := state.tiers[0].ram) is None or state.host_memory.registered(ram.slab.array) < max(
+            nbytes, ram.slab.reserved
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_once_the_slab_is_registered_every_byte_goes_straight_into_it(tiers: StoreConfig) -> None:
+    large = np.arange(40 * CHUNK, dtype=np.uint8)
+    with FakeDriver() as driver:
+        async with CheckpointStore.open(tiers) as store:
+            await store.save(1, {"w": driver.devices[0].array(large)})
+            await registered(store, 2 * large.nbytes)
+            before = driver.direct  # the first save waits for no registration, which may be as fast
+            await store.save(2, {"w": driver.devices[0].array(large + 1)})
+            assert (driver.direct - before, driver.pageable) == (large.nbytes, 0)
+            restored = await store.restore()
+            assert restored is not None
+            assert (restored.tree["w"] == large + 1).all()
+
+
+async def test_copies_of_several_devices_are_in_flight_at_once(tiers: StoreConfig) -> None:
+    with FakeDriver(3) as driver:
+        tree = {f"w{i}": device.array(np.full(16 * CHUNK, i, np.uint8)) for i, device in enumerate(driver.devices)}
+        async with CheckpointStore.open(tiers) as store:
+            with driver.paused():
+                saving = asyncio.ensure_future(store.save(1, tree))
+                async with asyncio.timeout(SOON):
+                    while not all(device.waiting for device in driver.devices):
+                        await asyncio.sleep(0.01)
+                assert all(device.transferred == 0 for device in driver.devices)
+            await saving
+
+
+async def test_the_stream_of_the_calling_thread_counts_on_both_faces(tiers: StoreConfig) -> None:
+    """The engine's thread has another current stream than the trainer's."""
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        device.current = device.stream()
+        array = device.array(np.zeros(4 * CHUNK, np.uint8))
+
+        def change(value: int) -> None:
+            device.current.enqueue(lambda: time.sleep(0.05))
+            array.change(np.full(4 * CHUNK, value, np.uint8))
+
+        def saved_by_the_blocking_face() -> Any:
+            device.current = device.stream()
+            with CheckpointStore.open(tiers).sync() as store:
+                change(1)
+                store.save(1, {"w": array})
+                return store.restore()
+
+        restored = await asyncio.to_thread(saved_by_the_blocking_face)
+        assert (restored.tree["w"] == 1).all()
+        async with CheckpointStore.open(tiers) as store:
+            change(2)
+            await store.save(2, {"w": array})
+            found = await store.restore()
+            assert found is not None
+            assert (found.tree["w"] == 2).all()
+
+
+@pytest.mark.parametrize("succeed", [0, 1, 3, 6])
+async def test_a_device_that_fails_in_mid_copy_fails_that_save_and_leaves_nothing(
+    tiers: StoreConfig, succeed: int
+) -> None:
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        async with CheckpointStore.open(tiers) as store:
+            await store.save(1, {"w": np.arange(8 * CHUNK, dtype=np.uint8)})
+            await store.flush()
+            ram = store._life.engine.state.tiers[0].ram
+            assert ram is not None
+            used = ram.slab.used
+            device.fail_after = succeed
+            with pytest.raises(DeviceUnavailable, match="fake:0: an illegal memory access"):
+                await store.save(2, {"w": device.array(np.ones(8 * CHUNK, np.uint8))})
+            assert ram.slab.used == used
+            assert await store.all_steps() == (1,)
+            await store.save(2, {"w": np.zeros(8 * CHUNK, np.uint8)})
+            assert await store.all_steps() == (1, 2)
+
+
+async def test_a_device_that_begins_no_copy_leaves_nothing_in_the_slab(
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise DeviceUnavailable("device fake:0: out of memory")
+
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        async with CheckpointStore.open(tiers) as store:
+            array = device.array(np.ones(8 * CHUNK, np.uint8))
+            monkeypatch.setattr(FakeDevice, "stream", fails)
+            with pytest.raises(DeviceUnavailable, match="out of memory"):
+                await store.save(1, {"w": array})
+            ram = store._life.engine.state.tiers[0].ram
+            assert ram is not None
+            assert ram.slab.used == 0
+
+
+@pytest.mark.parametrize("after", [0.0, 0.005, 0.02])
+async def test_a_cancelled_save_returns_when_no_device_writes_any_more(tiers: StoreConfig, after: float) -> None:
+    with FakeDriver(speed=20e6) as driver:
+        (device,) = driver.devices
+        async with CheckpointStore.open(tiers) as store:
+            saving = asyncio.ensure_future(store.save(1, {"w": device.array(np.ones(64 * CHUNK, np.uint8))}))
+            await asyncio.sleep(after)
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            moved = device.transferred
+            await asyncio.sleep(0.02)
+            assert device.transferred == moved
+            ram = store._life.engine.state.tiers[0].ram
+            assert ram is None or ram.slab.used == 0
+            assert await store.all_steps() == ()
+
+
+async def test_a_state_that_ram_cannot_hold_streams_past_it(shared_memory: Path, tmp_path: Path) -> None:
+    tiers = config({"ram": ram(shared_memory, capacity="256 KiB"), "disk": folder(tmp_path / "disk")})
+    large = np.random.default_rng(0).integers(0, 256, 60 * CHUNK, dtype=np.uint8)
+    with FakeDriver() as driver:
+        async with CheckpointStore.open(tiers) as store:
+            await store.save(1, {"w": driver.devices[0].array(large)})
+            restored = await store.restore()
+            assert restored is not None
+            assert (restored.tree["w"] == large).all()
+
+
+@given(seed=st.integers(0, 1 << 16))
+@settings(max_examples=15)
+async def test_pieces_of_arrays_on_devices_are_saved_as_those_on_the_host(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    whole = rng.standard_normal((rng.integers(2, 300), rng.integers(1, 200))).astype(np.float32)
+    at = int(rng.integers(1, whole.shape[0]))
+    memory = new_shared_folder()
+    try:
+        with FakeDriver(seed=seed) as driver:
+            put = driver.devices[0].array
+            first, second = (
+                Shard(put(part), whole.shape, (row, 0)) for row, part in ((0, whole[:at]), (at, whole[at:]))
+            )
+            tree = {"w": Sharded([first, second])}
+            async with CheckpointStore.open(config({"ram": ram(memory)}, name="of-pieces")) as store:
+                await store.save(1, tree)
+                restored = await store.restore()
+                assert restored is not None
+                assert_same(restored.tree["w"], whole)
+    finally:
+        shutil.rmtree(memory)

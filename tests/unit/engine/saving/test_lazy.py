@@ -1,0 +1,592 @@
+"""Saves that copy while the training goes on: in every order, what is committed is what was there at the call."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.devices import EVERY_KIND, rig
+from support.scenes import CHUNK, SOON, Heard, config, new_shared_folder, ram
+
+from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine.saving import capture, lazy, save
+from tieredckpt.events import SaveFailed
+from tieredckpt.testing.devices import FakeArray, FakeDriver
+
+SIZE = 6 * CHUNK
+
+
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What a save reads, it reads when this is set."""
+    may_begin = threading.Event()
+    snapshot = save.Writer._snapshot
+
+    async def late(*arguments: Any) -> Any:
+        assert await asyncio.to_thread(may_begin.wait, SOON)
+        return await snapshot(*arguments)
+
+    monkeypatch.setattr(save.Writer, "_snapshot", late)
+    yield may_begin
+    may_begin.set()
+
+
+def full(value: int) -> Any:
+    return np.full(SIZE, value, np.uint8)
+
+
+async def values_of(store: CheckpointStore, step: int) -> tuple[int, ...]:
+    """The values that a step has of each array, each of which is one value throughout."""
+    restored = await store.restore(step, resume=False)
+    assert restored is not None
+    assert all((array == array[0]).all() for array in restored.tree.values())
+    return tuple(int(restored.tree[key][0]) for key in sorted(restored.tree))
+
+
+ENDS = ("captured", "reached", "flush", "save", "lazy save", "close", "nothing")
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(ENDS),
+        st.booleans(),  # whether the program changes an array before that
+        st.integers(0, 2),  # pieces of work that it enqueues meanwhile
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(
+    moves=moves, seed=st.integers(0, 1 << 16), speed=st.sampled_from([None, 5e6]), lockable=st.sampled_from([None, 0])
+)
+@settings(max_examples=40)
+async def test_in_every_order_a_step_is_what_was_there_or_is_not(
+    moves: Any, seed: int, speed: float | None, lockable: int | None
+) -> None:
+    """Copies late, optimizers early, two saves in flight, closed in between: whole and as at the call, or failed."""
+    memory = new_shared_folder()
+    failed: list[int] = []
+    expected: dict[int, tuple[int, ...] | None] = {}
+    now = [1, 1]
+    try:
+        with FakeDriver(2, seed=seed, speed=speed, lockable=lockable) as driver:
+            arrays = [device.array(full(1)) for device in driver.devices]
+            tree = {f"w{i}": array for i, array in enumerate(arrays)}
+
+            def change() -> None:
+                for i, array in enumerate(arrays):
+                    now[i] += 1
+                    array.change(full(now[i]))
+
+            tiers = config({"ram": ram(memory, capacity="64 MiB")}, name="of-lazy")
+            async with CheckpointStore.open(tiers) as store:
+                store.subscribe(lambda event: failed.append(event.step) if isinstance(event, SaveFailed) else None)
+                for step, (end, early, work) in enumerate(moves, 1):
+                    checkpoint = await store.save(step, tree, capture="lazy")
+                    expected[step] = (now[0], now[1])
+                    for _ in range(work):
+                        driver.devices[0].current.enqueue(lambda: None)
+                    if early:
+                        change()
+                        expected[step] = None
+                    if end in ("captured", "reached"):
+                        ending = checkpoint.captured() if end == "captured" else checkpoint.reached("ram")
+                        if early:
+                            with pytest.raises(Invalid, match=r"'w0', 'w1'.*changed before the copy"):
+                                await ending
+                        else:
+                            await ending
+                        change()
+                    elif end == "flush":
+                        await store.flush()
+                        change()
+                    elif end in ("save", "lazy save"):
+                        await store.save(100 + step, tree, capture="copy" if end == "save" else "lazy")
+                        expected[100 + step] = (now[0], now[1])
+                        if end == "save":
+                            change()
+                    elif end == "close":
+                        break
+            async with CheckpointStore.open(tiers) as store:
+                steps = await store.all_steps()
+                assert set(steps) == {step for step, values in expected.items() if values is not None}
+                for step in steps:
+                    assert await values_of(store, step) == expected[step]
+            assert set(failed) == {step for step, values in expected.items() if values is None}
+    finally:
+        shutil.rmtree(memory)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+async def test_the_copy_ends_before_captured_returns_and_not_before_what_was_enqueued(
+    kind: str, tiers: StoreConfig
+) -> None:
+    with rig(kind) as here:
+        array = here.array(full(1))
+        async with CheckpointStore.open(tiers) as store:
+            for step in (2, 4, 6):  # the slab is registered meanwhile
+                here.busy(0.05)
+                here.change(array, full(step))
+                checkpoint = await store.save(step, {"w": array}, capture="lazy")
+                here.busy(0.05)
+                await checkpoint.captured()
+                here.change(array, full(step + 1))
+                await checkpoint.reached("disk")
+                assert await values_of(store, step) == (step,)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+async def test_an_array_that_changed_too_early_is_named_and_its_step_is_nowhere(kind: str, tiers: StoreConfig) -> None:
+    with rig(kind) as here:
+        kept, changed = here.array(full(1)), here.array(full(1))
+        async with CheckpointStore.open(tiers) as store:
+            heard = Heard(store)
+            checkpoint = await store.save(1, {"kept": kept, "changed": changed}, capture="lazy")
+            here.change(changed, full(2))
+            for ask in (checkpoint.captured, checkpoint.captured, lambda: checkpoint.reached("disk")):
+                with pytest.raises(Invalid, match=r"step 1: 'changed' \(1 in all\) changed before the copy"):
+                    await ask()
+            event = await heard.first(SaveFailed)
+            assert (event.step, type(event.error)) == (1, Invalid)
+            assert await store.all_steps() == ()
+            ram = store._life.engine.state.tiers[0].ram
+            assert ram is not None
+            assert ram.slab.used == 0
+            again = await store.save(1, {"kept": kept, "changed": changed}, capture="lazy")
+            await again.reached("disk")
+            assert await values_of(store, 1) == (2, 1)
+
+
+async def test_a_save_returns_though_the_device_has_not_begun_and_enqueues_nothing_on_the_trainers_stream(
+    tiers: StoreConfig,
+) -> None:
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        array = device.array(full(1))
+        async with CheckpointStore.open(tiers) as store:
+            with driver.paused():
+                checkpoint = await store.save(1, {"w": array}, capture="lazy")
+                ran: list[int] = []
+                device.current.enqueue(lambda: ran.append(1))
+                while not ran:  # the trainer's stream goes on, whatever ours do
+                    assert device.step()
+                waiting = asyncio.ensure_future(checkpoint.captured())
+                done, _ = await asyncio.wait([waiting], timeout=0.05)
+                assert not done, "a copy that has not ended is not captured"
+            await waiting
+            array.change(full(2))
+            await checkpoint.reached("ram")
+            assert await values_of(store, 1) == (1,)
+
+
+async def test_a_device_that_fails_under_a_lazy_copy_fails_that_save_and_not_the_training(tiers: StoreConfig) -> None:
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        async with CheckpointStore.open(tiers) as store:
+            heard = Heard(store)
+            device.fail_after = 2
+            checkpoint = await store.save(1, {"w": device.array(full(1))}, capture="lazy")
+            with pytest.raises(DeviceUnavailable):
+                await checkpoint.captured()
+            assert (await heard.first(SaveFailed)).step == 1
+            await store.save(2, {"w": full(2)})
+            assert await store.all_steps() == (2,)
+
+
+async def test_captured_may_be_cancelled_and_asked_again(tiers: StoreConfig, held_back: threading.Event) -> None:
+    async with CheckpointStore.open(tiers) as store:
+        array = full(1)
+        checkpoint = await store.save(1, {"w": array}, capture="lazy")
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(checkpoint.captured(), 0.02)
+        held_back.set()
+        await checkpoint.captured()
+        array[:] = 2
+        await checkpoint.reached("disk")
+        assert await values_of(store, 1) == (1,)
+
+
+async def test_a_lazy_save_that_is_cancelled_is_not_made(tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cancelled it has no checkpoint to ask, and changes the arrays: nothing tells of their middle."""
+    caller, start = asyncio.get_running_loop(), capture.Captures._start
+    array = full(1)
+
+    def begun(*arguments: Any) -> Any:
+        caller.call_soon_threadsafe(saving.cancel)
+        return start(*arguments)
+
+    monkeypatch.setattr(capture.Captures, "_start", begun)
+    async with CheckpointStore.open(tiers) as store:
+        heard = Heard(store)
+        saving = asyncio.ensure_future(store.save(1, {"w": array}, capture="lazy"))
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        array[SIZE // 2] = 2
+        await store.flush()
+        assert (await heard.first(SaveFailed)).step == 1
+        assert await store.all_steps() == ()
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_close_during_a_lazy_copy_commits_what_did_not_change(
+    tiers: StoreConfig, held_back: threading.Event, early: bool
+) -> None:
+    array = full(1)
+    async with CheckpointStore.open(tiers) as store:
+        await store.save(1, {"w": array}, capture="lazy")
+        if early:
+            array[:] = 2
+        asyncio.get_running_loop().call_later(0.05, held_back.set)
+    async with CheckpointStore.open(tiers) as store:
+        assert await store.all_steps() == (() if early else (1,))
+
+
+async def test_a_close_that_is_cancelled_during_a_lazy_copy_ends_it(
+    tiers: StoreConfig, held_back: threading.Event
+) -> None:
+    store = await CheckpointStore.open(tiers)
+    checkpoint = await store.save(1, {"w": full(1)}, capture="lazy")
+    closing = asyncio.ensure_future(store.close())
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    held_back.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(Closed):
+        await checkpoint.captured()
+
+
+async def test_a_restore_into_what_is_being_copied_waits_for_the_copy(
+    tiers: StoreConfig, held_back: threading.Event
+) -> None:
+    async with CheckpointStore.open(tiers) as store:
+        held_back.set()
+        array = full(1)
+        await store.save(1, {"w": array})
+        array[:] = 2
+        held_back.clear()
+        await store.save(2, {"w": array}, capture="lazy")
+        asyncio.get_running_loop().call_later(0.05, held_back.set)
+        await store.restore(1, into={"w": array}, resume=False)
+        assert held_back.is_set()
+        assert (array == 1).all()
+        await store.flush()
+        assert await values_of(store, 2) == (2,)
+
+
+async def test_a_checkpoint_keeps_no_arrays_once_it_is_saved(tiers: StoreConfig) -> None:
+    with FakeDriver() as driver:
+        array = driver.devices[0].array(full(1))
+        gone = weakref.ref(array)
+        async with CheckpointStore.open(tiers) as store:
+            checkpoint = await store.save(1, {"w": array}, capture="lazy")
+            await checkpoint.reached("disk")
+            del array
+            gc.collect()
+            assert gone() is None
+            assert checkpoint.saved is not None
+
+
+def test_the_blocking_face_captures_lazily_too(tiers: StoreConfig) -> None:
+    array = full(1)
+    with CheckpointStore.open(tiers).sync() as store:
+        checkpoint = store.save(1, {"w": array}, capture="lazy")
+        checkpoint.captured()
+        array[:] = 2
+        checkpoint.reached("disk")
+        restored = store.restore()
+        assert restored is not None
+        assert (restored.tree["w"] == 1).all()
+        late = store.save(2, {"w": array}, capture="lazy")
+        array[:] = 3
+        with pytest.raises(Invalid, match="'w'"):
+            late.captured()
+        assert store.all_steps() == (1,)
+
+
+@pytest.mark.parametrize("where", ["host", "small", "fake"])
+async def test_digests_find_a_single_byte_that_nothing_else_tells(
+    where: str, shared_memory: Path, held_back: threading.Event
+) -> None:
+    tiers = config({"ram": ram(shared_memory)}, name="guarded", lazy_guard="digests")
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        other = full(1)
+        other[SIZE // 2] = 7
+        small = where == "small"
+        array: Any = {"fake": device.array(full(1)), "small": np.zeros((40, 40), np.uint8).T}.get(where, full(1))
+        async with CheckpointStore.open(tiers) as store:
+            held_back.set()
+            kept = await store.save(1, {"w": array}, capture="lazy")
+            await kept.captured()
+            held_back.clear()
+            changed = await store.save(2, {"w": array}, capture="lazy")
+            if where == "fake":
+                array.change(other, tells=False)
+                array.read()
+            else:
+                array[(20, 20) if small else SIZE // 2] = 7
+            held_back.set()
+            with pytest.raises(Invalid, match="'w'"):
+                await changed.captured()
+            await kept.reached("ram")
+            assert await store.all_steps() == (1,)
+
+
+@pytest.mark.parametrize("how", ["Adam", "foreach", "fused", "fused SGD"])
+def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
+    how: str, tiers: StoreConfig, held_back: threading.Event
+) -> None:
+    """Fused steps change parameters without counting that."""
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    options: dict[str, Any] = {
+        "foreach": {"foreach": True},
+        "fused": {"fused": True},
+        "fused SGD": {"fused": True},
+    }.get(how, {})
+    optimizer = (torch.optim.SGD if "SGD" in how else torch.optim.Adam)([parameter], lr=0.5, **options)
+    with CheckpointStore.open(tiers).sync() as store:
+        for step in range(1, 4):
+            held_back.clear()
+            before = parameter.detach().clone()
+            checkpoint = store.save(step, {"p": parameter, "o": optimizer.state_dict()["state"]}, capture="lazy")
+            parameter.grad = torch.ones(SIZE)
+            timer = threading.Timer(0.05, held_back.set)
+            timer.start()
+            optimizer.step()
+            assert held_back.is_set()
+            timer.join()
+            assert not torch.equal(parameter, before)
+            checkpoint.reached("disk")
+            restored = store.restore(as_="torch")
+            assert restored is not None
+            assert torch.equal(restored.tree["p"], before)
+
+
+def test_a_step_goes_on_whatever_else_is_called_before_it(tiers: StoreConfig) -> None:
+    """torch walks over its hooks while it calls them: none may go meanwhile."""
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    parameter.grad = torch.ones(SIZE)
+    optimizer = torch.optim.SGD([parameter], lr=1)
+    register = importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook
+    calls: list[int] = []
+    with CheckpointStore.open(tiers).sync() as store:
+        checkpoint = store.save(1, {"p": parameter}, capture="lazy")
+        another = register(lambda *_: calls.append(1))
+        try:
+            optimizer.step()
+            store.save(2, {"p": parameter}, capture="lazy")
+            optimizer.step()
+        finally:
+            another.remove()
+        assert calls == [1, 1]
+        checkpoint.reached("disk")
+        store.flush()
+        assert store.all_steps() == (1, 2)
+
+
+def test_a_step_while_another_thread_confirms_comes_after_the_copy_and_does_not_fail_it(
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a warning of preemption, or a task that awaits `reached`, comes beside the training."""
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    parameter.grad = torch.ones(SIZE)
+    optimizer = torch.optim.SGD([parameter], lr=1)
+    compares, stepped, is_as, trainer = threading.Event(), threading.Event(), lazy._is_as, threading.get_ident()
+
+    def late(*arguments: Any) -> bool:
+        if threading.get_ident() != trainer:
+            compares.set()
+            assert stepped.wait(SOON)
+        return is_as(*arguments)
+
+    monkeypatch.setattr(lazy, "_is_as", late)
+    with CheckpointStore.open(tiers).sync() as store:
+        checkpoint = store.save(1, {"p": parameter}, capture="lazy")
+        beside = threading.Thread(target=checkpoint.captured)
+        beside.start()
+        assert compares.wait(SOON)
+        optimizer.step()
+        stepped.set()
+        beside.join()
+        checkpoint.reached("ram")
+        restored = store.restore(1)
+        assert restored is not None
+        assert (restored.tree["p"] == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch compiles with
+def test_a_compiled_step_waits_for_the_copy(tiers: StoreConfig, held_back: threading.Event) -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    parameter.grad = torch.ones(SIZE)
+    optimizer = torch.optim.SGD([parameter], lr=1)
+
+    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+    def step() -> None:
+        optimizer.step()
+
+    step()
+    with CheckpointStore.open(tiers).sync() as store:
+        for number in range(1, 4):
+            held_back.clear()
+            before = parameter.detach().clone()
+            checkpoint = store.save(number, {"p": parameter}, capture="lazy")
+            timer = threading.Timer(0.05, held_back.set)
+            timer.start()
+            step()
+            assert held_back.is_set()
+            timer.join()
+            checkpoint.reached("ram")
+            step()
+            restored = store.restore(number, as_="torch")
+            assert restored is not None
+            assert torch.equal(restored.tree["p"], before)
+
+
+def test_a_step_after_a_failed_lazy_save_does_not_raise(tiers: StoreConfig, held_back: threading.Event) -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    with CheckpointStore.open(tiers).sync() as store:
+        checkpoint = store.save(1, {"p": parameter}, capture="lazy")
+        with torch.no_grad():
+            parameter.add_(1)
+        held_back.set()
+        parameter.grad = torch.ones(SIZE)
+        optimizer.step()
+        with pytest.raises(Invalid, match="'p'"):
+            checkpoint.reached("ram")
+        assert store.all_steps() == ()
+
+
+async def test_a_parameter_that_is_given_other_memory_is_saved_as_it_was(
+    tiers: StoreConfig, held_back: threading.Event
+) -> None:
+    """Of ``parameter.data = other`` no version tells, and the ends of both memories may be alike."""
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    async with CheckpointStore.open(tiers) as store:
+        checkpoint = await store.save(1, {"p": parameter}, capture="lazy")
+        other = torch.ones(SIZE)
+        other[SIZE // 2] = 2
+        parameter.data = other
+        held_back.set()
+        await checkpoint.captured()
+        await checkpoint.reached("ram")
+        assert await values_of(store, 1) == (1,)
+
+
+@pytest.mark.parametrize("rows", [40, 600])
+async def test_an_array_that_is_not_contiguous_is_compared_at_both_ends_too(
+    rows: int, tiers: StoreConfig, held_back: threading.Event
+) -> None:
+    """Its first item may be one that never changes, such as a row of padding."""
+    array = np.ones((rows, rows), np.uint8).T
+    async with CheckpointStore.open(tiers) as store:
+        for changed in (np.s_[1:], np.s_[:, 1:], np.s_[-1, -1]):
+            checkpoint = await store.save(1, {"w": array}, capture="lazy")
+            array[changed] += 1
+            held_back.set()
+            with pytest.raises(Invalid, match="'w'"):
+                await checkpoint.captured()
+
+
+def test_the_step_of_a_torch_optimizer_waits_for_the_copy_also_while_the_store_is_closed(
+    tiers: StoreConfig, held_back: threading.Event
+) -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    parameter.grad = torch.ones(SIZE)
+    optimizer = torch.optim.SGD([parameter], lr=1, fused=True)
+    store = CheckpointStore.open(tiers).sync().__enter__()
+    store.save(1, {"w": parameter}, capture="lazy")
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    while not store._life.loop.thread.closing:
+        time.sleep(0.001)
+    timer = threading.Timer(0.05, held_back.set)
+    timer.start()
+    optimizer.step()
+    assert held_back.is_set()
+    timer.join()
+    closing.join()
+    with CheckpointStore.open(tiers).sync() as store:
+        restored = store.restore(1)
+        assert restored is not None
+        assert (restored.tree["w"] == 1).all()
+
+
+async def test_a_store_that_nobody_refers_to_is_closed_with_the_lazy_save_that_is_pending(tiers: StoreConfig) -> None:
+    torch = pytest.importorskip("torch")
+    store = await CheckpointStore.open(tiers)
+    thread = store._life.loop.thread
+    await store.save(1, {"w": full(1), "p": torch.ones(SIZE)}, capture="lazy")
+    del store
+    gc.collect()
+    assert await asyncio.to_thread(thread.ended.wait, SOON)
+    async with CheckpointStore.open(tiers) as store:
+        assert await values_of(store, 1) == (1, 1)
+
+
+async def test_an_array_that_cannot_be_looked_at_any_more_counts_as_changed(
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And holds up neither the trainer nor the close."""
+
+    def gone(_: FakeArray) -> int:
+        raise RuntimeError("the device is gone")
+
+    with FakeDriver() as driver:
+        array = driver.devices[0].array(full(1))
+        async with CheckpointStore.open(tiers) as store:
+            checkpoint = await store.save(1, {"w": array}, capture="lazy")
+            monkeypatch.setattr(FakeArray, "version", property(gone))
+            with pytest.raises(Invalid, match="'w'"):
+                await checkpoint.captured()
+            async with asyncio.timeout(SOON):
+                await store.flush()
+            assert await store.all_steps() == ()
+
+
+async def test_flush_right_after_a_lazy_save_failed_raises_nothing(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
+        for step in range(1, 11):
+            array = full(1)
+            checkpoint = await store.save(step, {"w": array}, capture="lazy")
+            array[:] = 2
+            with pytest.raises(Invalid, match="'w'"):
+                await checkpoint.captured()
+            await store.flush()
+        assert await store.all_steps() == ()
+
+
+async def test_a_frozen_array_that_the_guard_finds_changed_fails_one_save_and_is_read_by_the_next(
+    shared_memory: Path,
+) -> None:
+    guarded = config({"ram": ram(shared_memory)}, name="guarded", lazy_guard="digests", frozen=("w",))
+    array = full(1)
+    async with CheckpointStore.open(guarded) as store:
+        await (await store.save(1, {"w": array}, capture="lazy")).reached("ram")
+        array[:] = 2
+        with pytest.raises(Invalid, match="'w'"):
+            await (await store.save(2, {"w": array}, capture="lazy")).captured()
+        await (await store.save(3, {"w": array}, capture="lazy")).reached("ram")
+        assert await values_of(store, 3) == (2,)

@@ -1,0 +1,200 @@
+"""Saves that copy while the trainer goes on: what ends the copy, and what finds an array that changed before.
+
+Such a save is copied beside the training and committed once the trainer has said, at a moment when it changes nothing,
+that it is about to: by `Checkpoint.captured`, by the step of a torch optimizer, or by its next call of the store. Only
+then are the arrays compared with what they were: the counter of a change may grow when the change has ended, so that it
+tells nothing in the middle of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from tieredckpt._callbacks import SLOW, name_slow
+from tieredckpt.engine.latch import Latch
+from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.saving.snapshot import Digests, Located, Snapshot
+from tieredckpt.errors import Invalid, TieredCkptError
+from tieredckpt.tree.arrays import device_view, host_view
+from tieredckpt.tree.changes import before_each_step, version
+from tieredckpt.tree.leaf import ArrayLeaf
+
+__all__ = ["LazyMoment"]
+
+_SAMPLE = 512
+"""Bytes at either end of an array on the host that are compared."""
+_SAMPLED_FROM = 4096
+"""Bytes from which on an array is sampled; smaller ones are compared as a whole."""
+
+
+class LazyMoment(Moment):
+    """A save whose arrays stay as they are until `captured`.
+
+    Made on the trainer's thread. `copied` is the engine's; the rest may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        step: int,
+        leaves: Sequence[ArrayLeaf],
+        digests: Digests | None,
+        digests_now: Callable[[Sequence[ArrayLeaf]], Awaitable[Digests]],
+    ) -> None:
+        """Look at the arrays as they are now.
+
+        Args:
+            loop: the engine's.
+            step: for messages.
+            leaves: what is saved.
+            digests: of the arrays as they are now, to be compared with those of the copy; None for no comparison.
+            digests_now: gives the digests of leaves later.
+        """
+        # Not the store's own way to its thread: a store that nobody else refers to is closed.
+        self._loop, self._step, self._digests = EngineLoop(loop.thread), step, digests
+        self._digests_now = digests_now
+        self._before = [(leaf, _look(leaf)) for leaf in leaves]
+        self._copied = Latch()
+        self._confirmed = Latch()
+        self._error: Exception | None = None
+        self._guards_outcome = threading.Lock()
+        self._forget_steps = before_each_step(leaves, self._before_step)
+        self._stalled = 0.0
+
+    def returns(self, after: float) -> None:
+        """The trainer, which has waited so many seconds, goes on from here."""
+        self._stalled = after
+
+    @property
+    def stall(self) -> float | None:
+        return self._stalled
+
+    @property
+    def may_copy_again(self) -> bool:
+        return not self._confirmed.is_open
+
+    # -- of the engine ------------------------------------------------------------------------------------
+
+    async def copied(self, snapshot: Snapshot, located: Located) -> None:
+        """All is copied: return when the trainer has confirmed it. Raises `Invalid`, naming what has changed."""
+        if self._digests is not None and not self._confirmed.is_open:
+            self._fail(await self._differ(self._digests, snapshot.digests_copied(located)))
+        self._copied.open()
+        await _opened(self._confirmed)
+        if self._error is not None:
+            raise self._error
+
+    async def _differ(self, before: Digests, copied: Digests) -> list[str]:
+        """The arrays of which other bytes were copied than ``before`` tells."""
+        leaves = {leaf.key: leaf for leaf, _ in self._before}
+        # Of what ranks divide among them, this one has copied a share in other cells: it must be as it was still.
+        divided = dict.fromkeys(key for key, _, _ in before.keys() - copied.keys())
+        now = copied | await self._digests_now([leaves[key] for key in divided])
+        return [leaves[place[0]].array for place, digest in before.items() if now[place] != digest]
+
+    def ended(self, error: Exception | None) -> None:
+        """The save has ended, with that error if any: nobody needs to wait for its copy any more."""
+        with self._guards_outcome:
+            if self._error is None:
+                self._error = error
+        self._forget_steps()
+        self._copied.open()
+        self._confirmed.open()
+        self._before = []  # whoever keeps the checkpoint keeps no arrays
+
+    async def settle(self) -> None:
+        """As `captured`, where the trainer waits for a call of the store. Raises nothing."""
+        with suppress(TieredCkptError):
+            await _opened(self._copied)
+            self._confirm()
+
+    # -- of the trainer -----------------------------------------------------------------------------------
+
+    async def captured(self) -> None:
+        """Return when the arrays may change; called while nothing changes them.
+
+        Raises:
+            Invalid: an array, which is named, changed before.
+            TieredCkptError: what else the save failed with until now.
+        """
+        begin = time.monotonic()
+        self._loop.thread.check_process()
+        await _opened(self._copied)  # and no call of the loop, which a store that is closing refuses
+        self._confirm(time.monotonic() - begin)
+
+    def captured_blocking(self) -> None:
+        """`captured` without an event loop."""
+        begin = time.monotonic()
+        self._loop.check_thread()
+        self._loop.thread.check_process()
+        while not self._copied.wait(SLOW):
+            name_slow(self._loop.thread.number)
+        self._confirm(time.monotonic() - begin)
+
+    def _before_step(self) -> None:
+        with suppress(TieredCkptError):  # a save that failed has told so, and training goes on
+            self.captured_blocking()
+
+    def _confirm(self, waited: float = 0.0) -> None:
+        """Confirm the save, which is then committed, or fails. Raises its error."""
+        with self._guards_outcome:
+            if not self._confirmed.is_open:
+                self._stalled += waited
+        if not self._confirmed.is_open:
+            self._fail([leaf.array for leaf, before in self._before if not _is_as(leaf, before)])
+            self._confirmed.open()
+            self._forget_steps()  # only now: a step meanwhile confirms it as well, before it changes what is compared
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, changed: Sequence[str]) -> None:
+        keys = list(dict.fromkeys(changed))
+        with self._guards_outcome:
+            if keys and self._error is None and not self._confirmed.is_open:
+                self._error = Invalid(
+                    f"step {self._step}: {', '.join(map(repr, keys[:5]))} ({len(keys)} in all) changed before the copy "
+                    f"of capture='lazy' had ended, so nothing was saved; call captured() before anything changes the "
+                    f"state, or use capture='copy'"
+                )
+
+
+_Seen = tuple[int | None, bytes | None]
+
+
+def _is_as(leaf: ArrayLeaf, before: _Seen) -> bool:
+    try:
+        return _look(leaf) == before
+    except Exception:  # of its framework: its memory is gone, or its device
+        return False
+
+
+def _look(leaf: ArrayLeaf) -> _Seen:
+    """What differs once an array has changed: its version where its framework counts, on the host some bytes too.
+
+    Fused optimizers and distributed tensors of torch change arrays that do not count, and NumPy counts nothing. But
+    whoever trains changes all of an array, or most of it.
+    """
+    if leaf.kind not in ("numpy", "torch") or device_view(leaf) is not None or not getattr(leaf.source, "is_cpu", True):
+        return version(leaf), None
+    view = host_view(leaf)
+    if view.nbytes <= _SAMPLED_FROM:
+        return version(leaf), view.tobytes()
+    items = max(1, _SAMPLE // view.itemsize)  # through `flat`, which copies no more of an array that is not contiguous
+    return version(leaf), view.flat[:items].tobytes() + view.flat[-items:].tobytes()
+
+
+async def _opened(latch: Latch) -> None:
+    """Await it, on any loop."""
+    loop, opened = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop was closed while it waited
+            loop.call_soon_threadsafe(opened.set)
+
+    latch.then(wake)
+    await opened.wait()
