@@ -6,10 +6,13 @@ import msgspec
 
 from tieredckpt.engine.restoring.source import whole_record
 from tieredckpt.engine.state.state import State
-from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["Wanted", "look_up"]
+__all__ = ["StepCopy", "Wanted", "copies", "find_derived", "look_up"]
+
+StepCopy = tuple[StepId, StepRecord | None, State | None]
+"""A step as it was saved, with its record, or a lossy copy of it, with the derivation that has it."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -27,11 +30,50 @@ class Wanted(msgspec.Struct, frozen=True):
         return self.whole and self.resume is not False
 
 
+async def copies(state: State, step: int | None, tier: str | None = None) -> list[StepCopy]:
+    """What ``restore(lossy=True)`` takes a step from: the step as it was saved, then each lossy copy, nearest first.
+
+    Without a number, the lossy copies of a newer step take the place of both. ``tier`` names the one tier whose lossy
+    copy is wanted. Raises as `look_up` where there is nothing to take.
+    """
+    error: TieredCkptError | None = None
+    exact = None
+    try:
+        if tier is not None:
+            raise NotFound(f"tier {tier!r} holds no lossy copy of that step any more")
+        exact = await look_up(state, step)
+    except (Corrupt, NotFound, TierUnavailable) as why:
+        error = why
+    derived = find_derived(state, step, tier)
+    if exact is not None and (step is not None or not derived or exact[0] >= derived[0][0]):
+        return [(*exact, None), *((each, None, derivation) for each, derivation in find_derived(state, exact[0]))]
+    if error is not None and not derived:
+        raise error
+    return [(each, None, derivation) for each, derivation in derived]
+
+
+def find_derived(state: State, step: int | StepId | None, tier: str | None = None) -> list[tuple[StepId, State]]:
+    """The lossy copies of that step, or of the newest, each with the derivation that has it, nearest tier first.
+
+    A number that was saved on several branches means that of the branch, else the newest. ``tier`` is the only one to
+    ask.
+    """
+    found = [
+        (held, each)
+        for each in state.derivations
+        for held in each.tiers[-1].steps.held
+        if step in (None, held, held.step) and tier in (None, each.tiers[-1].name)
+    ]
+    order = ((step is not None and state.on_line(held.serial), held) for held, _ in found)
+    chosen = max(order, default=(False, None))[1]
+    return [copy for copy in found if copy[0] == chosen]
+
+
 async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] | None:
     """The step of that number, or the newest; None when the store is empty. Raises as `Together.look_up`."""
     records = state.records()
     if step is None and not records:
-        silent = [tier for tier in state.tiers if tier.marker is None and tier.health.error is not None]
+        silent = [tier for tier in state.every_tier if tier.marker is None and tier.health.error is not None]
         silent = [tier for tier in silent if not (state.read_only and isinstance(tier.health.error, NotFound))]
         if silent:
             raise TierUnavailable(
@@ -45,6 +87,8 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
                 + (f" and of {len(damaged) - 1} other steps are" if len(damaged) > 1 else " is")
                 + " damaged; to start afresh all the same, move what is there out of the tier"
             )
+        if any(tier.steps.held for tier in state.derived):
+            state.find(None)  # which tells what there is
         return None
     found = (state.newest() if step is None else None) or state.find(step)
     record = await whole_record(state, found)

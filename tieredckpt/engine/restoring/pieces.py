@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.engine.restoring.inlet import DeviceOverlap, Inlet
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import grid as grids
 from tieredckpt.format.boxes import Box, Boxes
@@ -18,13 +21,18 @@ from tieredckpt.format.grid import cells
 from tieredckpt.format.layout import array_key, parse_block_key
 from tieredckpt.format.manifest import Chunk, StepIndex
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.tree.device_target import DeviceTarget
 
-__all__ = ["NOTHING", "Form", "Overlap", "Piece", "box_of", "deliver", "pieces_of", "put_small"]
+__all__ = ["NOTHING", "Form", "Overlap", "Piece", "Target", "box_of", "deliver", "pieces_of", "put_small"]
 
 Bytes = npt.NDArray[np.uint8]
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 """Where nothing of a chunk goes."""
+
+
+Target = npt.NDArray[Any] | DeviceTarget
+"""What an array of a step is read into."""
 
 
 class Form(NamedTuple):
@@ -43,6 +51,10 @@ class Overlap:
     items: tuple[slice, ...]
     target: npt.NDArray[Any]
 
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes
+
     def copy(self, memory: Bytes) -> None:
         """Take them from the chunk, all of which is in ``memory``."""
         np.copyto(self.target, memory.view(self.target.dtype).reshape(self.cell)[self.items])
@@ -59,7 +71,7 @@ class Piece:
     chunk: Chunk
     target: Bytes
     """Memory that takes the start of the chunk as it is; empty if there is none."""
-    overlaps: tuple[Overlap, ...] = ()
+    overlaps: tuple[Overlap | DeviceOverlap, ...] = ()
 
     @property
     def extent(self) -> Extent:
@@ -77,7 +89,7 @@ class Piece:
         """Bytes of it that some array takes."""
         nbytes = self.target.size
         for overlap in self.overlaps:
-            nbytes += overlap.target.nbytes
+            nbytes += overlap.nbytes
         return nbytes
 
     def put(self, memory: Bytes) -> None:
@@ -114,35 +126,45 @@ def box_of(name: str, shape: tuple[int, ...]) -> tuple[str, Box]:
     return key, Box(offset, shape)
 
 
-def put_small(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, npt.NDArray[Any]], int]:
-    """Fill the targets that are one intact chunk which lies in the index; the others, and the bytes that were filled.
+def put_small(index: StepIndex, targets: Mapping[str, Target]) -> tuple[dict[str, Target], int]:
+    """Fill the targets on the host that are one intact chunk which lies in the index; the others, and bytes filled.
 
     ``index`` and ``targets`` are those of `pieces_of`.
     """
-    small: list[tuple[str, npt.NDArray[Any], Chunk, bytes]] = []
-    for name, target in targets.items():
-        array = index.arrays.get(name)
-        if array is None or len(array.chunks) != 1 or array.grid.cell != target.shape:
+    names: list[str] = []
+    chunks: list[Chunk] = []
+    arrays = map(index.arrays.get, targets)
+    for (name, target), array in zip(targets.items(), arrays, strict=True):
+        if array is None or len(array.chunks) != 1 or isinstance(target, DeviceTarget):
             continue
-        chunk = array.chunks[0]
-        if isinstance(chunk.where, bytes) and len(chunk.where) == target.nbytes and array.grid.shape == target.shape:
-            small.append((name, target, chunk, chunk.where))
+        grid, chunk = array.grid, array.chunks[0]
+        if type(chunk.where) is bytes and grid.cell == grid.shape == target.shape and array.dtype == target.dtype:
+            names.append(name)
+            chunks.append(chunk)
+    values = [chunk.where for chunk in chunks if isinstance(chunk.where, bytes)]
     filled, nbytes = set(), 0
-    for found, (name, target, chunk, value) in zip(digest_each([each[3] for each in small]), small, strict=True):
-        if found == chunk.digest:
-            np.copyto(target, np.frombuffer(value, target.dtype).reshape(target.shape))
+    for name, value, chunk, found in zip(names, values, chunks, digest_each(values), strict=True):
+        if found == chunk.digest and len(value) == index.arrays[name].grid.nbytes:
+            _filler(len(value))(targets[name], 0, value)
             filled.add(name)
             nbytes += len(value)
     return {name: target for name, target in targets.items() if name not in filled} if filled else dict(targets), nbytes
 
 
-def pieces_of(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
+@cache
+def _filler(nbytes: int) -> Callable[..., None]:
+    """Writes so many bytes to a place in a C-contiguous array, with no object made for it."""
+    return struct.Struct(f"{nbytes}s").pack_into
+
+
+def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> list[Piece]:
     """The chunks of a step that overlap ``targets``, each once.
 
     Args:
         index: of the step, whose arrays may be stored in other blocks than those that are wanted.
         targets: C-contiguous writable arrays of the stored dtypes: whole arrays by key, boxes of arrays by
-            `tieredckpt.format.layout.block_key`.
+            `tieredckpt.format.layout.block_key`; or memory of devices.
+        inlet: fills memory of devices.
 
     Raises:
         NotFound: the step does not have all of a target.
@@ -152,16 +174,17 @@ def pieces_of(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> list
     stored: dict[str, _Stored] = {}
     for name, target in targets.items():
         array = index.arrays.get(name)
-        if array is not None and array.grid.shape == target.shape and array.grid.contiguous:
+        whole = array if array is not None and array.grid.shape == target.shape and array.grid.contiguous else None
+        if whole is not None and not isinstance(target, DeviceTarget):
             flat = _flat(target)
-            nbytes = array.grid.cell_nbytes
-            for ordinal, (cell, chunk) in enumerate(zip(cells(array.grid), array.chunks, strict=True)):
+            nbytes = whole.grid.cell_nbytes
+            for ordinal, (cell, chunk) in enumerate(zip(cells(whole.grid), whole.chunks, strict=True)):
                 pieces.append(Piece(name, ordinal, nbytes, chunk, flat[cell.start : cell.start + cell.nbytes]))
         elif target.size:
             key, box = box_of(name, target.shape)
             if key not in stored:
                 stored[key] = _Stored(index, key)
-            overlapping += _overlapping(index, stored[key], box, target)
+            overlapping += _overlapping(index, stored[key], box, target, inlet)
     # Boxes that are wanted of one array have no item in common, but may share chunks.
     return pieces + _each_once(overlapping)
 
@@ -183,8 +206,8 @@ class _Stored:
             yield block, name, shared
 
 
-def _overlapping(index: StepIndex, of: _Stored, box: Box, target: npt.NDArray[Any]) -> Iterator[Piece]:
-    flat = _flat(target)
+def _overlapping(index: StepIndex, of: _Stored, box: Box, target: Target, inlet: Inlet) -> Iterator[Piece]:
+    flat = None if isinstance(target, DeviceTarget) else _flat(target)
     found = 0
     for block, stored, part in of.meeting(box):
         found += part.size
@@ -195,12 +218,18 @@ def _overlapping(index: StepIndex, of: _Stored, box: Box, target: npt.NDArray[An
             shared = cell.intersection(asked)
             assert shared is not None
             there = shared.within(asked)
-            if shared == cell and _is_range(cell.shape, grid.cell) and _is_range(cell.shape, target.shape):
+            in_range = shared == cell and _is_range(cell.shape, grid.cell) and _is_range(cell.shape, target.shape)
+            if flat is not None and in_range:
                 start = _start(there.offset, target.shape) * grid.itemsize
                 memory = flat[start : start + cell.size * grid.itemsize]
                 yield Piece(stored, ordinal, grid.cell_nbytes, array.chunks[ordinal], memory)
             else:
-                overlap = Overlap(grid.cell, shared.within(cell).slices(), target[there.slices()])
+                items, nbytes = shared.within(cell).slices(), shared.size * grid.itemsize
+                overlap: Overlap | DeviceOverlap
+                if isinstance(target, DeviceTarget):
+                    overlap = inlet.overlap(of.key, grid.cell, items, target, there.slices(), nbytes)
+                else:
+                    overlap = Overlap(grid.cell, items, target[there.slices()])
                 yield Piece(stored, ordinal, grid.cell_nbytes, array.chunks[ordinal], NOTHING, (overlap,))
     if found != target.size:
         raise NotFound(

@@ -9,16 +9,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.concurrency import in_thread, settle, together
 from tieredckpt.engine import limits
-from tieredckpt.engine.restoring.pieces import NOTHING, Piece, deliver, pieces_of, put_small
+from tieredckpt.engine.restoring.inlet import Inlet, landing_together
+from tieredckpt.engine.restoring.pieces import NOTHING, Piece, Target, deliver, pieces_of, put_small
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
@@ -48,7 +49,7 @@ class Read:
 
     id: StepId
     record: StepRecord
-    arrays: dict[str, npt.NDArray[Any]]
+    arrays: dict[str, Target]
     sources: dict[str, int]
 
 
@@ -62,7 +63,7 @@ class Run:
     pieces: list[Piece] = field(default_factory=list)
 
 
-async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
+async def fill(state: State, source: StepSource, targets: Mapping[str, Target]) -> dict[str, int]:
     """Fill every target array with the array, or box of an array, of its name; the bytes that came from each tier.
 
     Args:
@@ -74,12 +75,13 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
         Corrupt: a chunk is intact on no tier; the message names the array.
         NotFound: the step does not have all of a target.
     """
-    check_targets(source.index, targets, source.tier.name)
     larger, nbytes = await in_thread(put_small, source.index, targets, pool=state.pool)
+    check_targets(source.index, larger, source.tier.name)
     sources: dict[str, int] = {source.tier.name: nbytes} if nbytes else {}
     pieces: list[Piece] = []
     damaged: list[Piece] = []
-    for piece in pieces_of(source.index, larger):
+    inline: list[tuple[Piece, Bytes]] = []
+    for piece in pieces_of(source.index, larger, Inlet(state.host_memory, state.scratch.slab)):
         where = piece.chunk.where
         if not isinstance(where, bytes):
             pieces.append(piece)
@@ -90,8 +92,10 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, npt.NDArr
             )
             damaged.append(piece)
             continue
-        piece.put(np.frombuffer(where, dtype=np.uint8))
+        inline.append((piece, np.frombuffer(where, dtype=np.uint8)))
         sources[source.tier.name] = sources.get(source.tier.name, 0) + piece.wanted
+    if inline:
+        await in_thread(_put, inline, pool=state.pool)
     near, far = source.near_ones(pieces)
     for tier, some in near:
         far += await _counted(sources, tier, some, read_pieces(state, source, tier, some))
@@ -129,7 +133,7 @@ async def read_pieces(
     failed: list[Piece] = []
     in_each: dict[Encoding, list[Piece]] = {}
     for piece in pieces:
-        in_each.setdefault(tier.chunks.encoding_of(piece.extent, piece.nbytes), []).append(piece)
+        in_each.setdefault(tier.encoding_of(piece.extent, piece.nbytes), []).append(piece)
     for encoding, some in in_each.items():
         failed += await _from_packs(state, source, tier, encoding, some, digested_reads)
     return failed
@@ -139,6 +143,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
     waiting = deque(pieces)
     failed: list[Piece] = []
 
+    @landing_together()
     def work() -> None:
         while True:
             try:
@@ -149,6 +154,9 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
                 intact = deliver(piece, ram.memory(piece.extent), ram.encoding)
             except Corrupt:
                 intact = False
+            except BaseException:
+                waiting.clear()  # the other threads end, too
+                raise
             if not intact:
                 failed.append(piece)
             if source.progress is not None:
@@ -156,8 +164,11 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
 
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(pieces))
-    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)))
-    await settle(everyone, waiting.clear)  # nothing writes into the caller's arrays any more
+    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)), return_exceptions=True)
+    ended = await settle(everyone, waiting.clear)  # nothing writes into the caller's arrays any more
+    for error in ended:
+        if error is not None:
+            raise error
     for piece in failed:
         source.note(
             tier,
@@ -234,9 +245,11 @@ async def _from_packs(
             failed.extend(bad)
             if source.progress is not None:
                 source.progress(sum(piece.nbytes for piece in run.pieces))
+            if isinstance(why, Overdue):
+                return  # and leaves the rest to others, or to another tier if none is answered
 
     await together([reader() for _ in range(min(runs_at_once, len(waiting)))])
-    return failed
+    return failed + [piece for run in waiting for piece in run.pieces]
 
 
 async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyncio.Semaphore) -> list[Piece]:
@@ -272,6 +285,7 @@ async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyn
     return bad
 
 
+@landing_together()
 def _put(pieces: Iterable[tuple[Piece, Bytes]]) -> None:
     for piece, memory in pieces:
         piece.put(memory)
@@ -282,6 +296,7 @@ async def _through_scratch(
 ) -> list[Piece]:
     """Read a run into scratch memory and verify it there, while others are being read; what was not intact."""
 
+    @landing_together()
     def unpack(memory: Bytes) -> list[Piece]:
         bad = []
         for piece in run.pieces:

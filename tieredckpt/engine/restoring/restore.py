@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,24 +14,29 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy.typing as npt
 
 from tieredckpt.concurrency import in_thread
+from tieredckpt.devices.base import Device, Driver, Stream
 from tieredckpt.engine.loop import EngineLoop
-from tieredckpt.engine.restoring.lookup import Wanted
-from tieredckpt.engine.restoring.pieces import Form
+from tieredckpt.engine.restoring.deriving import open_source
+from tieredckpt.engine.restoring.lookup import Wanted, copies
+from tieredckpt.engine.restoring.pieces import Form, Target
 from tieredckpt.engine.restoring.reader import Read, fill
 from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.engine.restoring.source import ChosenStep, Damage, StepSource
-from tieredckpt.engine.restoring.targets import check_memory, empty_targets
+from tieredckpt.engine.restoring.targets import check_memory, empty_targets, given_on_device, new_on_device
 from tieredckpt.engine.restoring.views import damage_of, view_step
 from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
+from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
-from tieredckpt.tree.arrays import MadeAs, load_kinds, writable_part
+from tieredckpt.tree.arrays import MadeAs, device_view, load_kinds, writable_arrays, writable_part
+from tieredckpt.tree.device_target import DeviceTarget
 from tieredckpt.tree.flatten import plain_tree, unflatten
-from tieredckpt.tree.leaf import array_spec
+from tieredckpt.tree.form import Flattener, Refill
+from tieredckpt.tree.leaf import ArrayLeaf, array_spec
 from tieredckpt.tree.match import AS_SAVED, Match, match
 from tieredckpt.tree.select import select
 
@@ -38,7 +44,9 @@ __all__ = ["Repair", "Restorer", "Together", "Unreadable"]
 
 T = TypeVar("T")
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+_log = logging.getLogger("tieredckpt")
+
+Arrays = Mapping[str, Target]
 Unreadable = Sequence[tuple[Tier, TieredCkptError]]
 """Tiers whose index of a step could not be read."""
 Repair = Callable[[StepId, Sequence[Damage], Unreadable], None]
@@ -53,6 +61,10 @@ class _Shape:
     like: Any
     into: Any
     as_: MadeAs | Literal["specs"]
+    cast: bool
+    streams: Mapping[Device, Stream]
+    """Those on which the trainer works."""
+    copy: bool
 
 
 class Together(Protocol):
@@ -102,29 +114,54 @@ class Restorer:
         repair: Repair,
         prepare: Callable[[Any], Awaitable[None]],
         expect: Callable[[int], None],
+        flattener: Flattener,
     ) -> None:
-        """``prepare`` takes memory for saves of trees like one, ``expect`` for saves of so many bytes."""
+        """``prepare`` takes memory for saves of trees like one, ``expect`` for saves of so many bytes.
+
+        ``flattener`` is that of the saves: a training saves the tree that it has restored into.
+        """
         self._state, self._together, self._repair, self._prepare = state, together, repair, prepare
-        self._expect = expect
+        self._expect, self._flattener = expect, flattener
 
     async def restore(
         self,
         loop: EngineLoop,
+        streams: Mapping[Device, Stream],
         step: int | None,
         keys: Sequence[str] | None,
         like: Any,
         into: Any,
         as_: MadeAs | Literal["specs"] | None,
-        *,
+        cast: bool,
         copy: bool,
         resume: bool | None,
+        lossy: bool | str = False,
     ) -> Restored | None:
-        """See `CheckpointStore.restore`; ``loop``, the engine's, verifies views later."""
+        """See `CheckpointStore.restore`.
+
+        ``loop``, the engine's, verifies views later; ``streams`` are those on which the trainer works; ``lossy`` may be
+        the name of a tier whose lossy copy is to be taken.
+        """
+        if like is not None and into is not None:
+            raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
+        if into is not None and not copy:
+            raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
+        if cast and like is None:
+            raise Invalid("cast=True converts arrays to the dtypes of `like`; give `like`")
+        if as_ is not None and (like is not None or into is not None):
+            raise Invalid("`as_` says what arrays are made without `like` and `into`, which say so themselves")
+        if as_ not in (None, "saved", "numpy", "torch", "jax", "specs"):
+            raise Invalid(f"as_ is 'saved', 'numpy', 'torch', 'jax' or 'specs', not {as_!r}")
+        if lossy and self._state.membership.size > 1:
+            raise Invalid(
+                "lossy=True is for a store that one process has opened: open it with ranks=None, and restore there"
+            )
         if like is AS_SAVED or into is AS_SAVED:
             like, into, as_ = None, None, "saved"
+        self._state.fills += into is not None
         wanted = Wanted(step, keys is None, resume)
-        shape = _Shape(keys, like, into, as_ or "numpy")
-        found = await self._together.restoring(partial(self._restore, loop, wanted, shape, copy=copy))
+        shape = _Shape(keys, like, into, as_ or "numpy", cast, streams, copy)
+        found = await self._together.restoring(partial(self._restore, loop, wanted, shape, lossy=lossy))
         if found is None:
             if (first := like if into is None else into) is not None and not self._state.read_only:
                 with suppress(Invalid):  # which the first save says
@@ -132,53 +169,118 @@ class Restorer:
             return None
         restored, chosen, record = found
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it
-            self._state.branch.note(chosen, record, named=step is not None, resume=resume is True)
+            # The branch may end before a step of which a lossy copy alone is left: what is trained goes on from that.
+            astray = restored.lossy and not self._state.on_line(chosen.serial)
+            named, resume = step is not None or astray, resume is True or astray
+            copied = f"{chosen} of tier {', '.join(map(repr, restored.sources))}" if restored.lossy else ""
+            self._state.branch.note(chosen, record, named=named, resume=resume, lossy=copied)
             self._together.restored()
             self._expect(record.nbytes)
         return restored
 
     async def _restore(
-        self, loop: EngineLoop, wanted: Wanted, shape: _Shape, *, copy: bool
+        self, loop: EngineLoop, wanted: Wanted, shape: _Shape, *, lossy: bool | str
     ) -> tuple[Restored, StepId, StepRecord] | None:
         """This rank's share of a restore, with the step that was restored."""
-        found = await self._together.look_up(wanted)
-        if found is None:
-            return None
-        step, record = found
+        if not lossy:
+            found = await self._together.look_up(wanted)
+            return None if found is None else await self._restore_copy(loop, shape, *found)
+        failed: TieredCkptError | None = None
+        for step, record, derivation in await copies(self._state, wanted.step, None if lossy is True else lossy):
+            place = "its exact copies" if derivation is None else f"its lossy copy on {derivation.tiers[-1].name!r}"
+            try:
+                return await self._restore_copy(loop, shape, step, record, derivation)
+            except (Corrupt, Invalid, NotFound, TierUnavailable) as error:
+                if derivation is None and isinstance(error, Invalid):
+                    raise  # what does not fit the step fits no lossy copy either
+                _log.warning("%s cannot be restored from %s: %s", step, place, error)
+                failed = failed or error.with_traceback(None)  # which holds the arrays
+        if failed is not None:
+            raise failed
+        return None
+
+    async def _restore_copy(
+        self,
+        loop: EngineLoop,
+        shape: _Shape,
+        step: StepId,
+        record: StepRecord | None,
+        derivation: State | None = None,
+    ) -> tuple[Restored, StepId, StepRecord]:
+        """A step as it was saved, all of it, or from the lossy copy that ``derivation`` has, all of it."""
+        if derivation is not None:
+            record = (await step_index.load(derivation.tiers[-1], step)).record
+        assert record is not None
         # Of what several ranks save or restore, each may want its own part only.
         part = record.ranks > 1 or self._state.membership.size > 1
-        structure, fitted, forms, targets = await in_thread(_fit, record.structure, shape, part)
+        structure, fitted, forms, targets = await in_thread(_fit, record.structure, shape, part, self._flattener)
         if shape.as_ == "specs":
             await self._together.begin_reading()  # as the ranks that read
             tree = plain_tree(structure, array_spec)
-            return Restored(step.step, step.serial, tree, numbers(record.metrics), {}), step, record
-        viewed = None if copy else await self._view(step, forms)
+            specs = Restored(step.step, step.serial, tree, numbers(record.metrics), {}, derivation is not None)
+            return specs, step, record
+        viewed = None if shape.copy or derivation is not None else await self._view(step, forms)
         if viewed is not None:
             read, check = viewed[0], partial(_check_views, loop, viewed[1])
         else:
-            read, check = await self._read(step, partial(_targets, step, forms, targets)), None
+            read, check = await self._read(step, partial(_targets, step, forms, targets), derivation), None
         tree = await in_thread(_build, structure, fitted, read, shape.as_)
-        restored = Restored(step.step, step.serial, tree, numbers(record.metrics), read.sources, check)
+        restored = Restored(
+            step.step, step.serial, tree, numbers(record.metrics), read.sources, derivation is not None, check
+        )
         return restored, step, read.record
 
-    async def _read(self, step: StepId, targets_for: Callable[[StepIndex], Arrays]) -> Read:
+    async def _read(
+        self, step: StepId, targets_for: Callable[[StepIndex], Arrays], derivation: State | None = None
+    ) -> Read:
         """Fill the arrays that ``targets_for`` gives for the step's index. Raises as `StepSource` does."""
         begin = time.monotonic()
         await self._together.begin_reading()
-        read = await self._fill(step, targets_for)
-        self._state.events.emit(StepRestored(step.step, step.serial, read.sources, time.monotonic() - begin))
+        read = await (
+            self._fill(step, targets_for) if derivation is None else self._fill_lossy(step, targets_for, derivation)
+        )
+        seconds, lossy = time.monotonic() - begin, derivation is not None
+        self._state.events.emit(StepRestored(step.step, step.serial, read.sources, seconds, lossy))
         return read
+
+    async def _fill_lossy(self, step: StepId, targets_for: Callable[[StepIndex], Arrays], derivation: State) -> Read:
+        """As `_fill`, from a lossy copy; what is damaged there is told, and mended by a verification."""
+        tier = derivation.tiers[-1]
+        async with open_source(derivation, step, tier) as source:
+            targets = await asyncio.to_thread(targets_for, source.index)
+            sources = await fill(derivation, source, targets)
+            record = source.index.record
+        _log.warning(
+            "%s was restored from the lossy copy on tier %r, within the bounds that `tieredckpt show` lists",
+            *(step, tier.name),
+        )
+        return Read(step, record, dict(targets), sources or {tier.name: 0})
 
     async def _fill(self, step: StepId, targets_for: Callable[[StepIndex], Arrays]) -> Read:
         state = self._state
         async with StepSource.open(state, step, chosen=self._together.chosen) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
+            self._reach({target.device.driver for target in targets.values() if isinstance(target, DeviceTarget)})
             sources = await fill(state, source, targets)
             record, damage, unreadable = source.index.record, source.damage, source.unreadable
         self._together.damaged(step, damage, unreadable)
         if (damage or unreadable) and not state.read_only:
             self._repair(step, damage, unreadable)
         return Read(step, record, dict(targets), sources)
+
+    def _reach(self, drivers: Collection[Driver]) -> None:
+        """Register what chunks lie in or pass through for the devices, range by range, while it is read."""
+        if not drivers:
+            return
+        ram, memory = self._state.tiers[0].ram, self._state.host_memory
+        for driver in drivers:
+            memory.meet(driver)
+        for slab in (self._state.scratch.slab, *((ram.slab,) if ram is not None and ram.slab.writable else ())):
+            if (mapping := slab.mapped) is None:
+                continue
+            memory.follow(mapping)
+            slab.before_unmapping = memory.forget
+            asyncio.get_running_loop().run_in_executor(None, memory.extend, mapping, slab.reserved)
 
     async def _view(
         self, step: StepId, forms: Mapping[str, Form]
@@ -193,14 +295,16 @@ class Restorer:
         found = await view_step(self._state, step, forms)
         if found is None:
             return None
-        index, arrays = found
-        check = partial(self._check_views, step, index, dict(arrays))
+        index, views = found
+        arrays: dict[str, Target] = {**views}
+        check = partial(self._check_views, step, index, views)
         sources = {self._state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
         rest = {name: form for name, form in forms.items() if name not in arrays}
         has_others = await self._together.begin_reading()
         if rest or has_others:  # which may need chunks that this rank has
             copied = await self._fill(step, lambda _: empty_targets(step, rest))
             for key, array in copied.arrays.items():
+                assert not isinstance(array, DeviceTarget), "views are of the host"
                 array.flags.writeable = False
                 arrays[key] = array
             for name, nbytes in copied.sources.items():
@@ -208,7 +312,7 @@ class Restorer:
         self._state.events.emit(StepRestored(step.step, step.serial, sources, time.monotonic() - begin))
         return Read(step, index.record, arrays, sources), check
 
-    async def _check_views(self, step: StepId, index: StepIndex, views: Arrays) -> None:
+    async def _check_views(self, step: StepId, index: StepIndex, views: Mapping[str, npt.NDArray[Any]]) -> None:
         damage = await damage_of(self._state, index, views)
         if damage and not self._state.read_only and step in self._state.tiers[0].steps.held:
             self._repair(step, damage, ())
@@ -217,10 +321,18 @@ class Restorer:
             raise Corrupt(f"views of {step} in RAM are damaged: {keys}; restore it with copy=True")
 
 
+_Fitted = Match | Refill | None
+"""How a step fits the caller's tree; None where there is none."""
+
+
 def _fit(
-    structure: Node, shape: _Shape, part: bool
-) -> tuple[Node, Match | None, dict[str, Form], dict[str, npt.NDArray[Any]] | None]:
+    structure: Node, shape: _Shape, part: bool, flattener: Flattener
+) -> tuple[Node, _Fitted, dict[str, Form], _Fillable | None]:
     """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to make or to fill."""
+    if shape.into is not None and shape.keys is None:
+        refill = flattener.refill(shape.into, structure)
+        if refill is not None:
+            return structure, refill, {}, _Fillable(_given(refill.leaves, shape.streams), {})
     wanted = structure if shape.keys is None else select(structure, shape.keys)
     template = shape.like if shape.into is None else shape.into
     if template is None:
@@ -228,26 +340,54 @@ def _fit(
         if shape.as_ != "specs":
             load_kinds(nodes, shape.as_)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
-    fitted = match(template, wanted, part=part)
+    fills = shape.into is not None
+    fitted = match(template, wanted, part=part, casts=shape.cast, fills=fills, keys=shape.keys, whole=structure)
     load_kinds(fitted.as_saved, "saved")
-    forms = {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in fitted.as_saved}
-    if shape.into is None:
-        return wanted, fitted, forms | {leaf.key: Form(leaf.shape, leaf.dtype) for leaf in fitted.leaves}, None
-    return wanted, fitted, forms, {leaf.key: writable_part(leaf) for leaf in fitted.leaves}
+    as_stored = (*fitted.as_saved, *fitted.scalars)
+    forms = {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in as_stored}
+    if shape.into is not None:
+        return wanted, fitted, forms, _Fillable(_given(fitted.leaves, shape.streams), {})
+    leaves = {leaf.key: leaf for leaf in fitted.leaves}
+    # Pieces of one tensor are put together on the host, and other dtypes are cast there.
+    wholes = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
+    new = {key: wholes[key] for key in wholes.keys() - fitted.cast} if shape.copy else {}
+    forms |= {key: Form(leaf.shape, leaf.dtype) for key, leaf in leaves.items() if key not in new}
+    return wanted, fitted, forms, _Fillable({}, new)
+
+
+def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dict[str, Target]:
+    """The memory of the caller's arrays, by key. Raises `Invalid` for one that cannot be filled."""
+    if (arrays := writable_arrays(leaves)) is not None:
+        return dict(arrays)
+    devices = {found[0] for leaf in leaves if (found := device_view(leaf)) is not None}
+    ready = {device: streams[device].record() for device in devices & streams.keys()}
+    return {leaf.key: given_on_device(leaf, ready) or writable_part(leaf) for leaf in leaves}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fillable:
+    """What is filled beside new arrays of the host."""
+
+    given: Mapping[str, Target]
+    like: Mapping[str, ArrayLeaf]
+    """Examples of new arrays on devices."""
 
 
 def _targets(
-    step: StepId, forms: Mapping[str, Form], given: dict[str, npt.NDArray[Any]] | None, index: StepIndex
-) -> dict[str, npt.NDArray[Any]]:
+    step: StepId, forms: Mapping[str, Form], fillable: _Fillable | None, index: StepIndex
+) -> dict[str, Target]:
     """The arrays to fill from a step of that index: those that were given, and new ones."""
-    if given is not None:
-        check_memory(index, given)
-    return empty_targets(step, forms) | (given or {})
+    found: dict[str, Target] = {**empty_targets(step, forms)}
+    if fillable is not None:
+        check_memory(index, fillable.given)
+        found |= fillable.given
+        found |= {key: new_on_device(leaf) for key, leaf in fillable.like.items()}
+    return found
 
 
 async def _check_views(loop: EngineLoop, check: Callable[[], Coroutine[Any, Any, None]]) -> None:
     await loop.call(check())
 
 
-def _build(wanted: Node, fitted: Match | None, read: Read, as_: MadeAs) -> Any:
+def _build(wanted: Node, fitted: _Fitted, read: Read, as_: MadeAs) -> Any:
     return unflatten(wanted, read.arrays, as_) if fitted is None else fitted.build(read.arrays)

@@ -19,6 +19,8 @@ class Restored:
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
     """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
+    lossy: bool = False
+    """Whether it is a lossy copy, whose values are not all as they were saved; see ``restore(lossy=True)``."""
     _check: Callable[[], Awaitable[None]] | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.merged_ram import MergedRam, Near
@@ -92,6 +95,8 @@ class StepSource:
     """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
     passing: Passing | None = None
     """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    _overdue: set[str] = field(default_factory=set)
+    """Tiers whose last read was not answered in time."""
     _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
     _indexes: dict[str, StepIndex] = field(default_factory=dict)
 
@@ -130,7 +135,9 @@ class StepSource:
                 yield cls(state, step, merged.tier, merged.index, near=near, passing=passing, _indexes=indexes)
             return
         unreadable: list[tuple[Tier, TieredCkptError]] = []
-        for tier in [only] if only is not None else state.holders(step):
+        waiting, asked_again = deque([only] if only is not None else state.holders(step)), Counter[str]()
+        while waiting:
+            tier = waiting.popleft()
             if step in tier.steps.leaving:  # no reader pins it any more
                 continue
             if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
@@ -143,6 +150,9 @@ class StepSource:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
                     _report_silent(state, tier, error)
+                    if isinstance(error, Overdue) and asked_again[tier.name] < tier.config.retries:
+                        asked_again[tier.name] += 1
+                        waiting.append(tier)  # behind all others
                     continue
                 yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
                 return
@@ -155,12 +165,19 @@ class StepSource:
             raise unreadable[-1][1]
         raise NotFound(f"no tier holds {step}")
 
+    @property
+    def in_slab(self) -> Slab | None:
+        """The memory in which its chunks lie as they are to be written, if they do."""
+        return None if self.tier.ram is None else self.tier.ram.slab
+
     async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Every place that should have a chunk: where the indexes of the step say, then any that has the digest."""
         tried: set[tuple[str, Extent]] = set()
         if self.near is not None and (here := self.near.get(digest)) is not None:
             yield here
-        holders = [self.tier, *(tier for tier in self.state.holders(self.step) if tier is not self.tier)]
+        holders = [self.tier]
+        if not self.tier.derived:
+            holders += [tier for tier in self.state.holders(self.step) if tier is not self.tier]
         for tier in holders:
             if self.near is not None and not tier.shared:
                 continue
@@ -176,7 +193,8 @@ class StepSource:
                     tried.add((tier.name, where))
                 yield tier, where
         for tier in self.state.tiers:
-            if self.near is not None and not tier.shared:
+            # A derived chunk is no copy of an exact one, whatever tells so.
+            if tier.derived != self.tier.derived or (self.near is not None and not tier.shared):
                 continue
             for extent in tier.chunks.locate(digest):
                 if (tier.name, extent) not in tried and tier.blobs is not None:
@@ -263,9 +281,7 @@ class StepSource:
         last: TieredCkptError | None = None
         unread = (tier for tier in self.state.tiers if tier.marker is None and not self.state.is_unused(tier))
         silent = [tier.name for tier in unread if tier.health.error is not None]
-        async for tier, where in self.candidates(key, ordinal, chunk.digest):
-            if tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal):
-                continue
+        async for tier, where in self._in_turn(key, ordinal, chunk.digest, bad):
             try:
                 await read_chunk(tier, where, chunk.digest, memory[:nbytes], self.state.pool)
             except (Corrupt, NotFound, TierUnavailable) as error:
@@ -285,7 +301,26 @@ class StepSource:
             f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
             + (f" (last: {last})" if last else "")
             + "; older steps may be whole, see `tieredckpt ls`"
+            + self.state.lossy_hint(self.step.step)
         )
+
+    async def _in_turn(
+        self, key: str, ordinal: int, digest: bytes, bad: Tier | None
+    ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
+        """As `candidates`, without what ``bad`` was found not to have; then those that had not answered in time.
+
+        Each of these as often as its tier tries again what failed.
+        """
+        late: list[tuple[Tier, Extent | bytes]] = []
+        async for tier, where in self.candidates(key, ordinal, digest):
+            if not (tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)):
+                yield tier, where
+            if tier.name in self._overdue:
+                late.append((tier, where))
+        for tier, where in late:
+            for _ in range(tier.config.retries):
+                if tier.name in self._overdue:
+                    yield tier, where
 
     def _listed(self, name: str, key: str, ordinal: int) -> Extent | bytes | None:
         array = self._indexes[name].arrays.get(key)
@@ -297,6 +332,7 @@ class StepSource:
         level = _level(self.state, error)
         _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
         _report_silent(self.state, tier, error)
+        (self._overdue.add if isinstance(error, Overdue) else self._overdue.discard)(tier.name)
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:

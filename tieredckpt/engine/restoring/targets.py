@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.engine.restoring.pieces import Form, box_of
+from tieredckpt.devices.base import Device, Event
+from tieredckpt.engine.restoring.pieces import Form, Target, box_of
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.boxes import Boxes
 from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.tree.arrays import device_view
+from tieredckpt.tree.device_target import DeviceTarget
+from tieredckpt.tree.leaf import ArrayLeaf
 from tieredckpt.units import format_size
 
-__all__ = ["check_memory", "check_targets", "empty_targets"]
+__all__ = ["check_memory", "check_targets", "empty_targets", "given_on_device", "new_on_device"]
+
+_OWNS = attrgetter("flags.owndata")
 
 
 def empty_targets(step: StepId, forms: Mapping[str, Form]) -> dict[str, npt.NDArray[Any]]:
@@ -39,7 +46,24 @@ def empty_targets(step: StepId, forms: Mapping[str, Form]) -> dict[str, npt.NDAr
         raise Invalid(f"there is no memory for {format_size(nbytes)} of {step}: {error}") from error
 
 
-def check_targets(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]], tier: str) -> None:
+def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTarget | None:
+    """What the leaf has in the memory of a device, to be filled once that is ``ready``; None for one on the host."""
+    found = device_view(leaf)
+    return None if found is None else DeviceTarget(*found, leaf.shape, leaf.dtype, ready.get(found[0]))
+
+
+def new_on_device(leaf: ArrayLeaf) -> DeviceTarget:
+    """New memory, where a leaf lies that is on a device, of its form. Raises `DeviceUnavailable`."""
+    found = device_view(leaf)
+    assert found is not None, "it lies on a device"
+    device, view = found
+    array = device.empty(view)
+    # What had the memory before may still be used by what this thread's stream has to do.
+    stream = device.driver.current_streams().get(device)
+    return DeviceTarget(device, array, leaf.shape, leaf.dtype, None if stream is None else stream.record())
+
+
+def check_targets(index: StepIndex, targets: Mapping[str, Target], tier: str) -> None:
     """Raise `Corrupt` unless the index that ``tier`` gave has every target's array, of its dtype and its shape.
 
     Boxes of arrays are of their own shape; that they lie inside their arrays shows when they are filled.
@@ -60,17 +84,18 @@ def check_targets(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]], tie
             )
 
 
-def check_memory(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> None:
+def check_memory(index: StepIndex, targets: Mapping[str, Target]) -> None:
     """Raise `Invalid` if two targets share memory, unless it is all of both and the step has the same bytes for them.
 
     Tied arrays may be given where they were equal when they were saved. The targets are C-contiguous.
     """
-    if all(array.flags.owndata for array in targets.values()) and len({*map(id, targets.values())}) == len(targets):
+    owned = {*map(type, targets.values())} <= {np.ndarray} and all(map(_OWNS, targets.values()))
+    if owned and len({*map(id, targets.values())}) == len(targets):
         return
-    by_address = sorted((array.ctypes.data, name) for name, array in targets.items() if array.nbytes)
-    for (start, one), (other_start, other) in pairwise(by_address):
+    by_address = sorted((*_span(array), name) for name, array in targets.items() if array.nbytes)
+    for (where, start, end, one), (other_where, other_start, _, other) in pairwise(by_address):
         array, another = targets[one], targets[other]
-        if other_start >= start + array.nbytes:
+        if other_where != where or other_start >= end:
             continue
         same = other_start == start and (array.shape, array.dtype) == (another.shape, another.dtype)
         if not same or _content(index, one, array) != _content(index, other, another):
@@ -81,7 +106,14 @@ def check_memory(index: StepIndex, targets: Mapping[str, npt.NDArray[Any]]) -> N
             )
 
 
-def _content(index: StepIndex, name: str, target: npt.NDArray[Any]) -> Hashable:
+def _span(target: Target) -> tuple[str, int, int]:
+    """In which memory it lies, and where there."""
+    if isinstance(target, DeviceTarget):
+        return target.span
+    return "", target.ctypes.data, target.ctypes.data + target.nbytes
+
+
+def _content(index: StepIndex, name: str, target: Target) -> Hashable:
     """What tells the bytes that the step has for a target: the blocks of its array that it meets, and their digests."""
     key, box = box_of(name, target.shape)
     blocks = index.blocks(key)
@@ -90,6 +122,6 @@ def _content(index: StepIndex, name: str, target: npt.NDArray[Any]) -> Hashable:
     return tuple((block, array.grid, tuple(chunk.digest for chunk in array.chunks)) for block, array in arrays)
 
 
-def _shown(name: str, target: npt.NDArray[Any]) -> str:
+def _shown(name: str, target: Target) -> str:
     key, box = box_of(name, target.shape)
     return f"leaf {key!r}" if key == name else f"the piece of leaf {key!r} at {list(box.offset)}"

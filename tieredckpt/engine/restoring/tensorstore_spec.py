@@ -23,6 +23,7 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
 
     Raises `NotFound` for a step, tier or key that is not there.
     """
+    state = next((each for each in state.derivations if each.tiers[-1].name == name), state)
     found = state.find(step)
     tier = state.tier(name) if name is not None else _whole_on(state, found)
     async with unless_moved(state, found):
@@ -85,4 +86,5 @@ def _folder(tier: Tier, folder: str) -> dict[str, Any]:
         )
     root = describe(tier.config, tier.store.location)
     path = root.get("path", "")
-    return {**root, "path": (f"{path.rstrip('/')}/" if path else "") + folder}
+    below = layout.DERIVED if tier.derived else ""
+    return {**root, "path": (f"{path.rstrip('/')}/" if path else "") + below + folder}

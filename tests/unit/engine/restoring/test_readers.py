@@ -19,8 +19,10 @@ from support.insight import flip_chunk, tier_of
 from support.scenes import SOON, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.format.layout import STEPS
 
 
 class Place:
@@ -135,6 +137,28 @@ async def test_beside_saves_and_evictions_a_reader_finds_the_newest_step_bit_for
     ):
         _, *looks = await asyncio.gather(train(trainer), look(reader), look(reader), look(another))
         assert min(looks) > 3
+
+
+async def test_a_step_that_several_listings_have_missed_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside a trainer whose only step leaves for the next one during each of them."""
+    async with place.trainer() as trainer:
+        await save(trainer, 1)
+        alone = config({"disk": folder(place.disk)})
+        async with CheckpointStore.open(alone, read_only=True) as reader:
+            assert await newest(reader) == 1
+            await save(trainer, 2)
+            blobs, missed = tier_of(reader, "disk").store, iter("123")
+            whole = blobs.list
+
+            async def list_badly(prefix: str) -> AsyncIterator[BlobInfo]:
+                if prefix == STEPS and next(missed, None) is not None:
+                    return
+                async for info in whole(prefix):
+                    yield info
+
+            monkeypatch.setattr(blobs, "list", list_badly)
+            assert await newest(reader) == 2
+            assert next(missed, None) is None
 
 
 TRAINER = """

@@ -1,0 +1,91 @@
+"""Reads that are not answered in time: another tier is asked at once, and the same one again where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.insight import tier_of
+from support.limits import limit
+from support.scenes import CHUNK, assert_same, config, folder, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import TierUnavailable
+
+NEVER = 100
+"""Retries that a test would not outlive, of reads that take their deadline each."""
+
+
+def settings(path: Path, *names: str, **more: Any) -> StoreConfig:
+    return config({name: folder(path / name, **({"deadline": 1.0} | more)) for name in names})
+
+
+def reads(faults: FaultyTiers, tier: str, verb: str = "get_into") -> int:
+    """How many reads of a step a tier was asked for."""
+    return sum(call.verb == verb and call.key.startswith(("packs/", "steps/")) for call in faults[tier].calls)
+
+
+@pytest.mark.parametrize("codec", ["none", "fast"])
+async def test_the_next_tier_is_asked_when_reads_have_missed_their_deadline_once(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    limit(monkeypatch, read_run=CHUNK)  # so that there are more reads than are under way at a time
+    saved = tree(1, arrays=16)
+    async with CheckpointStore.open(settings(tmp_path, "near", "far", retries=NEVER, codec=codec)) as store:
+        await (await store.save(1, saved)).reached("far")
+        before = reads(faults, "near")
+        faults["near"].hold("get_into", times=None)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, saved)
+        assert 0 < reads(faults, "near") - before <= 16  # those that were under way
+        assert restored.sources.keys() <= {"near", "far"}
+        assert "far" in restored.sources
+        faults["near"].clear()
+
+
+async def test_the_next_tier_is_asked_for_an_index_that_does_not_come(tmp_path: Path, faults: FaultyTiers) -> None:
+    saved = tree(1)
+    async with CheckpointStore.open(settings(tmp_path, "near", "far", retries=NEVER)) as store:
+        await (await store.save(1, saved)).reached("far")
+        for name in ("near", "far"):
+            tier_of(store, name).steps.indexes.clear()
+        before = reads(faults, "near", "get")
+        faults["near"].hold("get", key="steps/*", times=None)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, saved)
+        assert "far" in restored.sources
+        assert reads(faults, "near", "get") == before + 1
+        faults["near"].clear()
+
+
+@pytest.mark.parametrize("verb", ["get", "get_into"])
+async def test_what_one_tier_alone_has_is_asked_for_again(tmp_path: Path, faults: FaultyTiers, verb: str) -> None:
+    saved = tree(1)
+    async with CheckpointStore.open(settings(tmp_path, "disk", retries=2)) as store:
+        await store.save(1, saved)
+        tier_of(store, "disk").steps.indexes.clear()
+        faults["disk"].hold(verb, key="[ps]*/*", times=2)
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, saved)
+
+
+@pytest.mark.parametrize(("verb", "times"), [("get", 3), ("get_into", 4)])
+async def test_it_is_asked_for_so_often_as_the_tier_says(
+    tmp_path: Path, faults: FaultyTiers, verb: str, times: int
+) -> None:
+    """Of chunks that were read together, the first one decides."""
+    async with CheckpointStore.open(settings(tmp_path, "disk", retries=2)) as store:
+        await store.save(1, {"w": tree(1)["params"]["w0"]})
+        tier_of(store, "disk").steps.indexes.clear()
+        before = reads(faults, "disk", verb)
+        faults["disk"].hold(verb, key="[ps]*/*", times=None)
+        with pytest.raises(TierUnavailable, match=r"does not answer|is intact on no tier that answers"):
+            await store.restore()
+        assert reads(faults, "disk", verb) - before <= times
+        faults["disk"].clear()

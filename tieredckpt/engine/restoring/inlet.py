@@ -1,0 +1,152 @@
+"""Brings verified bytes to the memory of devices, several copies in flight on each thread that reads chunks.
+
+A chunk that lies in the RAM tier's slab is copied to its device from there. One that is read from another tier comes by
+direct I/O to scratch memory, is verified there, and is copied to its device from there: both are registered with the
+driver, so no byte of it is copied on the host. What is not registered passes through a page-locked buffer, after one
+more copy: chunks of a tier with a codec, which are decoded elsewhere, chunks so small that they lie in the index, parts
+of chunks that are no range of bytes, and everything where the driver refuses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.devices.base import Bytes, Device, Stream
+from tieredckpt.devices.link import Link
+from tieredckpt.devices.memory import HostMemory
+from tieredckpt.errors import DeviceUnavailable
+from tieredckpt.format.layout import aligned
+from tieredckpt.tree.arrays import row_major_bytes
+from tieredckpt.tree.device_target import DeviceTarget
+
+__all__ = ["DeviceOverlap", "Inlet", "landing_together"]
+
+
+class _OfThread(threading.local):
+    """What a thread has in flight, while it is in a block of `landing_together`: by restore, the keys of arrays."""
+
+    links: dict[Inlet, Link[str]] | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def landing_together() -> Iterator[None]:
+    """Wait for the copies to devices that this thread begins in the block at its end, and not for each by itself.
+
+    Until then their sources stay as they are. When the block has ended, with an error too, no device reads them and
+    none writes to a target. Raises `DeviceUnavailable`, which names the array that was to be filled.
+    """
+    if _of_thread.links is not None:
+        yield
+        return
+    links: dict[Inlet, Link[str]] = {}
+    _of_thread.links = links
+    try:
+        yield
+        for inlet, link in links.items():
+            inlet.land(link)
+    finally:
+        _of_thread.links = None
+        for link in links.values():
+            link.close()
+
+
+class Inlet:
+    """The way of one restore to the memory of devices. Its verbs block, and any thread may call them."""
+
+    def __init__(self, memory: HostMemory, scratch: Slab) -> None:
+        self._memory, self._scratch = memory, scratch
+        self._largest = 1
+        """Bytes of one copy at most."""
+        self._free: dict[Device, list[Stream]] = {}
+        self._guards_streams = threading.Lock()
+
+    def overlap(
+        self,
+        key: str,
+        cell: tuple[int, ...],
+        items: tuple[slice, ...],
+        target: DeviceTarget,
+        there: tuple[slice, ...],
+        nbytes: int,
+    ) -> DeviceOverlap:
+        """What copies some items of a chunk, as `DeviceOverlap` says. Call it for all of them before one copies."""
+        self._largest = max(self._largest, nbytes)
+        return DeviceOverlap(self, key, cell, items, target, there, nbytes)
+
+    def fill(self, key: str, target: DeviceTarget, array: Any, source: Bytes) -> None:
+        """Begin to fill ``array``, a part of ``target``, with its row-major bytes, in a block of `landing_together`."""
+        assert _of_thread.links is not None, "there is a block, in which somebody waits"
+        if (link := _of_thread.links.get(self)) is None:
+            link = _of_thread.links[self] = Link(self._memory, self._stream, aligned(self._largest))
+        if link.is_full:
+            self._land_one(link)
+        if self._memory.within(target.device.driver, source) is None and np.may_share_memory(
+            source, self._scratch.array
+        ):
+            self._memory.extend(self._scratch.array, self._scratch.reserved)  # it has grown
+        with _naming(key):
+            link.copy_in(key, target.device, source, array, target.ready)
+
+    def land(self, link: Link[str]) -> None:
+        """Wait for all copies, and keep the streams for others."""
+        while link:
+            self._land_one(link)
+        with self._guards_streams:  # one that has failed is not used again
+            for device, stream in link.streams.items():
+                self._free.setdefault(device, []).append(stream)
+
+    def _land_one(self, link: Link[str]) -> None:
+        flight = link.land()
+        with _naming(flight.what):
+            flight.landed.wait()
+        link.done(flight)
+
+    def _stream(self, device: Device) -> Stream:
+        with self._guards_streams:
+            if free := self._free.get(device):
+                return free.pop()
+        self._memory.meet(device.driver)
+        return device.stream()
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except DeviceUnavailable as error:
+        raise DeviceUnavailable(f"array {key!r} was not filled: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOverlap:
+    """Some items of a chunk, and the memory of a device where they go."""
+
+    inlet: Inlet
+    key: str
+    """Of the array, for people."""
+    cell: tuple[int, ...]
+    """Shape of the chunk's cell."""
+    items: tuple[slice, ...]
+    target: DeviceTarget
+    there: tuple[slice, ...]
+    """Of the target."""
+    nbytes: int
+
+    def copy(self, memory: Bytes) -> None:
+        """Take them from the chunk, all of which is in ``memory`` and verified. Blocking; see `landing_together`."""
+        source = memory.view(self.target.dtype).reshape(self.cell)[self.items]
+        flat = row_major_bytes(source)
+        if flat is None:
+            flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        with landing_together():
+            self.inlet.fill(self.key, self.target, self.target.array[self.there], flat)
