@@ -1,8 +1,7 @@
-"""How the ranks of a training speak: small messages with deadlines and, where it can be, bulk bytes.
+"""Messages between the ranks of a training: small ones with deadlines and, where the transport can, bulk bytes.
 
-A *communicator* is one rank's end of that; those over the engines of a training are in `tieredckpt.engine.transport`.
-What several ranks do together is written here once, as functions over any communicator: `gather`, `broadcast`,
-`exchange`, `barrier`. In all of them rank 0 leads.
+A *communicator* is one rank's endpoint; its implementations are in `tieredckpt.engine.transport`. The collective
+functions `gather`, `broadcast`, `exchange` and `barrier` stand here once, for any communicator; rank 0 coordinates.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.engine import limits
 from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 COORDINATOR = 0
-"""The rank that decides where one must."""
+"""The rank that decides for all."""
 
 
 class RanksMissing(RanksUnavailable):
-    """Some ranks did not answer; what the others said is kept."""
+    """Some ranks did not answer; ``came`` has the answers of the others."""
 
     def __init__(self, message: str, ranks: Collection[int], came: Mapping[int, bytes] | None = None) -> None:
         super().__init__(message, sorted(ranks))
@@ -46,10 +46,10 @@ class RanksMissing(RanksUnavailable):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """One rank's end of what connects the ranks. Everything belongs on the event loop that opened it.
+    """One rank's endpoint of the messages between ranks. Every call belongs on the event loop that opened it.
 
-    What foreign libraries block on, they block on threads of the communicator's own. The trainer's groups,
-    communicators and devices are not touched; it may run its collectives meanwhile.
+    Blocking calls of other libraries run on the communicator's own threads. It does not touch the trainer's groups,
+    communicators and devices; the trainer may run its collectives meanwhile.
     """
 
     @property
@@ -69,14 +69,14 @@ class Communicator(Protocol):
         """Whether `send_bulk` and `recv_bulk` work."""
 
     async def open(self, *, timeout: float) -> None:
-        """Meet all other ranks, in a session of their own: no message that was sent before is ever received.
+        """Connect to all other ranks in a new session: no message that was sent before is ever received.
 
         Raises `RanksMissing` (at rank 0; where it is missing itself, `RanksUnavailable`) after ``timeout``
         seconds, `Invalid` where the engine below cannot be used, with what to do.
         """
 
     async def close(self) -> None:
-        """Leave the session and remove what is left of it. Idempotent; every other call raises `Closed` then.
+        """Leave the session and remove its remains. Idempotent; afterwards every other call raises `Closed`.
 
         Does not wait for the others. A message that was not received by then may be lost.
         """
@@ -84,22 +84,22 @@ class Communicator(Protocol):
     async def send(self, to: Collection[int], topic: str, data: bytes) -> None:
         """Send a small message (up to some MiB) to some ranks, which may include this one.
 
-        A topic is sent once for each pair of ranks in a session. Never waits for the receivers, dead ones
-        included. Raises `RanksUnavailable` when the engine below does not answer.
+        In a session, one rank sends a topic to another one once. Never waits for the receivers, whether they live
+        or not. Raises `RanksUnavailable` when the engine below does not answer.
         """
 
     async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
-        """The message of a rank, once it is there; it is received once.
+        """Wait for the message of a rank and return it; each message is received once.
 
         Raises `RanksUnavailable` after ``timeout`` seconds; a later call may still receive it.
-        Cancelled, it has received nothing.
+        A call that is cancelled has received nothing.
         """
 
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Send bytes that `recv_bulk` receives with the same tag, in the order of the calls for each pair and tag.
 
-        May wait for the receiver. On return the memory is free. After an error, `RanksUnavailable`, no more
-        bulk goes between the two; messages do.
+        May wait for the receiver. On return the memory is free. After an error, `RanksUnavailable`, the two ranks
+        exchange no more bulk bytes; messages still work.
         """
 
     async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
@@ -117,10 +117,10 @@ def node_of_this_process() -> str:
 async def gather(
     communicator: Communicator, topic: str, data: bytes, *, timeout: float, among: Sequence[int] | None = None
 ) -> dict[int, bytes]:
-    """What every rank says, by rank, at rank 0; the others send theirs and get an empty dict.
+    """The data of every rank, by rank, at rank 0; the other ranks send theirs and get an empty dict.
 
-    With ``among``, rank 0 waits for those ranks alone. Raises `RanksMissing` there, with what came, when some have
-    said nothing within ``timeout`` seconds.
+    With ``among``, rank 0 waits for those ranks alone. It raises `RanksMissing`, with the data that came, when some
+    have sent nothing within ``timeout`` seconds.
     """
     if communicator.rank != COORDINATOR:
         await communicator.send([COORDINATOR], topic, data)
@@ -154,7 +154,7 @@ def _missing(ranks: Sequence[int], topic: str, timeout: float) -> str:
 
 
 async def broadcast(communicator: Communicator, topic: str, data: bytes | None, *, timeout: float) -> bytes:
-    """What rank 0 says, at every rank; ``data`` counts at rank 0 alone, which waits for nobody."""
+    """The data of rank 0, at every rank; ``data`` counts at rank 0 alone, which does not wait for the others."""
     if communicator.rank != COORDINATOR:
         return await communicator.recv(COORDINATOR, topic, timeout=timeout)
     if data is None:
@@ -164,16 +164,16 @@ async def broadcast(communicator: Communicator, topic: str, data: bytes | None, 
 
 
 class _Told(msgspec.Struct, array_like=True):
-    """What rank 0 tells at the end of an exchange: everything, or who was missing."""
+    """What rank 0 sends at the end of an exchange: the data of all ranks, or which ranks were missing."""
 
     said: list[bytes]
     missing: list[int]
 
 
 async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeout: float) -> list[bytes]:
-    """What every rank says, in the order of the ranks, at every rank.
+    """The data of every rank, in the order of the ranks, at every rank.
 
-    rank 0 waits ``timeout`` seconds for the others, and tells them when some are missing: then all raise
+    Rank 0 waits ``timeout`` seconds for the others, and tells them when some are missing: then all raise
     `RanksMissing`. Where rank 0 is missing itself, the others raise `RanksUnavailable` a little later.
     """
     if communicator.rank == COORDINATOR:
@@ -189,7 +189,7 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
     await communicator.send([COORDINATOR], topic, data)
     answer = await communicator.recv(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
     try:
-        told_by_leader = msgspec.msgpack.decode(answer, type=_Told)
+        told_by_leader = msgpack_decoder(_Told).decode(answer)
     except msgspec.DecodeError as error:
         raise Corrupt(f"what rank 0 told in {topic!r} cannot be read: {error}") from error
     if told_by_leader.missing:
@@ -198,5 +198,5 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
 
 
 async def barrier(communicator: Communicator, topic: str, *, timeout: float) -> None:
-    """Return when every rank has come here. Raises as `exchange`."""
+    """Wait until every rank has called this. Raises as `exchange`."""
     await exchange(communicator, topic, b"", timeout=timeout)

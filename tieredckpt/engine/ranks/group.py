@@ -1,9 +1,8 @@
-"""The ranks of a store: who they are, and their logs, by which all hear what was decided, and rank 0 what is new.
+"""The ranks of a store as a group, with a log of messages from each rank.
 
-Rank 0 leads. What it decides it tells in numbered messages, which every other rank applies in their order; what
-takes long is done beside that, so that the log is never held up. What another rank wants rank 0 to know it
-reports in the same way. Where a rank must answer, it does so under a topic that both sides know, and rank 0
-waits for it no longer than the store's ``rank_deadline``.
+Rank 0 coordinates. It sends its decisions as numbered messages, which every other rank applies in order; work that
+takes long runs beside the log, so that it delays no message. The other ranks send their reports to rank 0 in logs of
+their own. An answer has a topic that both sides know, and rank 0 waits for it at most the store's ``rank_deadline``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ M = TypeVar("M")
 
 
 class Group:
-    """The ranks of a store, as one of them sees them. Lives on the engine's loop."""
+    """The group of ranks, as one of them sees it. Lives on the engine's loop."""
 
     def __init__(self, communicator: Communicator, *, deadline: float) -> None:
         self.communicator = communicator
@@ -43,7 +42,7 @@ class Group:
         self.nodes: tuple[str, ...] = ()
         """The machine of every rank, by rank."""
         self._silent: set[int] = set()
-        """Ranks that were waited for in vain, and were not heard since."""
+        """Ranks that have timed out, and from which nothing has come since."""
         self._left = False
         self._told = 0
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
@@ -69,7 +68,7 @@ class Group:
     # -- life ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Meet the others. Raises `RanksUnavailable` when some do not come, `Invalid` as the communicator does."""
+        """Connect to all other ranks. Raises as `Communicator.open`."""
         await self.communicator.open(timeout=self.deadline)
         nodes = await exchange(self.communicator, "nodes", self.communicator.node.encode(), timeout=self.deadline)
         self.nodes = tuple(node.decode() for node in nodes)
@@ -79,7 +78,7 @@ class Group:
     ) -> None:
         """Begin to send, and to ``apply`` every message of rank 0, one after another.
 
-        At rank 0, ``hear`` every message of each other rank, one after another.
+        Rank 0 begins to ``hear`` every message of each other rank, one after another.
         """
         self._posting = asyncio.create_task(self._post(), name="tieredckpt log of the ranks")
         if self.coordinates:
@@ -91,9 +90,9 @@ class Group:
             )
 
     async def part(self) -> None:
-        """Wait until all others close too, for what was ordered may need this rank still.
+        """Wait until all other ranks close too: work that rank 0 has ordered may still need this rank.
 
-        Waits no longer than the deadline, and not for whom others have waited in vain already. Raises nothing.
+        Waits at most the deadline, and not for ranks that have timed out before. Raises nothing.
         """
         try:
             await (self._let_all_go() if self.coordinates else self._ask_to_go())
@@ -101,7 +100,7 @@ class Group:
             _log.warning("the ranks did not close together: %s", error)
 
     async def close(self) -> None:
-        """Leave, whatever the others do."""
+        """Leave the group, whatever the other ranks do."""
         self._left = True
         tasks = [task for task in (self._posting, self._listening, *self._tasks) if task is not None]
         for task in tasks:
@@ -132,25 +131,25 @@ class Group:
         await self.communicator.send([COORDINATOR], "closed", b"")
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Do something beside everything else; it ends with the group."""
+        """Run ``work`` as a task of its own, which ends with the group."""
         task = asyncio.create_task(_logged(work, name), name=f"tieredckpt {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # which a task that is cancelled at once has not begun
+        task.add_done_callback(lambda _: work.close())  # a task that is cancelled at once never begins it
         return task
 
     def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """As `start`, for what a call that is cancelled leaves to do; nothing where the group was left before."""
+        """As `start`, for the last messages of a call that was cancelled; does nothing after `close`."""
         if self._left:
             work.close()
         else:
             self.start(work, name)
 
-    # -- who is there -------------------------------------------------------------------------------------
+    # -- which ranks answer -------------------------------------------------------------------------------
 
     @property
     def deserted(self) -> bool:
-        """Whether rank 0 has timed out here, and was not heard since."""
+        """Whether rank 0 has timed out here, and nothing has come from it since."""
         return COORDINATOR in self._silent
 
     def missed(self, ranks: Iterable[int]) -> None:
@@ -158,7 +157,7 @@ class Group:
         self._silent.update(ranks)
 
     async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
-        """As `gather` among all ranks, within the deadline or ``timeout`` seconds; who is silent is taken note of."""
+        """As `gather` among all ranks, within the deadline or ``timeout`` seconds; notes which ranks time out."""
         try:
             came = await gather(self.communicator, topic, data, timeout=self.deadline if timeout is None else timeout)
         except RanksMissing as error:
@@ -183,7 +182,7 @@ class Group:
         self._outbox.put_nowait((f"log/{self._told}", encode(message)))
 
     async def all_told(self) -> None:
-        """Return when what was told so far is on its way: the trainer may keep this process from running next."""
+        """At rank 0, send all messages so far, within the deadline: next, the trainer may keep this process busy."""
         if self.coordinates:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.deadline):
@@ -192,29 +191,25 @@ class Group:
     async def _post(self) -> None:
         while True:
             topic, data = await self._outbox.get()
-            # The others wait for this one before they hear the next, and nothing but time mends it.
-            while not await self._posted(topic, data):  # noqa: ASYNC110
-                await asyncio.sleep(limits.in_force.send_again)
+            while True:  # the receivers take messages in order, so none is skipped
+                try:
+                    await self.communicator.send(self.others if self.coordinates else [COORDINATOR], topic, data)
+                    break
+                except RanksUnavailable as error:
+                    _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
+                    await asyncio.sleep(limits.in_force.send_again)
             self._outbox.task_done()
 
-    async def _posted(self, topic: str, data: bytes) -> bool:
-        try:
-            await self.communicator.send(self.others if self.coordinates else [COORDINATOR], topic, data)
-        except RanksUnavailable as error:
-            _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
-            return False
-        return True
-
     async def _listen(self, source: int, kind: M, apply: Callable[[Any], Awaitable[None]]) -> None:
-        """Apply the log of another rank, whose messages are of a ``kind``, until that ends."""
+        """Apply the log of another rank, whose messages are of a ``kind``, until the log ends."""
         heard = 0
-        # All that rank 0 listens to together make it look as often as one: each asking anew is a look at once.
+        # Every call looks for messages at once, so rank 0, which has many of these loops, calls less often in each.
         again = limits.in_force.listen_again * (len(self.others) if self.coordinates else 1)
         while True:
             try:
                 data = await self.communicator.recv(source, f"log/{heard + 1}", timeout=again)
             except RanksUnavailable:
-                continue  # there was nothing to tell, or that rank has died: that is noticed by who waits for it
+                continue  # there was no message, or that rank has died: whoever waits for it notices
             except Closed:
                 return
             heard += 1
@@ -241,11 +236,11 @@ async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
 async def vote(
     group: Group, topic: str, work: Awaitable[bytes], decide: Callable[[dict[int, bytes]], Awaitable[bytes]]
 ) -> bytes:
-    """Do something on every rank, let rank 0 decide on what all have to say of it, and return its verdict.
+    """Do ``work`` on every rank, let rank 0 ``decide`` on the results of all, and return its verdict on every rank.
 
-    ``decide`` runs at rank 0 alone. Where the work fails on a rank, or rank 0 cannot decide, all raise that
-    error, with the rank's number in front. Raises `RanksUnavailable` when ranks are silent past the deadline. Where
-    this is cancelled, the others hear so at once.
+    If the work fails on a rank, or rank 0 cannot decide, all ranks raise that error, with the number of the rank in
+    front. Raises `RanksUnavailable` when ranks do not answer within the deadline. If the call is cancelled, this rank
+    tells the others at once.
     """
     try:
         said, failure = await _outcome(work)
@@ -275,7 +270,7 @@ async def bow_out(group: Group, topic: str) -> None:
 
 @contextmanager
 def _rather(failure: Exception | None) -> Iterator[None]:
-    """Raise what failed on this rank, if anything did, and not that rank 0 does not answer."""
+    """Raise the ``failure`` of this rank, if there is one, instead of the error that rank 0 does not answer."""
     try:
         yield
     except RanksUnavailable:
@@ -298,7 +293,7 @@ async def _lead(
     failure: Exception | None,
     decide: Callable[[dict[int, bytes]], Awaitable[bytes]],
 ) -> bytes:
-    """Rank 0's end of a consultation, whose own work had that ``failure`` or none."""
+    """Rank 0's side of a vote; ``failure`` is that of its own work."""
     verdict, problem = b"", None
     cause = failure
     try:

@@ -1,4 +1,4 @@
-"""Messages that have come for a rank and were not received yet, and the calls that wait for others."""
+"""Messages for a rank that no call has received yet, and the calls that wait for messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Inbox:
         self._waiting: dict[tuple[int, str], asyncio.Future[bytes]] = {}
         self.closed = False
         self.trouble: Exception | None = None
-        """What keeps messages from coming, for the error of those who wait."""
+        """Why no messages come, for the errors of the calls that wait."""
 
     @property
     def waits(self) -> bool:
-        """Whether anybody waits for a message."""
+        """Whether any call waits for a message."""
         return bool(self._waiting)
 
     def check_open(self) -> None:
@@ -30,7 +30,7 @@ class Inbox:
             raise Closed("the communicator of the ranks was closed, with the store it belonged to")
 
     def arrived(self, source: int, topic: str, data: bytes) -> None:
-        """Hand a message to who waits for it, or keep it."""
+        """Give a message to the call that waits for it, or keep it."""
         waiting = self._waiting.pop((source, topic), None)
         if waiting is not None and not waiting.done():
             waiting.set_result(data)
@@ -38,7 +38,7 @@ class Inbox:
             self._early[source, topic] = data
 
     async def recv(self, source: int, topic: str, timeout: float) -> bytes:
-        """The message, once it is there. Raises as `Communicator.recv`; a call that is cancelled receives nothing."""
+        """Wait for a message and return it. Raises as `Communicator.recv`; a cancelled call receives nothing."""
         self.check_open()
         key = source, topic
         if key in self._early:
@@ -66,7 +66,7 @@ class Inbox:
         ) from self.trouble
 
     def close(self) -> None:
-        """End all waits with `Closed`, and forget what came."""
+        """End all waits with `Closed`, and drop the messages that no call has received."""
         self.closed = True
         self._early.clear()
         for (source, _), waiting in self._waiting.items():

@@ -1,7 +1,7 @@
-"""What the ranks of a store tell each other, as bytes.
+"""The messages between the ranks of a store.
 
-Most is in logs: numbered messages, those of rank 0 to all other ranks, and those of each other rank to the
-rank 0, which apply them in their order. Answers have topics of their own.
+Most are in logs: rank 0 sends numbered messages to all other ranks, each other rank sends its own to rank 0, and the
+receivers apply them in order. Answers have topics of their own.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ __all__ = [
 
 
 class Save(msgspec.Struct, frozen=True):
-    """How a save ended on one rank."""
+    """One rank's vote on a save: its part of the step, or why it has none."""
 
     serial: int
     last_serial: int
     part: bytes = b""
-    """What the rank has of the step, as `format.part` has it; empty when there is nothing."""
+    """The rank's part of the step, encoded by `format.part`; empty if it has none."""
     tier: str | None = None
     """The shared tier to which the part was streamed; None for the rank's own RAM."""
     failure: Failure | None = None
-    """Why there is nothing."""
+    """Why the rank has no part."""
     gone: tuple[tuple[int, int], ...] = ()
-    """Serial and step of what has left this rank's RAM since it last said so."""
+    """Serial and step of the steps that have left this rank's RAM since it last reported such."""
     origin: int = 0
-    """Serial of what this rank restored last before the save; 0 for nothing."""
+    """Serial of the step that this rank restored last before the save; 0 for none."""
     replicas: dict[bytes, bytes] = {}
-    """Of each group of ranks that divide among them what they have alike: a digest of all of that."""
+    """For each group of ranks that have equal data and divide its storage among them: one digest of all that data."""
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -68,19 +68,19 @@ class Catalog(msgspec.Struct, frozen=True):
 
     tier: str
     known: bool
-    """Whether rank 0 could look."""
+    """Whether rank 0 could read the tier."""
     steps: tuple[HeldStep, ...] = ()
     damaged: tuple[tuple[int, int, str], ...] = ()
     """Serial, step, and what is wrong."""
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What rank 0 tells when all have opened their tiers."""
+    """What rank 0 sends when all ranks have opened their tiers."""
 
     whole: tuple[StepRecord, ...]
     """Steps of which all parts are in the ranks' RAM, without the structures."""
     kept: tuple[tuple[int, int], ...]
-    """Serial and step of those of which parts are, and that a shared tier holds."""
+    """Serial and step of the steps that have parts in RAM, and that a shared tier holds."""
     last_serial: int
     line: tuple[tuple[int, int], ...]
 
@@ -89,7 +89,7 @@ class Chosen(msgspec.Struct, frozen=True):
     """The step that all ranks restore."""
 
     step: int | None
-    """None where there is none."""
+    """None if there is no step."""
     serial: int = 0
     tier: str = ""
     """The nearest tier with a readable index of it."""
@@ -113,7 +113,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Aborted(msgspec.Struct, frozen=True, tag=True):
-    """A step was not committed: nowhere, or not on a tier."""
+    """A step was not committed: not at all, or not on one tier."""
 
     step: int
     serial: int
@@ -121,16 +121,16 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[int, ...]
     reason: str
     attempt: str = ""
-    """Of all ranks to save it; empty where they had saved it."""
+    """The attempt to save the step; empty if it was saved, and its promotion failed."""
     last_serial: int = 0
-    """That the next save follows."""
+    """The serial that the next save follows."""
     open: tuple[str, ...] = ()
     differing: tuple[Difference, ...] = ()
     """Replicas that are not equal."""
 
 
 class CompareReplicas(msgspec.Struct, frozen=True, tag=True):
-    """Replicas of a save are not equal: every rank is to tell the digests of their chunks."""
+    """Replicas of a save are not equal: every rank is to send the digests of their chunks."""
 
     attempt: str
     groups: tuple[bytes, ...]
@@ -138,7 +138,7 @@ class CompareReplicas(msgspec.Struct, frozen=True, tag=True):
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):
-    """Every rank is to write what it has of a step to a tier."""
+    """Every rank is to write its share of a step to a tier."""
 
     number: int
     step: int
@@ -158,7 +158,7 @@ class Promoted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Evicted(msgspec.Struct, frozen=True, tag=True):
-    """A step has left a tier; RAM, when one rank has let its part go."""
+    """A step has left a tier. It has left RAM as soon as one rank has dropped its part."""
 
     step: int
     serial: int
@@ -166,7 +166,7 @@ class Evicted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True):
-    """A step that is due on a tier cannot come there for now."""
+    """A step that is due on a tier cannot be promoted for now."""
 
     step: int
     serial: int
@@ -186,17 +186,17 @@ class TierNews(msgspec.Struct, frozen=True, tag=True):
 
 
 class Replicate(msgspec.Struct, frozen=True, tag=True):
-    """Every rank is to give and take the copies of parts of a step that concern it."""
+    """Every rank is to send and receive the copies of parts of a step that concern it."""
 
     number: int
     step: int
     serial: int
     copies: tuple[tuple[int, int, int], ...]
-    """Part, the rank that gives it, and the rank that takes it."""
+    """The part, the rank that sends it, and the rank that receives it."""
 
 
 class Replicated(msgspec.Struct, frozen=True, tag=True):
-    """All copies of a step are where they should be, or why they are not."""
+    """All copies of a step are complete, or why they are not."""
 
     step: int
     serial: int
@@ -214,14 +214,14 @@ class SaveAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class RendezvousOpened(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have asked for a restore: those that still wait say so."""
+    """All ranks have asked for a restore; each that still waits is to confirm it."""
 
     asks: dict[int, int]
-    """The ranks that are called, and how often each had asked."""
+    """The ranks that are to confirm, and how often each had asked."""
 
 
 class RendezvousComplete(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are there for a restore, which begins; or some are not, and it does not."""
+    """All ranks have confirmed a restore, and it begins; or some are missing, and it does not begin."""
 
     epoch: int
     """The number of the restore, the same on all ranks."""
@@ -231,7 +231,7 @@ class RendezvousComplete(msgspec.Struct, frozen=True, tag=True):
 
 
 class Closing(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 has nothing more to say."""
+    """The end of rank 0's log."""
 
 
 Logged = (
@@ -250,7 +250,7 @@ Logged = (
     | RendezvousComplete
     | Closing
 )
-"""What rank 0's log consists of."""
+"""The messages of rank 0's log."""
 
 
 class RestoreRequested(msgspec.Struct, frozen=True, tag=True):
@@ -267,7 +267,7 @@ class RestoreJoined(msgspec.Struct, frozen=True, tag=True):
 
 
 class RestoreWithdrawn(msgspec.Struct, frozen=True, tag=True):
-    """A rank that asked for a restore waits no more."""
+    """A rank that asked for a restore has given up."""
 
     number: int
 
@@ -290,7 +290,7 @@ class Signalled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """A rank wants a step on a shared tier at once, for its machine is taken away."""
+    """A rank asks to promote a step to a shared tier at once, because its machine will be taken away."""
 
     step: int
     serial: int
@@ -298,11 +298,11 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
 
 
 Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted
-"""What the logs of the other ranks consist of, which rank 0 hears."""
+"""The messages of the other ranks' logs, which rank 0 applies."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """How a rank has carried out an order to promote."""
+    """A rank's vote on a promotion: what it has written, or why it could not."""
 
     packs: dict[str, int] = {}
     """Sizes of the packs that it wrote, by key."""

@@ -1,4 +1,4 @@
-"""The RAM of other ranks on this machine, as far as it can be read: of those that live, and of former ones."""
+"""Read access to the RAM of other ranks on this machine: of ranks that run, and of former ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
-    """The RAM folders of this store on this machine but those of some ranks; blocking."""
+    """The RAM folders of this store on this machine, without those of the ranks ``but``. Blocks."""
     if state.config.ram is None or state.identity.marker is None:
         return []
     top = ram_folder(state)
@@ -40,7 +40,7 @@ def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
 
 
 async def look_into(state: State, folder: Path) -> Tier | None:
-    """The steps in a RAM folder of another rank, to be read; None if there is nothing that this store can use."""
+    """Open a RAM folder of another rank to read its steps; None if it has no step of this store."""
 
     async def connect() -> BlobStore:
         return await asyncio.to_thread(RamStore.attach, folder)
@@ -62,7 +62,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
 
 @asynccontextmanager
 async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[list[Tier]]:
-    """All RAM on this machine that has something of a step, kept from reuse meanwhile: first what is ``known``."""
+    """All RAM on this machine with a part of a step, pinned inside the block; the ``known`` tiers come first."""
     found = [tier for tier in known if tier.in_memory and tier.steps.has_own(step)]
     async with AsyncExitStack() as until_read:
         for folder in await in_thread(folders_of_ranks, state):
@@ -84,7 +84,7 @@ async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> As
 
 @asynccontextmanager
 async def near(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[Near]:
-    """Where the chunks of a step are in the RAM of this machine, by digest; they stay there meanwhile."""
+    """Where the chunks of a step lie in the RAM of this machine, by digest; they stay there inside the block."""
     found: dict[bytes, tuple[Tier, Extent]] = {}
     async with attached(state, step, tuple(known)) as folders:
         for tier in folders:

@@ -1,9 +1,9 @@
-"""Opens a store of several ranks: rank 0 looks at the shared tiers, every rank at its own RAM.
+"""Opens a store of several ranks: rank 0 scans the shared tiers, every rank its own RAM.
 
-rank 0 opens all tiers as a store of one rank does, with its lease and its scan. What it finds it tells the
-others, which open the shared tiers without either. Every rank then tells what parts of steps are in the RAM that
-it answers for: its own, and folders of former ranks on its machine. Steps whose parts are all there count as held
-by RAM; parts that can never become whole are let go.
+Rank 0 opens all tiers as a store of one rank does, with lease and scan, and sends what it finds to the other ranks,
+which open the shared tiers without either. Every rank then lists the parts of steps in the RAM that it is responsible
+for: its own, and folders of former ranks on its machine. A step counts as held by RAM if all its parts are there. Parts
+of a step that can never be complete are dropped.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class _InRam(msgspec.Struct, frozen=True):
-    """What a rank has in RAM, and what is lost there against ordinary shared memory, for people."""
+    """The parts that a rank has in RAM, and a notice for people if that RAM is no ordinary shared memory."""
 
     parts: list[_Part]
     notice: str
 
 
 class Opening:
-    """How a rank opens its store with the others. ``open_tiers`` opens all tiers as a store of one rank does."""
+    """Opens the store of one rank with all others. ``open_tiers`` opens all tiers as a store of one rank does."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class Opening:
         self._commits = commits
         self._open_tiers = open_tiers
         self._folders: dict[tuple[int, int], dict[int, Tier]] = {}
-        """Where the parts are that this rank told of."""
+        """The tier of each part that this rank has listed."""
         self.leftovers: list[Tier] = []
-        """The RAM of former ranks of this machine, at the rank that answers for it."""
+        """The RAM of former ranks of this machine, at the rank that is responsible for it."""
 
     async def open(self) -> None:
-        """Open the store; a call of all ranks. What keeps one rank from it is raised on all."""
+        """Open the store; a call of all ranks. If one rank fails, all raise its error."""
         group, state = self._group, self._state
         found: _Found = decode(await vote(group, "open/tiers", self._tell_ram(), self._open_all), _Found)
         verdict = await vote(group, "open/parts", self._follow(found), self._decide)
@@ -111,21 +111,21 @@ class Opening:
         state.branch.adopt(opened.line, max(state.records(), default=None))
 
     async def close(self) -> None:
-        """Read the RAM of former ranks no more."""
+        """Disconnect from the RAM of former ranks."""
         while self.leftovers:
             await self.leftovers.pop().disconnect()
 
     # -- the shared tiers ---------------------------------------------------------------------------------
 
     async def _tell_ram(self) -> bytes:
-        """What RAM there is on this machine, before any is opened; one rank of the machine tells."""
+        """List the RAM on this machine, before any is opened; one rank of each machine does it."""
         state = self._state
         state.identity.places = await places_of(state.config)
         found = await find(state.config, state.identity.places.values()) if state.membership.is_first_of_node else []
         return encode(found)
 
     async def _open_all(self, said: dict[int, bytes]) -> bytes:
-        """At rank 0: decide whose store it is, open all tiers, and tell what the shared ones hold."""
+        """At rank 0: find out which store it is, open all tiers, and return what the shared ones hold."""
         state = self._state
         found: list[FoundRam] = []
         for data in said.values():
@@ -136,7 +136,7 @@ class Opening:
         return encode(_Found(state.identity.marker, tuple(catalog_of(tier) for tier in shared)))
 
     async def _follow(self, found: _Found) -> bytes:
-        """Open what rank 0 has found, and tell of this rank's RAM."""
+        """Open the tiers that rank 0 has found, and return the parts in this rank's RAM."""
         if not self._group.coordinates:
             await self._open_as_follower(found)
         return await self._own_parts()
@@ -158,7 +158,7 @@ class Opening:
                 state.report(first, error)
 
     async def _see(self, tier: Tier) -> None:
-        """Open a shared tier, and see that it is the one that rank 0 sees."""
+        """Open a shared tier, and check that it is the one that rank 0 sees."""
         try:
             seen = await tier.open()
         except TieredCkptError as error:
@@ -175,7 +175,7 @@ class Opening:
     # -- RAM ----------------------------------------------------------------------------------------------
 
     async def _own_parts(self) -> bytes:
-        """The parts in the RAM that this rank answers for: its own, and for its machine that of former ranks."""
+        """The parts in the RAM that this rank is responsible for: its own, and that of former ranks on its machine."""
         state, group = self._state, self._group
         await self._collect_parts(state.tiers[0], tuple(state.tiers[0].steps.parts))
         if state.membership.is_first_of_node:
@@ -201,7 +201,7 @@ class Opening:
             self._folders.setdefault((step.serial, step.step), {}).setdefault(rank, tier)
 
     async def _decide(self, said: dict[int, bytes]) -> bytes:
-        """Which steps are whole in the RAM of all ranks together, and what of the rest is worth keeping."""
+        """At rank 0: the steps that are complete in the RAM of all ranks together, and the other parts to keep."""
         state = self._state
         parts: Parts = {}
         homes: dict[tuple[int, int], dict[int, int]] = {}
@@ -237,7 +237,7 @@ class Opening:
         return encode(Opened(tuple(whole), kept, last, state.branch.line))
 
     async def _let_leftovers_go(self, kept: set[StepId]) -> None:
-        """Give back the memory of former ranks that holds nothing of use; remember what the rest holds."""
+        """Release RAM of former ranks that holds no useful step; note which parts the rest holds."""
         for step, by_rank in self._folders.items():
             if StepId(*step) in kept:
                 self._commits.folders[StepId(*step)] = by_rank
@@ -245,14 +245,14 @@ class Opening:
 
 
 def _tell_notices(notices: dict[int, str]) -> None:
-    """Say once what is true for several ranks: at rank 0, in the words of the first of them."""
+    """Log a notice of several ranks once, at rank 0, in the words of the first of them."""
     if notices:
         first = min(notices)
         _log.warning("ranks %s: %s", ", ".join(map(str, sorted(notices))), notices[first])
 
 
 async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
-    """Give back the memory of those folders of former ranks that hold none of the steps."""
+    """Release the RAM folders of former ranks that hold none of the ``kept`` steps."""
     for tier in tuple(leftovers):
         if tier in leftovers and not kept & tier.steps.held.keys() and not tier.steps.pins:
             leftovers.remove(tier)
@@ -276,7 +276,7 @@ def catalog_of(tier: Tier) -> Catalog:
 
 
 def adopt_catalog(tier: Tier, catalog: Catalog, marker: StoreMarker) -> None:
-    """Know of a shared tier what rank 0 knows."""
+    """Take over what rank 0 knows of a shared tier."""
     tier.clear()
     tier.marker = marker if catalog.known else None
     tier.steps.held.update({held.id: Held(held.record, held.btree_key) for held in catalog.steps})

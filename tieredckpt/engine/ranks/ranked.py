@@ -1,4 +1,4 @@
-"""One rank's share of a store of several: saves, restores, and what rank 0 decides."""
+"""One rank of a store of several: its saves and restores, and what it does on messages of the others."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ __all__ = ["Ranked"]
 
 
 class Ranked:
-    """One rank's share of a store of several. Lives on the engine's loop.
+    """One rank of a store of several. Lives on the engine's loop.
 
-    ``open_tiers``, ``look_up`` and ``promote_at_once`` are what a store of one rank does.
+    ``open_tiers``, ``look_up`` and ``promote_at_once`` do what a store of one rank does.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Ranked:
         """Held by the save under way: all ranks number their saves in the order of the calls."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: list[tuple[int, int]] = []
-        """Serial and step of what this rank has let go from RAM, for rank 0."""
+        """Serial and step of the steps that have left this rank's RAM, to be reported to rank 0."""
         self._heard_at = 0.0
-        """When rank 0 last told something."""
+        """When rank 0 last sent a message (monotonic)."""
         self._unsubscribe: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
-        """Open the store with the others."""
+        """Open the store with the other ranks."""
         await self.opening.open()
         if self.replicas is not None:
             await self.replicas.open()
@@ -121,7 +121,7 @@ class Ranked:
             self.group.start(self.replicas.lead(), "copies in the RAM of other nodes")
 
     async def close(self) -> None:
-        """Leave the others."""
+        """Leave the other ranks."""
         await self.group.close()
         self._unsubscribe()
         await self.opening.close()
@@ -134,9 +134,9 @@ class Ranked:
         save: Callable[..., Awaitable[Saved]],
         origin: Origin | None,
     ) -> Saved:
-        """Save this rank's part by ``save``, and let the ranks agree on the step behind the training.
+        """Save this rank's part by ``save``; the ranks vote on the step behind the training.
 
-        ``origin`` is the last restore before the save was called, and ``save`` is `Writer.save` but for the tree.
+        ``origin`` is the last restore before the call; ``save`` is `Writer.save`, with all arguments but the tree.
         """
         state, saved, began = self._state, None, time.monotonic()
         try:
@@ -151,13 +151,13 @@ class Ranked:
         try:
             async with self._guards_saves:
                 own = await in_thread(share)
-                elsewhere = await digests_elsewhere(state, own.replicated)  # while there is no part that could be lost
+                elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
             if saved.tier is None:
                 self._count_as_saved(step, origin)
                 self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
-            state.membership.undecided.add(saved.step)  # at once, or a save that needs room takes the part for none
+            state.membership.undecided.add(saved.step)  # at once, or a save that needs room would drop the part
             streamed = state.membership.streamed.get(saved.step)
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
             alike = with_own(elsewhere, own.replicated, index)
@@ -171,7 +171,7 @@ class Ranked:
         return saved
 
     def _count_as_saved(self, step: int, origin: Origin | None) -> None:
-        """Show the schedule what it sees on ranks that have saved the step, or the next is not saved together."""
+        """Count the step as saved for the schedule, as other ranks do, or not all would save the next one."""
         self._state.branch.count_from(origin)
         self._state.observation.count_save(step)
 
@@ -187,9 +187,9 @@ class Ranked:
                 self.votes.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
 
     async def drained(self) -> None:
-        """Return when the ranks have agreed on every save, and rank 0 has done what is due.
+        """Wait until the ranks have voted on every save, and rank 0 has promoted what is due.
 
-        Raises `TieredCkptError` for a shared tier that fails, and `RanksUnavailable` when nothing is heard any more.
+        Raises `TieredCkptError` if a shared tier fails, and `RanksUnavailable` if rank 0 sends nothing any more.
         """
         state = self._state
         if self.group.deserted:
@@ -209,9 +209,9 @@ class Ranked:
                     raise Failure.of(error).error()
 
     async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
-        """Wait until something changed, for a step that a tier lacks and since when (monotonic) that is waited for.
+        """Wait for a change, while a caller waits for a step on a tier ``since`` some time (monotonic).
 
-        Raises `RanksUnavailable` when rank 0 has not told anything for longer than the step may take.
+        Raises `RanksUnavailable` when rank 0 has sent nothing for longer than the step may take.
         """
         state = self._state
         if self.group.coordinates:
@@ -233,7 +233,7 @@ class Ranked:
     # -- what has left RAM --------------------------------------------------------------------------------
 
     def _note(self, event: Event) -> None:
-        """Remember what this rank let go from RAM: the step is whole there no more."""
+        """Remember a step that has left this rank's RAM: it is not complete there any more."""
         if isinstance(event, StepEvicted) and event.tier == self._state.tiers[0].name:
             self._gone.append((event.serial, event.step))
 
@@ -245,7 +245,7 @@ class Ranked:
         self._gone += gone
 
     async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
-        """At rank 0: steps of which another rank has let its part go are in RAM no more."""
+        """At rank 0: count steps as not in RAM any more of which another rank has dropped its part."""
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
@@ -253,7 +253,7 @@ class Ranked:
                 await self._collector.evictor.let_part_go(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))
 
-    # -- what rank 0 tells ----------------------------------------------------------------------------
+    # -- messages of rank 0 ---------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
         """Tell the other ranks what happened to steps and shared tiers."""
@@ -284,7 +284,7 @@ class Ranked:
             self.group.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
 
     def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
-        """Tell the other ranks that a step cannot come to a tier for now."""
+        """Tell the other ranks that a step cannot be promoted to a tier for now."""
         self.group.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
 
     async def _apply(self, message: Logged) -> None:
@@ -316,7 +316,7 @@ class Ranked:
         state.changed.notify()
 
     async def _hear(self, rank: int, message: Reported) -> None:
-        """At rank 0: what another rank reports."""
+        """At rank 0: act on a report of another rank."""
         match message:
             case RestoreRequested() | RestoreJoined() | RestoreWithdrawn():
                 self.restores.rendezvous.heard(rank, message)
@@ -376,7 +376,7 @@ class Ranked:
         self._state.events.emit(TierRecovered(tier.name))
 
     async def _let_former_steps_go(self) -> None:
-        """At rank 0: steps of former ranks take memory that no save can use; a newer one replaces them."""
+        """At rank 0: evict steps of former ranks once a newer one replaces them: no save can use their memory."""
         first = self._state.tiers[0]
         for step, homes in tuple(self.commits.homes.items()):
             if step not in first.steps.held:
@@ -388,7 +388,7 @@ class Ranked:
                     await self._collector.evictor.evict(step, first)
 
     def _give_back(self) -> None:
-        """Give back the memory of former ranks that holds nothing any more, beside everything else."""
+        """Begin to release the RAM of former ranks that holds no step any more."""
         if self.opening.leftovers:
             held = set(self._state.tiers[0].steps.held)
             self.group.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")

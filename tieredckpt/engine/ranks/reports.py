@@ -1,7 +1,7 @@
 """Reports of ranks to rank 0, which acts for all: damage on shared tiers, signals, promotions that they ask for.
 
-A rank that finds damage on a shared tier reads around it, and one whose machine is taken away may be the only one
-that was warned; but who writes to shared tiers, and asks the policies, is rank 0.
+Any rank may find damage on a shared tier, and the rank whose machine will be taken away may be the only one that is
+warned. But rank 0 alone writes to shared tiers and asks the policies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("tieredckpt")
 class Reports:
     """Sends reports to rank 0, and carries them out there. Lives on the engine's loop.
 
-    ``promote_at_once`` brings a step to a tier before all others.
+    ``promote_at_once`` promotes a step to a tier before all other steps.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Reports:
     # -- every other rank ---------------------------------------------------------------------------------
 
     def signalled(self, name: str, *, on: bool) -> None:
-        """This rank's trainer has raised a signal, or withdrawn it."""
+        """Report that this rank's trainer has raised a signal, or withdrawn it."""
         if not self._group.coordinates:
             self._group.report(Signalled(name, on))
 
     def damaged(
         self, step: StepId, damage: Iterable[Damage], unreadable: Iterable[tuple[Tier, TieredCkptError]]
     ) -> None:
-        """This rank has read around damage; what is on tiers that rank 0 manages is reported."""
+        """Report damage that this rank has found on tiers that rank 0 manages."""
         found: dict[str, set[bytes]] = {}
         for each in damage:
             if not self._state.manages(each.tier):
@@ -76,7 +76,7 @@ class Reports:
     async def promote(self, step: StepId, tier: Tier) -> None:
         """Ask rank 0 to promote a step to a shared tier at once.
 
-        Raises `RanksUnavailable` when it is not there soon; rank 0 may still be at it, and may be asked again.
+        Raises `RanksUnavailable` when it is not there soon; rank 0 may still be copying it, and can be asked again.
         """
         self._group.report(Wanted(step.step, step.serial, tier.name))
         try:
@@ -90,7 +90,7 @@ class Reports:
     # -- rank 0 ---------------------------------------------------------------------------------------
 
     def heard(self, rank: int, said: Damaged | Signalled | Wanted) -> None:
-        """Act on what a rank reports, beside everything else."""
+        """Act on a report of a rank; what takes long runs in a task of its own."""
         match said:
             case Signalled():
                 _log.info("rank %d: signal %r is %s", rank, said.name, "raised" if said.on else "withdrawn")
@@ -108,13 +108,13 @@ class Reports:
         self._promoting.add((step, tier.name))
         try:
             await self._promote_at_once(step, tier)
-        except TieredCkptError as error:  # who wants it asks again while there is time
+        except TieredCkptError as error:  # that rank asks again while there is time
             _log.warning("%s could not be brought to tier %r at once: %s", step, tier.name, error)
         finally:
             self._promoting.discard((step, tier.name))
 
     async def _mend(self, rank: int, told: Damaged) -> None:
-        """Mend what rank 0 finds damaged itself: of many ranks that met it the first is right, or none is."""
+        """Repair what rank 0 finds damaged itself; of many reports of one damage, the first has it repaired."""
         step, tier = StepId(told.serial, told.step), self._state.tier(told.tier)
         async with self._guards_mending:
             if step not in tier.steps.held:
@@ -131,7 +131,7 @@ class Reports:
                 _log.error("%s could not be mended on tier %r: %s", step, tier.name, error)
 
     async def _look_at(self, step: StepId, tier: Tier, digests: set[bytes]) -> list[Damage]:
-        """Those of the chunks that are not on the tier as they should be."""
+        """Read the chunks on the tier; those that are damaged or missing there."""
         found: list[Damage] = []
         async with StepSource.open(self._state, step, only=tier) as source:
             for key, array in source.index.arrays.items():

@@ -1,8 +1,8 @@
-"""When several ranks save: at the same step, though their clocks and what they have measured differ.
+"""Chooses the steps that all ranks save together, though their clocks and their measurements differ.
 
-A schedule whose answer does not hang on the time is asked on every rank, and all have the same answer. Where it
-does, rank 0 alone decides, and tells the others a step some way ahead: the first that a rank asks about from there
-on is the one that all save. How far ahead depends on how fast steps come, and grows when it proved too near.
+If the answer of a schedule does not depend on time, every rank asks it, and all get the same answer. If it does, rank 0
+alone decides, and orders a step some way ahead: all save that step, or the first after it that they ask about. How far
+ahead depends on how fast steps come, and doubles when an order came too late.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _log = logging.getLogger("tieredckpt")
 
 _FARTHEST = 60.0
 _EVER = 1e9
-"""Seconds after which everything that hangs on the time is due."""
+"""Seconds after which everything that depends on time is due."""
 _REMEMBERED = 10_000
-"""Steps that were asked about, for an order that comes too late."""
+"""Past steps that a rank remembers, to recognize an order that comes too late."""
 
 
 class Plan:
-    """The steps that are to be saved, as one rank knows them. `due` is called from the trainer's thread.
+    """The steps that all ranks are to save, as one rank knows them. `due` is called from the trainer's thread.
 
-    ``tell`` lets the other ranks know; of rank 0 alone.
+    ``tell`` sends an order to the other ranks; rank 0 alone calls it.
     """
 
     def __init__(self, state: State, *, coordinates: bool, tell: Callable[[int], None]) -> None:
@@ -41,10 +41,10 @@ class Plan:
         self._planned: deque[int] = deque()
         self._asked: deque[int] = deque(maxlen=_REMEMBERED)
         self._begin: tuple[float, int] | None = None
-        """When the first step was asked about, and which."""
+        """When a rank first asked about a step (monotonic), and about which."""
         self._ahead = limits.in_force.schedule_ahead
         self._last: int | None = None
-        """What was ordered last, and has not failed."""
+        """The last step that was ordered; None if its save failed."""
 
     def due(self, step: int) -> bool:
         """Whether all ranks save after ``step``."""
@@ -69,7 +69,7 @@ class Plan:
         return max(1, math.ceil(self._ahead / max(each, 1e-6))) if step > first else 1
 
     def told(self, at: int) -> int | None:
-        """Apply rank 0's order; returns a step that this rank has passed already, to be given up."""
+        """Apply rank 0's order; returns the step to give up if this rank has passed it already."""
         late = next((step for step in tuple(self._asked) if step >= at), None)
         if late is None:
             self._planned.append(at)
@@ -78,13 +78,13 @@ class Plan:
         return late
 
     def failed(self, step: int) -> None:
-        """A save was not agreed on: if it was ordered, the order may have come too late, and the next has more time."""
+        """Note that a save was aborted: if it was ordered, perhaps too late, so the next order has more time."""
         if self._last is not None and step >= self._last:
             self._last = None
             self._ahead = min(_FARTHEST, 2 * self._ahead)
 
     def reset(self) -> None:
-        """Forget what was planned: training goes on from another step."""
+        """Forget all orders: training goes on from another step."""
         self._planned.clear()
         self._asked.clear()
         self._begin = None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.cohort import Cohort, assert_whole, cohort
 from support.insight import flip_chunk
-from support.scenes import SOON, folder, ram
+from support.scenes import SOON, files_under, folder, ram
 
 from tieredckpt.engine.ranks.messages import Damaged
 from tieredckpt.engine.tier import step_index
@@ -65,7 +65,7 @@ async def test_a_rank_that_sees_damage_where_there_is_none_has_nothing_written(
 ) -> None:
     await saved_and_lost_in_ram(shared_memory, tmp_path)
     async with cohort(3, shared_memory, tmp_path, tiers=tiers(shared_memory, tmp_path)) as ranks:
-        before = sorted((tmp_path / "disk").rglob("*"))
+        before = files_under(tmp_path / "disk")
         reports = ranks[0]._life.engine.mode.ranked.reports
         state = ranks[0]._life.engine.state
         step = state.newest()
@@ -76,7 +76,7 @@ async def test_a_rank_that_sees_damage_where_there_is_none_has_nothing_written(
             said = Damaged(step.step, step.serial, "disk", digests_said)
             await ranks[0]._life.loop.call(reports._mend(2, said))
         assert not ranks.heard[0].of(ChunkRepaired)
-        assert sorted((tmp_path / "disk").rglob("*")) == before
+        assert files_under(tmp_path / "disk") == before
 
 
 async def test_a_signal_that_another_rank_raises_is_seen_by_the_policies_of_rank_0(

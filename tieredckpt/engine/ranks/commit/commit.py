@@ -1,9 +1,9 @@
-"""Brings a step of many ranks to a shared tier: rank 0 orders, every rank writes its part, rank 0 commits.
+"""Promotes a step of many ranks to a shared tier: rank 0 orders, every rank writes its part, rank 0 commits.
 
-rank 0 knows from the parts which rank has which chunk, and what the tier has already. So it tells every rank
-which chunks to write, each chunk to one of the ranks that have it, so that all write about as much. A rank writes
-them as packs and then its part, durably, and answers. Rank 0 reads the parts, merges them and writes the one
-commit. Whatever fails before that, on whatever rank, leaves nothing that a reader would see.
+Rank 0 knows from the parts which rank has which chunk, and which chunks the tier lacks. It assigns each of these to one
+of the ranks that have it, so that all write about the same number of bytes. A rank writes its chunks as packs and then
+its part, durably, and answers. Rank 0 reads the parts, merges them and writes the commit. If anything fails before
+that, on any rank, readers do not see the step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from functools import partial
 from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
-from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step, have_room
+from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
 from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
 from tieredckpt.engine.promoting.pack_writer import write_packs
-from tieredckpt.engine.ranks.commit.merged import placed, without_places
+from tieredckpt.engine.promoting.room import have_room
+from tieredckpt.engine.ranks.commit.merged import cell_sizes, placed, without_places
 from tieredckpt.engine.ranks.commit.parts import (
     check_found,
     encode_own,
@@ -59,7 +60,7 @@ _PARALLEL_READS = 16
 
 
 class Commits:
-    """Orders promotions and carries them out, as one rank does. Lives on the engine's loop."""
+    """Orders promotions at rank 0, and carries them out on every rank. Lives on the engine's loop."""
 
     def __init__(self, state: State, collector: Collector, group: Group, votes: Votes) -> None:
         self._state = state
@@ -68,18 +69,18 @@ class Commits:
         self._votes = votes
         self._ordered = 0
         self.homes: dict[StepId, dict[int, int]] = {}
-        """At rank 0, of steps of former runs: who answers for each part now, by the rank that saved it."""
+        """At rank 0, of steps of former runs: the rank that has each part now, by the rank that saved it."""
         self.folders: dict[StepId, dict[int, Tier]] = {}
-        """Of steps of former runs: the RAM with each part that this rank answers for."""
+        """Of steps of former runs: the RAM with each part that this rank is responsible for."""
         self._carrying_out: dict[tuple[StepId, str], asyncio.Task[None]] = {}
-        """By step and tier: several tiers get one step at a time."""
+        """By step and tier: a step may be on its way to several tiers at once."""
         self.written: dict[tuple[StepId, str], int] = {}
         """Bytes of the packs that this rank wrote of a step to a tier."""
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
     async def promote(self, step: StepId, tier: Tier) -> int:
-        """Bring a step to a shared tier; the bytes of the packs that all ranks wrote.
+        """Promote a step to a shared tier; returns the bytes of the packs that all ranks wrote.
 
         Raises as `copy_step`; `RanksUnavailable` when ranks are silent, `Conflict` when their parts do not fit.
         """
@@ -91,14 +92,14 @@ class Commits:
             return await self.commit(step, tier, parts)
         except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
             if was_there and not tier.steps.keeps(step):
-                raise  # it was evicted meanwhile, and stays away
+                raise  # it was evicted meanwhile, so it does not come back
             others = (other for other in self._state.holders(step) if other is not tier and other.shared)
             if not any(other.answers for other in others):
                 raise
         return await copy_step(self._state, self._collector, step, tier)
 
     async def commit_streamed(self, step: StepId, name: str, parts: Mapping[int, bytes]) -> None:
-        """Commit a step that RAM could not hold, where ranks have streamed their parts; failures are told."""
+        """Commit a step on the tier to which ranks streamed their parts; a failure counts as one of the save."""
         failure: TieredCkptError | None = None
         try:
             await self.commit(step, self._state.tier(name), parts)
@@ -132,13 +133,13 @@ class Commits:
             stored_size(nbytes) for digest, nbytes in sizes.items() if not tier.packs.has_of_part(digest, nbytes)
         )
         await have_room(self._state, self._collector, step, tier, need)
-        # To the end: nothing is collected that ranks refer to, or have just written.
+        # Held to the end, so that no pack is collected that ranks refer to or have just written.
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held:
                 return 0
-            if counted_on - tier.packs.sizes.keys():  # the steps that made room had chunks of this one
+            if counted_on - tier.packs.sizes.keys():  # evicted steps had chunks of this one
                 ranks, sizes = await find()
-            await refer_to_intact(self._state, tier, step, sizes)
+            await refer_to_intact(self._state, tier, step, await self._cell_sizes(step, sizes))
             there = tier.packs.has_of_part
             lacking = {digest: having for digest, having in ranks.items() if not there(digest, sizes[digest])}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
@@ -157,6 +158,13 @@ class Commits:
                         tier.packs.index[chunk.digest] = chunk.where
             await self._remove_parts(step, tier, tuple(parts))
         return sum(nbytes for each in done for nbytes in each.packs.values())
+
+    async def _cell_sizes(self, step: StepId, sizes: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Bytes of chunks, of which the parts of a step that was streamed say what is stored."""
+        whole = self._votes.merged_steps.get(step)
+        if whole is None or step not in self._state.membership.undecided:
+            return sizes
+        return await in_thread(cell_sizes, whole, sizes.keys(), pool=self._state.pool)
 
     async def _order(
         self,
@@ -205,7 +213,7 @@ class Commits:
         return [done[rank] for rank in sorted(done)]
 
     async def _merged(self, step: StepId, tier: Tier, done: Sequence[Done], parts: Mapping[int, bytes]) -> StepIndex:
-        """The step with all chunks where they lie on the tier, once each rank's part is there as it was written."""
+        """Check the part of each rank as it lies on the tier; returns the step with the places of all its chunks."""
         expected = {part: found for each in done for part, found in each.parts.items()}
         written: dict[int, bytes] = {}
         reading = asyncio.Semaphore(_PARALLEL_READS)
@@ -214,7 +222,7 @@ class Commits:
             promised, nbytes = expected[rank]
             async with reading:
                 key = layout.part_key(step.step, step.serial, rank)
-                # What is wrong here is the tier's and not the step's, for the rank still has its part.
+                # This is an error of the tier and not of the step: the rank still has its part.
                 anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
                 try:
                     written[rank] = await tier.store.get(key, limit=min(nbytes, _PART_MAX))
@@ -242,7 +250,7 @@ class Commits:
     # -- every rank ---------------------------------------------------------------------------------------
 
     def carry_out(self, order: Promote) -> None:
-        """Write what rank 0 ordered, beside everything else, and answer it. An older order for it there ends."""
+        """Begin to write what rank 0 ordered; an older order for the same step and tier is cancelled."""
         step = StepId(order.serial, order.step)
         self._carrying_out = {what: task for what, task in self._carrying_out.items() if not task.done()}
         before = self._carrying_out.get((step, order.tier))
@@ -288,16 +296,16 @@ class Commits:
         return Done(written.sizes, found, time.monotonic() - begin, failure)
 
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
-        """The packs of a part that was streamed to the tier when it was saved, which rank 0 does not know."""
+        """The packs of a part that a save streamed to the tier; rank 0 does not know them yet."""
         streamed = self._state.membership.streamed.get(step)
         if streamed is None or streamed.tier is not tier:
             return {}
-        with suppress(TieredCkptError):  # a pack that is gone is missed by rank 0, who says so
+        with suppress(TieredCkptError):  # rank 0 notices a pack that is gone, and fails
             return {path: (await tier.store.stat(path)).size for path in streamed.packs}
         return {}
 
     async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes, written: WrittenPacks) -> bytes:
-        """Write some chunks of a part as packs, which are added to ``written``; the part, encoded."""
+        """Write some chunks of a part as packs, and add these to ``written``; returns the part, encoded."""
         streamed = self._state.membership.streamed.get(step)
         if streamed is not None and streamed.tier is tier:
             return await in_thread(encode_own, streamed.index, pool=self._state.pool)

@@ -1,7 +1,7 @@
-"""Compares what several ranks have alike and divide among them: of each piece, one rank alone stores the bytes.
+"""Compares equal data of several ranks that divide its storage: only one rank stores the bytes of each piece.
 
-Every rank digests the pieces that others store, before its save returns, and votes with one digest for each group of
-ranks that have the same. Where these differ, rank 0 asks all for the digests of the chunks, and names key and rank.
+Before its save returns, every rank digests the pieces that others store. It votes with one digest for each group of
+ranks with equal data. If these differ, rank 0 asks all ranks for the digests of the chunks, and names key and rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tieredckpt.concurrency import in_thread, settle
 from tieredckpt.engine.ranks.communicator import RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import CompareReplicas
+from tieredckpt.engine.saving.cells import Cell
+from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import decode, encode
@@ -23,7 +25,7 @@ from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.manifest import StepIndex
 from tieredckpt.format.replicas import Difference, array_key, differences, show_ranks
-from tieredckpt.tree.flatten import Replicated
+from tieredckpt.tree.flatten import Flat, Replicated
 from tieredckpt.tree.leaf import ArrayLeaf
 
 __all__ = ["Comparison", "Digests", "digests_elsewhere", "with_own"]
@@ -34,19 +36,22 @@ Digests = dict[str, bytes]
 """The digests of all chunks of some pieces, one after another, by the storage key of the piece."""
 
 
-async def digests_elsewhere(state: State, groups: Sequence[Replicated]) -> dict[bytes, Digests]:
-    """The digests of what this rank has and others store, by the name of the group of ranks.
+async def digests_elsewhere(state: State, flat: Flat) -> dict[bytes, Digests]:
+    """The digests of pieces that this rank has and others store, by the name of the group of ranks.
 
-    Reads the arrays, and no thread does so any more when this ends.
+    Reads the arrays; when this ends, no thread reads them any more.
     """
-    compared = groups if state.config.when_replicas_differ != "ignore" else ()
-    return {_name(group): await _Pass(group.elsewhere, state.config.chunk_size).run(state) for group in compared}
+    compared = flat.replicated if state.config.when_replicas_differ != "ignore" else ()
+    outlet = Outlet(state.host_memory, flat.ready)
+    return {
+        _name(group): await _Pass(group.elsewhere, state.config.chunk_size, outlet).run(state) for group in compared
+    }
 
 
 def with_own(
     elsewhere: Mapping[bytes, Digests], groups: Sequence[Replicated], index: StepIndex
 ) -> dict[bytes, Digests]:
-    """``elsewhere`` with the digests of what this rank stores itself, of which ``index`` is."""
+    """``elsewhere`` with the digests of the pieces that this rank stores itself, from the ``index`` of its part."""
     return {
         name: elsewhere[name]
         | {key: b"".join([chunk.digest for chunk in index.arrays[key].chunks]) for key in group.here}
@@ -60,10 +65,10 @@ def _name(group: Replicated) -> bytes:
 
 
 class _Pass:
-    """Digests of leaves by several threads. What is on a device is fetched leaf by leaf."""
+    """Digests of leaves by several threads. What is on a device is fetched cell by cell."""
 
-    def __init__(self, leaves: Sequence[ArrayLeaf], chunk_size: int) -> None:
-        self._cells = enumerate(_cells(leaves, chunk_size))
+    def __init__(self, leaves: Sequence[ArrayLeaf], chunk_size: int, outlet: Outlet) -> None:
+        self._cells = enumerate(_cells(leaves, chunk_size, outlet))
         self._guards_cells = threading.Lock()
         self._found: list[tuple[int, str, bytes]] = []
         self._stop = False
@@ -96,13 +101,18 @@ class _Pass:
             raise
 
 
-def _cells(leaves: Iterable[ArrayLeaf], chunk_size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def _cells(leaves: Iterable[ArrayLeaf], chunk_size: int, outlet: Outlet) -> Iterator[tuple[str, Callable[[], bytes]]]:
     for leaf in leaves:
-        planned = Snapshot.of([leaf], chunk_size, {})
+        planned = Snapshot.of([leaf], chunk_size, {}, outlet=outlet)
         for value in planned.inline.get(0, ()):
             yield leaf.key, partial(digest, value)
         for cell in planned.pending:
-            yield leaf.key, cell.digest
+            yield leaf.key, partial(_digest, cell, outlet)
+
+
+def _digest(cell: Cell, outlet: Outlet) -> bytes:
+    with outlet.link(cell.nbytes) as link:
+        return cell.digest_by(link)
 
 
 class Comparison:
@@ -128,14 +138,14 @@ class Comparison:
     async def differing(
         self, attempt: str, votes: Mapping[int, Mapping[bytes, bytes]], deadline: float
     ) -> tuple[Difference, ...]:
-        """At rank 0: who has what else than the rest, given the digests that every rank voted with.
+        """At rank 0: which ranks differ from the rest, and in what, given the digests that every rank voted with.
 
-        Waits until ``deadline``, by the loop's clock. A rank that does not say by then what it has is left out, unless
-        such steps are refused.
+        Waits until ``deadline``, by the loop's clock. A rank that has not answered by then is left out, unless the
+        configuration refuses such steps.
 
         Raises:
             Conflict: not all ranks have the same leaves.
-            RanksUnavailable: a rank is left out, and such steps are refused.
+            RanksUnavailable: a rank has not answered, and the configuration refuses such steps.
         """
         values: dict[bytes, set[bytes]] = {}
         for voted in votes.values():
@@ -160,7 +170,7 @@ class Comparison:
         return found
 
     async def answer(self, asked: CompareReplicas) -> None:
-        """Tell rank 0 what this rank has."""
+        """Send rank 0 the digests of this rank."""
         await self._group.gather(_topic(asked), self._said(asked))
 
     def _said(self, asked: CompareReplicas) -> bytes:
@@ -175,7 +185,7 @@ def _topic(asked: CompareReplicas) -> str:
 def _compared(
     groups: Sequence[bytes], votes: Mapping[int, Mapping[bytes, bytes]], came: Mapping[int, bytes]
 ) -> tuple[tuple[Difference, ...], list[int]]:
-    """Who differs in some groups of ranks, and who of these groups has not said what it has."""
+    """What differs in some groups of ranks, and the ranks of these groups that have not sent their digests."""
     said: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
     silent = [rank for rank in votes if any(name in votes[rank] and name not in said.get(rank, {}) for name in groups)]
     return tuple(difference for name in groups for difference in differences(_by_key(name, said))), silent
@@ -188,7 +198,7 @@ def _by_key(name: bytes, said: Mapping[int, Mapping[bytes, Digests]]) -> dict[st
     for rank, found in members.items():
         for key, own in found.items():
             pieces.setdefault(array_key(key), {}).setdefault(rank, set()).add((key, len(own)))
-    # What only some have moves the pieces of all the rest, so it is looked for first.
+    # A leaf that only some ranks have moves the pieces of all others, so look for it first.
     for key, by_rank in pieces.items():
         if lacking := members.keys() - by_rank:
             raise Conflict(

@@ -1,12 +1,12 @@
-"""Merged steps, kept from the vote to the last commit: the tree and all digests, without places.
+"""Merged steps, kept from the vote to the last commit: the tree and all digests, without the places of chunks.
 
-A step is merged from the parts of its ranks once, when they agree on it. Each tier that gets it adds where its chunks
-lie there, which is far less work than to merge the parts once more. A chunk takes its digest, 16 bytes.
+Rank 0 merges the parts of a step once, at the vote. For each tier it then adds the places of the chunks there, which is
+far less work than to merge the parts again. A chunk takes 16 bytes, its digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,13 @@ from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["MergedStep", "MergedSteps", "placed", "without_places"]
+__all__ = ["MergedStep", "MergedSteps", "cell_sizes", "placed", "without_places"]
 
 _KEPT = 2
-"""Steps that are kept: the one that tiers are given, and the one that was saved meanwhile."""
+"""Steps that are kept: the one that is being promoted, and the one that was saved meanwhile."""
 
 _NOTHING: Mapping[int, bytes] = {}
-"""One for all arrays without inline chunks, of which blocks that cannot be joined make very many."""
+"""One object for all arrays without inline chunks: blocks that cannot be joined make very many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class MergedStep:
-    """A step of all its ranks, wherever its chunks may lie."""
+    """A step of all its ranks, without the places of its chunks."""
 
     record: StepRecord
     arrays: Mapping[str, _Array]
 
 
 def without_places(index: StepIndex) -> MergedStep:
-    """What of a merged step is the same on every tier."""
+    """The content of a merged step that is the same on every tier."""
     return MergedStep(
         index.record,
         {
@@ -63,10 +63,19 @@ def without_places(index: StepIndex) -> MergedStep:
     )
 
 
+def cell_sizes(whole: MergedStep, digests: Collection[bytes]) -> dict[bytes, int]:
+    """Bytes of some chunks of a step, whatever is stored of them."""
+    found: dict[bytes, int] = {}
+    for array in whole.arrays.values():
+        of_array = np.frombuffer(array.digests, f"V{SIZE}").tolist()
+        found.update((digest, array.grid.cell_nbytes) for digest in of_array if digest in digests)
+    return found
+
+
 def placed(
     whole: MergedStep, written: Mapping[bytes, Extent], there: Mapping[bytes, Extent], encoding: Encoding
 ) -> StepIndex:
-    """The step on a tier, where the ranks have ``written`` chunks of it, and others were ``there`` before.
+    """The step on a tier, to which the ranks have ``written`` some of its chunks, and which had others ``there``.
 
     Raises:
         Conflict: a chunk is nowhere on the tier.
@@ -94,7 +103,7 @@ def placed(
 
 
 class MergedSteps:
-    """The last steps that the ranks have agreed on, each until it has left RAM or newer ones have come.
+    """The last steps that the ranks have committed, each until it has left RAM or newer ones have come.
 
     Lives on the engine's loop.
     """

@@ -29,7 +29,7 @@ def _as_part(record: StepRecord) -> StepRecord:
 
 
 def encode_written(index: StepIndex, written: Extents) -> bytes:
-    """The part of a rank for a shared tier, of whose chunks it has written some there."""
+    """The part of a rank for a shared tier, with the places of the chunks that it has ``written`` there."""
     return encode_part(
         Part(
             _as_part(index.record),
@@ -54,7 +54,7 @@ def merge_parts(parts: Mapping[int, bytes]) -> StepIndex:
 
 
 def extents_of(parts: Mapping[int, bytes]) -> dict[bytes, Extent]:
-    """Where the chunks are that the ranks have written, by digest. Raises `Corrupt`."""
+    """The places of the chunks that the ranks have written, by digest. Raises `Corrupt`."""
     found: dict[bytes, Extent] = {}
     for rank, data in parts.items():
         found.update(decode_extents(data, f"the part of rank {rank}"))
@@ -64,8 +64,9 @@ def extents_of(parts: Mapping[int, bytes]) -> dict[bytes, Extent]:
 def holders(
     parts: Mapping[int, bytes], there: Callable[[bytes, int], bool]
 ) -> tuple[dict[bytes, list[int]], dict[bytes, int]]:
-    """The ranks that have each chunk, and its bytes as it lies there, by digest; without those ``there``, and small
-    ones.
+    """By digest, the ranks that have each chunk, and its bytes as it lies in RAM.
+
+    Leaves out chunks that are ``there`` already, and those that lie in the index.
     """
     ranks: dict[bytes, list[int]] = {}
     sizes: dict[bytes, int] = {}
@@ -80,10 +81,10 @@ def holders(
 
 
 def share_out(ranks: Mapping[bytes, list[int]], sizes: Mapping[bytes, int]) -> dict[int, list[bytes]]:
-    """Which rank writes which chunk: one that has it, so that all write about as much."""
+    """Assign each chunk to one of the ranks that have it, so that all write about the same number of bytes."""
     load: dict[int, int] = {}
     shares: dict[int, list[bytes]] = {}
-    # Those that only one has are no choice; of the rest the largest first, for the small ones even it out.
+    # First the chunks that only one rank has, then the largest; the small ones at the end even the loads out.
     for digest in sorted(ranks, key=lambda digest: (len(ranks[digest]) > 1, -sizes[digest])):
         rank = min(ranks[digest], key=lambda rank: load.get(rank, 0))
         load[rank] = load.get(rank, 0) + sizes[digest]
@@ -92,7 +93,7 @@ def share_out(ranks: Mapping[bytes, list[int]], sizes: Mapping[bytes, int]) -> d
 
 
 def check_found(index: StepIndex, packs: Collection[str]) -> None:
-    """Raise `Conflict` for a chunk in a pack that is not, or no more, on the tier."""
+    """Raise `Conflict` for a chunk in a pack that is not on the tier."""
     gone = {
         where.path
         for array in index.arrays.values()

@@ -20,9 +20,9 @@ class SharedTiers(OwnTiers):
     """Slower tiers that rank 0 manages for all ranks. Lives on the engine's loop."""
 
     async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
-        """Hold no lock: a commit holds it while it waits for a silent rank, and no save waits for that.
+        """Hold no lock: a commit holds it while it waits for a silent rank, and a save must not wait for that.
 
-        What the save refers to is noted in ``tier.packs.streamed_to``, which keeps it from collection.
+        ``tier.packs.streamed_to`` lists the packs that the save refers to, and so keeps them from collection.
         """
 
     def add_packs(self, tier: Tier, written: WrittenPacks) -> None:

@@ -1,13 +1,12 @@
-"""Makes one step of what every rank has saved by itself: all have their parts and they fit, or there is no step.
+"""The vote of all ranks on a save: either all have their parts and these fit, or there is no step.
 
-A save returns without a word to anybody. Behind it, every rank tells rank 0 what it has: step, serial and
-its part, which names all chunks by their digests. Once all have, and their parts fit together, rank 0 tells
-*agreed*: from then on the step counts as held. Otherwise it tells *failed*: every rank lets its part go, and all
-continue with one serial, so that the next save works.
+A save returns without waiting for other ranks. Behind it, every rank votes: it sends rank 0 step, serial and its part,
+which names all chunks by their digests. When all votes are there and the parts fit together, rank 0 sends `Committed`:
+from then on the step counts as held. Otherwise it sends `Aborted`: every rank drops its part, and all continue with
+one serial, so that the next save works.
 
-Ranks may skip a save, or make it long after the others. So that what they say of different saves is never
-mixed up, an *attempt* is named by the step, by how often that step was saved, and by the epoch of the last
-restore that all ranks began together.
+Ranks may skip a save, or make it long after the others. An *attempt* keeps the votes on different saves apart. It is
+named by the epoch of the last restore of all ranks, the step, and how often that step was saved since.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ StepNumbers = tuple[tuple[int, int], ...]
 
 
 class Missed(Exception):
-    """The other ranks have given this save up already."""
+    """The other ranks have aborted this save already."""
 
 
 class Votes:
-    """What the ranks agree on after each save, as one of them sees it. Lives on the engine's loop.
+    """The votes of the ranks on their saves, as one rank sees them. Lives on the engine's loop.
 
-    ``commit_streamed`` commits a step on the shared tier to which ranks have streamed their parts. ``gone`` gives the
-    steps that have left this rank's RAM since it was asked before, and ``forget`` counts such steps of other ranks as
-    not held there.
+    ``commit_streamed`` commits a step on the shared tier to which ranks have streamed their parts. ``gone`` returns the
+    steps that have left this rank's RAM since its last call, and ``forget`` counts such steps of other ranks as not
+    held there.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Votes:
         self.parts: dict[StepId, dict[int, bytes]] = {}
         """At rank 0: the encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
-        """At rank 0: what the parts make together."""
+        """At rank 0: the steps that the parts make together."""
         self.comparison = Comparison(state, group)
         self._epoch = 0
         """Of the last restore."""
@@ -80,9 +79,9 @@ class Votes:
         self._saving: set[str] = set()
         """Attempts that are being copied here."""
         self._announced: dict[str, StepId] = {}
-        """Attempts of which this rank has its part, and that rank 0 has not decided on."""
+        """Attempts that this rank has voted for, and that rank 0 has not decided on."""
         self._missed: dict[str, str] = {}
-        """Attempts that failed before this rank had its part of them, and why."""
+        """Attempts that were aborted before this rank had its part of them, and why."""
         self._suspects: set[tuple[int, ...]] = set()
         """At rank 0: the ranks that differed in the last save that was compared."""
         self._open: set[str] = set()
@@ -91,7 +90,7 @@ class Votes:
     # -- this rank's saves --------------------------------------------------------------------------------
 
     def begin(self, step: int) -> str:
-        """Name the attempt that a save of ``step`` is. Raises `Missed` when the others have given it up."""
+        """Name the attempt of a new save of ``step``. Raises `Missed` if it was aborted already."""
         attempt = f"{self._epoch}.{step}.{self._saves[step]}"
         self._saves[step] += 1
         if (reason := self._missed.pop(attempt, None)) is not None:
@@ -110,9 +109,9 @@ class Votes:
     def saved(
         self, attempt: str, step: StepId, index: StepIndex, tier: str | None, replicas: Mapping[bytes, Digests]
     ) -> None:
-        """Tell rank 0, behind the training, that this rank has its part: in RAM, or streamed to ``tier``.
+        """Vote yes, behind the training: this rank has its part in RAM, or has streamed it to ``tier``.
 
-        ``replicas`` has the digests of what it and others divide among them.
+        ``replicas`` has the digests of the data that it and others store in common.
         """
         self._saving.discard(attempt)
         self._announced[attempt] = step
@@ -131,7 +130,7 @@ class Votes:
         restored: int,
         replicas: dict[bytes, bytes],
     ) -> None:
-        if (reason := self._missed.pop(attempt, None)) is not None:  # the others gave up while it was copied
+        if (reason := self._missed.pop(attempt, None)) is not None:  # it was aborted while it was copied
             await self._let_go(attempt, reason)
             return
         part = await in_thread(encode_own, index, pool=self._state.pool)
@@ -147,7 +146,7 @@ class Votes:
         await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
-        """Tell rank 0, behind the training, that this rank has nothing."""
+        """Vote no, behind the training: this rank has no part."""
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
         save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
@@ -168,7 +167,7 @@ class Votes:
         self._doubt(attempt, step, f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s")
 
     def _doubt(self, attempt: str, step: StepId, reason: str) -> None:
-        """Wait no more; the part stays, should rank 0 come back and decide."""
+        """Stop waiting; the part stays, as rank 0 may still decide."""
         if attempt in self._announced:
             self._group.missed([COORDINATOR])
             self.comparison.forget(attempt)
@@ -194,7 +193,7 @@ class Votes:
             ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
             reason = str(error)
             if isinstance(error, ReplicasDisagree):
-                # Of the few ranks that store a copy all are suspect; a comparison of all ranks knows better.
+                # All of the few ranks that store a copy are suspect; a comparison of all ranks tells which is wrong.
                 named = {rank for found in differing for rank in found.ranks}
                 reason = _told(differing) if named else reason
                 differing = (*differing, *(found for found in error.found if named.isdisjoint(found.ranks)))
@@ -225,7 +224,7 @@ class Votes:
             await self._commit_streamed(step, tier, parts)
 
     def _check(self, step: StepId, differing: Sequence[Difference]) -> None:
-        """Log replicas that are not equal, once as long as the same ranks differ.
+        """Log replicas that are not equal, but not again while the same ranks differ.
 
         Raises `ReplicasDisagree` if the configuration says so.
         """
@@ -239,7 +238,7 @@ class Votes:
             _log.error("%s: %s", step, told)
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
-        """What every rank has to say of its save; raises when not all have saved the same step."""
+        """Collect the votes of all ranks; raises when not all have saved the same step."""
         group = self._group
         mine = encode(saves[COORDINATOR])
         missing: Sequence[int] = ()
@@ -271,14 +270,14 @@ class Votes:
             raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
 
     def _after(self, saves: Mapping[int, Save]) -> int:
-        """The serial that all ranks continue from; rank 0 may have a save less than the others."""
+        """The serial that all ranks continue from; rank 0 may have made one save less than the others."""
         known = max(self._state.branch.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
         return known if saves[COORDINATOR].serial else known + 1
 
-    # -- what was decided ---------------------------------------------------------------------------------
+    # -- the decision -------------------------------------------------------------------------------------
 
     async def apply(self, message: Committed | CompareReplicas | Aborted) -> None:
-        """Do what rank 0 tells of a vote."""
+        """Apply a message of rank 0 about a vote."""
         match message:
             case Committed():
                 await self._apply_committed(message)
@@ -288,7 +287,7 @@ class Votes:
                 self._group.start(self.comparison.answer(message), f"comparison of {message.attempt}")
 
     async def _apply_committed(self, agreed: Committed) -> None:
-        """Count the step as held; without all parts in RAM, it is once it was committed on a shared tier."""
+        """Count the step as held, or as undecided until its commit on a shared tier if RAM has not all parts."""
         step = agreed.record.id
         self._announced.pop(agreed.attempt, None)
         self.comparison.forget(agreed.attempt)
@@ -306,7 +305,7 @@ class Votes:
         self._state.changed.notify()
 
     async def _apply_aborted(self, failed: Aborted) -> None:
-        """Drop this rank's part, and continue with the serial that all others continue with."""
+        """Drop this rank's part, and continue from the serial of all ranks."""
         self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
         self._emit(StepId(failed.serial, failed.step), failed.differing)
         if failed.attempt in self._announced:
@@ -318,17 +317,17 @@ class Votes:
         await self._forget_older(StepId(failed.serial, failed.step), failed.open)
 
     def _is_to_come(self, attempt: str) -> bool:
-        """Whether this rank is still at an attempt, or will come to it."""
+        """Whether this rank is still copying for an attempt, or has not begun it."""
         epoch, step, nth = map(int, attempt.split("."))
         return attempt in self._saving or (epoch == self._epoch and nth >= self._saves[step])
 
     async def end_streamed(self, step: StepId, failure: TieredCkptError | None) -> None:
-        """A step that did not fit into RAM is on a shared tier now, or will not get there."""
+        """End the wait for a step that did not fit into RAM: it is on a shared tier, or failed to get there."""
         if step in self._state.membership.undecided:
             await self.drop(step, failure)
 
     async def drop(self, step: StepId, failure: TieredCkptError | None = None) -> None:
-        """Take this rank's part of a step back that is, or becomes, none because of ``failure``."""
+        """Drop this rank's part of a step that is not, or will not be, committed because of ``failure``."""
         self._state.membership.undecided.discard(step)
         self._state.branch.failed(step)
         self._state.membership.streamed.pop(step, None)
@@ -358,7 +357,7 @@ class Votes:
         self._state.changed.notify()
 
     async def _forget_older(self, step: StepId, opened: Sequence[str]) -> None:
-        """Give up what this rank saved before and rank 0 did not: it decides in the order of its own saves."""
+        """Give up older attempts that rank 0 has not made: it decides in the order of its own saves."""
         for attempt, before in tuple(self._announced.items()):
             if before.serial and before < step and attempt not in opened and not self._group.coordinates:
                 await self._give_up(attempt, (COORDINATOR,), f"rank {COORDINATOR} has not saved it")

@@ -1,8 +1,8 @@
-"""Copies of ranks' parts in the RAM of other nodes: how one is given, and how one is kept.
+"""Copies one rank's part of a step into the RAM of another node: `give` sends it, `keep` receives and commits it.
 
-A rank offers what its part of a step consists of; the keeper answers which chunks it lacks, gets those into the
-slab that it has for that rank, verifies each, and commits the part as the rank itself did. A replica folder has
-the format of every RAM tier, so that whoever restores reads it as such.
+The source offers the list of chunks of its part. The holder answers which of them it lacks, receives these into the
+slab that it has for that rank, verifies each, and commits the part as the rank itself did. A replica folder has the
+format of every RAM tier, so a restore reads it as one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _AHEAD = 2
 
 Bytes = npt.NDArray[np.uint8]
 MakeRoom = Callable[[Tier, Callable[[], bool]], Awaitable[object]]
-"""Lets older steps go from a tier until there is room enough, as far as they may."""
+"""Evicts older steps from a tier until there is enough room, as far as they may leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Transfer:
 
     @property
     def tag(self) -> int:
-        """Odd, where exchanges of chunks have even ones; MPI grants no more than 32,767 of them."""
+        """Odd, as exchanges of chunks have even ones; MPI allows tags up to 32,767."""
         return 2 * (self.number % _TAGS) + 1
 
     def topic(self, what: str) -> str:
@@ -69,7 +69,7 @@ class Transfer:
 
 
 class Refused(TieredCkptError):
-    """The rank that was to keep a part could not."""
+    """The rank that was to hold a part could not."""
 
     def __init__(self, rank: int, failure: Failure) -> None:
         super().__init__(f"rank {rank}: {failure.text}")
@@ -78,7 +78,7 @@ class Refused(TieredCkptError):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What a keeper lacks, as digests one after another; or why it cannot keep the part."""
+    """The digests of the chunks that a holder lacks, one after another; or why it cannot hold the part."""
 
     lacks: bytes = b""
     failure: Failure | None = None
@@ -117,7 +117,7 @@ async def _take_answer(transfer: Transfer, what: str, source: int) -> list[bytes
 
 
 def _offer(index: StepIndex) -> bytes:
-    """All of a part but the bytes of its chunks; small ones are in the index and go with it."""
+    """A part without the bytes of its chunks, except small ones, which lie in the index."""
     arrays = {
         key: PartArray(
             array.grid,
@@ -144,10 +144,10 @@ async def _send(transfer: Transfer, ram: Ram, index: StepIndex, lacks: Sequence[
 
 
 async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_room: MakeRoom) -> StepId:
-    """Take the part of a step that rank ``source`` gives, and commit it on ``tier``, one in RAM; returns the step.
+    """Receive the part of a step from rank ``source``, and commit it on ``tier``, one in RAM; returns the step.
 
     Raises:
-        NotFound: the other rank has it no more.
+        NotFound: the other rank does not have it any more.
         RanksUnavailable: the other rank does not answer.
         TierUnavailable: the RAM is not there any more; the other rank is told.
         NoSpace: it does not fit, with the numbers; the other rank is told.
@@ -220,25 +220,25 @@ async def _have_room(tier: Tier, ram: Ram, step: StepId, sizes: Mapping[bytes, i
 
 @dataclass
 class _Taken:
-    """What a part that is being kept uses of the slab: chunks that were there, and extents for those to come."""
+    """What a part that is being received uses of the slab: chunks that were there, and extents for the others."""
 
     tier: Tier
     ram: Ram
     uses: list[bytes] = field(default_factory=list)
     extents: dict[bytes, tuple[int, Bytes]] = field(default_factory=dict)
-    """Of chunks that have not come yet."""
+    """Of chunks that have not arrived yet."""
     places: dict[bytes, Extent] = field(default_factory=dict)
     committed: bool = False
 
     def have_memory(self, sizes: Mapping[bytes, int]) -> None:
-        """Grow the slab once for all that is not there. Blocking."""
+        """Grow the slab once for all chunks that are not there. Blocks."""
         slab = self.ram.slab
         lacking = sum(slab_size(nbytes) for digest, nbytes in sizes.items() if self.ram.index.find(digest) is None)
-        with suppress(NoSpace):  # then it is the first extent that is refused
+        with suppress(NoSpace):  # then the first extent is refused
             slab.reserve(slab.used + lacking)
 
     def reserve(self, sizes: Mapping[bytes, int]) -> list[bytes]:
-        """Use what is there, and have an extent for all else, whose digests are returned. Raises `NoSpace`."""
+        """Use the chunks that are there, take extents for the others, and return their digests. Raises `NoSpace`."""
         for digest, nbytes in sizes.items():
             offset = self.ram.index.take(digest)
             if offset is not None:
@@ -254,7 +254,7 @@ class _Taken:
         return list(self.extents)
 
     def arrived(self, digest: bytes) -> None:
-        """Count a chunk as there: its extent has its bytes."""
+        """Count a chunk as there: its bytes have arrived in its extent."""
         offset, memory = self.extents.pop(digest)
         self._use(digest, self.ram.index.add(digest, offset, memory.size), memory.size)
 
@@ -263,7 +263,7 @@ class _Taken:
         self.places[digest] = Extent(self.ram.store.slab_key, offset, nbytes)
 
     def located(self, arrays: Mapping[str, PartArray]) -> dict[str, ArrayIndex]:
-        """The arrays of the part, with every chunk where it lies here."""
+        """The arrays of the part, with the place of every chunk in this slab."""
         return {
             key: ArrayIndex(
                 array.grid,
@@ -277,7 +277,7 @@ class _Taken:
         }
 
     def end(self) -> None:
-        """Give back what no commit uses."""
+        """Release what no commit uses."""
         for offset, memory in self.extents.values():
             self.ram.index.release(offset, memory.size)
         self.extents.clear()
@@ -287,7 +287,7 @@ class _Taken:
 
 
 async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Iterable[bytes], source: int) -> None:
-    """Fill the extents. All that was asked for is taken, whatever is wrong with it: the next is to be the next."""
+    """Fill the extents. Receives all chunks, also after a damaged one: they come in order, without names."""
     checking: set[asyncio.Task[bool]] = set()
     wrong = 0
     try:

@@ -1,9 +1,9 @@
-"""Where the replicas of each rank's part go: on other nodes, and where told in other racks.
+"""Chooses where the replicas of each rank's part go: on other nodes and, where racks are named, in other racks.
 
-Nodes form groups, and every node of a group keeps what all of it has: with N nodes and m copies the loss of k
-nodes loses a part only if it takes a whole group, which fewer sets of k nodes do than under any other placement.
-Where m does not divide N, one group has the rest as well and is a ring: a node's copies lie on the m - 1 nodes
-after it. Both are the placement of Gemini (Wang et al., "GEMINI: Fast Failure Recovery in Distributed
+Nodes form groups, and every node of a group keeps the parts of the whole group. With N nodes and m copies, the loss of
+k nodes loses a part only if a whole group is lost, and fewer sets of k nodes contain a whole group than under any other
+placement. If m does not divide N, one group has the remaining nodes as well and is a ring: the copies of a node lie on
+the m - 1 nodes after it. Both are the placement of Gemini (Wang et al., "GEMINI: Fast Failure Recovery in Distributed
 Training with In-Memory Checkpoints", SOSP 2023, algorithm 1, "mixed placement").
 """
 
@@ -28,7 +28,7 @@ def place_nodes(racks: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]
     Args:
         racks: of each node, by its number; nodes of one rack never keep copies of each other. Where racks do not
             matter, each node is its own.
-        copies: of everything, the node's own among them.
+        copies: of every part, the node's own included.
 
     Returns:
         ``copies - 1`` nodes for each. Every node keeps as much for others as they keep for it, unless racks are so
@@ -59,10 +59,10 @@ def place_ranks(
 
     Args:
         nodes: that each rank runs on, by rank.
-        copies: of every part, the rank's own among them; as many as there can be where that is fewer.
-        racks: of each node, where copies may not share one; None where that does not matter.
+        copies: of every part, the rank's own included; fewer where there are not enough nodes or racks.
+        racks: of each node, if copies may not share a rack; None if they may.
 
-    The ranks of one node spread their copies over the ranks of the other, so that none keeps more than its share.
+    The ranks of one node spread their copies over the ranks of the other, so that no rank keeps more than its share.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -80,7 +80,7 @@ def place_ranks(
 def _groups(racks: Sequence[Hashable], copies: int) -> list[list[int]] | None:
     """Groups of at least ``copies`` nodes, no two of one rack; None if there are none.
 
-    One group takes the rest; where it finds too few racks, all groups share it.
+    One group takes the remaining nodes; if that has too few racks, all groups share them.
     """
     count, rest = divmod(len(racks), copies)
     as_in_the_paper = [copies + rest] + [copies] * (count - 1)
@@ -91,7 +91,7 @@ def _groups(racks: Sequence[Hashable], copies: int) -> list[list[int]] | None:
 def _filled(racks: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]] | None:
     """Groups of these sizes, largest first, each filled from the racks that have the most nodes left.
 
-    If that fails, every way does: Gale and Ryser's condition on the sizes of rows and columns.
+    If that fails, no other way works: Gale and Ryser's condition on the sizes of rows and columns.
     """
     nodes_of: dict[Hashable, list[int]] = {}
     for node, rack in enumerate(racks):

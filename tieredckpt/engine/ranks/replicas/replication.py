@@ -1,8 +1,8 @@
-"""Keeps the newest step in the RAM of several nodes, behind the training: who gives what to whom, and when.
+"""Keeps the newest step in the RAM of several nodes, behind the training: orders the copies, and makes them.
 
-rank 0 knows which rank has which part, in its own RAM or kept for another. Whenever a newer step was agreed on,
-or parts are missing where they should be, it orders the copies of one step, and every rank carries out those that
-it gives or takes. Older copies go when all of a newer step has arrived, so that a whole step is always there.
+Rank 0 knows which rank has which part, in its own RAM or as a copy for another rank. When a newer step was committed,
+or parts are missing where they should be, it orders the copies of one step, and every rank sends and receives its share
+of them. Older copies are dropped when all copies of a newer step are complete, so one complete step is always there.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _log = logging.getLogger("tieredckpt")
 
 _SUFFIX = ".replica"
 _LACKING = b"lacking"
-"""What a rank says that cannot keep anything."""
+"""The answer of a rank that has no memory for replicas."""
 
 
 def replica_folder(own: Path, rank: int) -> Path:
-    """Where a rank whose own RAM folder is ``own`` keeps the parts of another."""
+    """The folder for the parts of another ``rank``, of a rank whose own RAM folder is ``own``."""
     return own.parent / f"{RANK_FOLDER}{rank}{_SUFFIX}"
 
 
 class _Has(msgspec.Struct, array_like=True, frozen=True):
-    """The steps of which a rank has parts: its own, and those that it keeps, by rank."""
+    """The steps of which a rank has parts: its own parts, and those of other ranks, by rank."""
 
     own: list[StepId]
     kept: dict[int, list[StepId]]
@@ -67,11 +67,11 @@ class _Copied(msgspec.Struct, frozen=True):
     sent: int = 0
     failure: Failure | None = None
     ranks: tuple[int, ...] = ()
-    """Those that it is for."""
+    """The ranks that caused the failure."""
 
 
 class Replication:
-    """What one rank does so that parts survive the loss of a node. Lives on the engine's loop; rank 0 leads."""
+    """Keeps copies of parts on other nodes, as one rank does; rank 0 orders them. Lives on the engine's loop."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Replication:
 
     @property
     def copies(self) -> int:
-        """On how many nodes every part is kept, as far as there are nodes."""
+        """On how many nodes every part lies; fewer than configured if there are not enough nodes."""
         return 1 + max((len(keepers) for keepers in self._placed), default=0)
 
     # -- life ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Find out who keeps what, and have room for it. A call of all ranks, on which all succeed or none does.
+        """Choose which rank holds which parts, and reserve memory for them. A call of all ranks: all succeed or none.
 
         Raises:
             Invalid, NoSpace: the memory for the replicas is not there, with the numbers.
@@ -133,7 +133,7 @@ class Replication:
             _log.warning("parts are not replicated until the store is opened again: a rank has no memory for them")
 
     async def _racks(self) -> dict[str, str] | None:
-        """The rack of every node, where any has one that is named; others are racks of their own."""
+        """The rack of every node; None if no node names one, else a node without a name is a rack of its own."""
         mine = encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
         told = await exchange(self._group.communicator, "replicas/rack", mine, timeout=self._group.deadline)
         named: dict[str, str | None] = {}
@@ -159,7 +159,7 @@ class Replication:
         return encode(has)
 
     def _check_fits(self) -> None:
-        """Raise `Invalid` if this machine has not the memory for its own parts and those that it keeps."""
+        """Raise `Invalid` if this machine lacks the memory for its own parts and those of other nodes."""
         capacity, ranks = self._config.capacity, len(self._group.local_ranks)
         limit, source = memory_limit()
         if isinstance(capacity, int) and self.copies > 1 and capacity * ranks * self.copies > limit:
@@ -170,7 +170,7 @@ class Replication:
             )
 
     async def _learn(self, said: dict[int, bytes]) -> bytes:
-        """At rank 0: which rank has what; or that some rank cannot keep anything, so that none does."""
+        """At rank 0: note which rank has which parts; if one rank has no memory for replicas, none keeps any."""
         if _LACKING in said.values():
             return _LACKING
         for rank, data in said.items():
@@ -208,7 +208,7 @@ class Replication:
         return self._state.tiers[0]
 
     async def close(self, *, remove: bool) -> None:
-        """Release the kept parts: for the next process, or for good."""
+        """Release the parts of other ranks: for the next process or, with ``remove``, for good."""
         self._unsubscribe()
         for tier in self.kept.values():
             if remove and tier.ram is not None:
@@ -220,7 +220,7 @@ class Replication:
     # -- rank 0 ---------------------------------------------------------------------------------------
 
     def saved(self, step: StepId) -> None:
-        """All ranks have agreed on a step, so each has its own part of it."""
+        """Note that a step was committed, so each rank has its own part of it."""
         for rank in range(self._group.size):
             self._note(step, rank, rank)
 
@@ -228,7 +228,7 @@ class Replication:
         self._has.setdefault(step, {}).setdefault(part, set()).add(rank)
 
     async def lead(self) -> None:
-        """Order copies whenever some are missing, until cancelled. Of rank 0 alone."""
+        """At rank 0: order copies whenever some are missing, until cancelled."""
         if self.copies == 1:
             return
         while True:
@@ -239,7 +239,7 @@ class Replication:
             await self._carry_out_by_all(order)
 
     def _next(self) -> Replicate | None:
-        """The copies of the newest step that lack, if they can be made."""
+        """The missing copies of the newest step, if they can be made."""
         step = max((step for step in self._own.steps.held if self._state.on_line(step.serial)), default=None)
         if step is None or step in self._tried or self._own.steps.held[step].record.ranks != self._group.size:
             return None
@@ -296,7 +296,7 @@ class Replication:
     # -- every rank ---------------------------------------------------------------------------------------
 
     def apply_order(self, order: Replicate) -> None:
-        """Do what an order of rank 0 asks of this rank, behind everything else."""
+        """Begin to make the copies that an order of rank 0 asks of this rank."""
         self._group.start(self._copy_and_tell(order), f"copies of step {order.step}")
 
     async def _copy_and_tell(self, order: Replicate) -> None:
@@ -356,7 +356,7 @@ class Replication:
                 await self._collector.evictor.let_part_go(step, tier)
 
     def _hear(self, event: Event) -> None:
-        """A step that was deleted on every tier has no copies either, or they would bring it back at an opening."""
+        """Drop the copies of a step that was deleted on every tier, or the next opening would bring it back."""
         if isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if step not in self._state.records() and any(step in tier.steps.parts for tier in self.kept.values()):
@@ -367,7 +367,7 @@ class Replication:
             await self._collector.evictor.let_part_go(step, tier)
 
     async def apply_news(self, news: Replicated) -> None:
-        """The copies of a step are complete, and older ones may go; or they are not."""
+        """Drop older copies if those of a step are complete; report it if they are not."""
         step = StepId(news.serial, news.step)
         if news.failure is not None:
             error = news.failure.error()

@@ -1,7 +1,7 @@
 """Bulk transfers as messages, piece by piece, for communicators without bulk of their own.
 
-Far slower than an engine that sends in bulk, and still better than a step that cannot be had: used for what is in
-other machines' RAM and nowhere else.
+Far slower than a transport with bulk, so it is used only for chunks that lie in the RAM of other machines and nowhere
+else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MessageBulk"]
 
 
 class MessageBulk:
-    """Sends and receives as a `Communicator` with bulk does, by the messages of one that has none."""
+    """Sends and receives bulk bytes through a `Communicator` that has only messages."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

@@ -1,4 +1,4 @@
-"""Exchange of chunks in a restore: ranks send what they have in RAM, and one reads for all what none has."""
+"""Exchange of chunks in a restore: ranks send chunks from RAM; a chunk in no RAM is read by one rank for all."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["PeerExchange"]
 
 _ROUNDS = 3
 _TAGS = 8192
-"""Even tags: copies of parts have odd ones, and MPI grants no more than 32,767."""
+"""Even tags: copies of parts have odd ones, and MPI allows tags up to 32,767."""
 _TRANSFERS_IN_DEADLINE = 4
-"""A rank that waits in vain for another, and then reads, is not to keep all others waiting until they give it up."""
+"""A rank that waits for another until it times out, and then reads, must not itself time out at the others."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class PeerExchange:
-    """One rank's end of restores that all ranks make together. Lives on the engine's loop."""
+    """One rank's side of the exchanges of restores that all ranks make together. Lives on the engine's loop."""
 
     def __init__(self, state: State, group: Group) -> None:
         self._state = state
@@ -40,13 +40,13 @@ class PeerExchange:
         self._round = _ROUNDS
 
     def begin(self, epoch: int) -> None:
-        """Be ready for the exchanges of the restore of that epoch."""
+        """Prepare for the exchanges of the restore of that epoch."""
         self._epoch, self._round = epoch, 0
 
     def leave(self, *, within: bool = False) -> list[int]:
-        """Take no part in what is left of a restore that has failed here; the exchanges to `decline`.
+        """Leave a restore that has failed here; returns the exchanges that are left, to be given to `decline`.
 
-        With ``within``, the one that is under way is among them at rank 0: no other rank can go on without it.
+        With ``within``, rank 0 counts the exchange under way among them: no other rank can go on without rank 0.
         """
         under_way = within and self._group.coordinates and self._round > 0
         first = self._number + (0 if under_way else 1)
@@ -60,19 +60,19 @@ class PeerExchange:
 
     @property
     def _number(self) -> int:
-        """The number of the last exchange. It stays the same on all ranks after failures."""
+        """The number of the last exchange, which is the same on all ranks also after failures."""
         return self._epoch * (_ROUNDS + 1) + self._round
 
     async def take(self, source: StepSource, pieces: list[Piece], sources: dict[str, int]) -> list[Piece]:
-        """Get chunks that are not in this machine's RAM; a call of all ranks that restore the step of ``source``.
+        """Receive chunks that are not in this machine's RAM; a call of all ranks that restore the step of ``source``.
 
         Args:
-            source: of the step; what it has ``near`` is given to others.
-            pieces: that this rank needs, none of them inline; each that comes is put where it goes.
-            sources: the bytes that came, by tier and `tieredckpt.engine.ranks.restore.transfer.PEERS`; added to.
+            source: of the step; this rank sends others the chunks that it has ``near``.
+            pieces: that this rank needs, none of them inline; each one that arrives is put in its place.
+            sources: the bytes that arrived, by tier and `tieredckpt.engine.ranks.restore.transfer.PEERS`; added to.
 
         Returns:
-            What is left for this rank to read: what did not come, and what it alone needs and nobody has in RAM.
+            The pieces left for this rank to read: those that did not arrive, or that it alone needs and no RAM has.
         """
         wanted: dict[bytes, list[Piece]] = {}
         for piece in pieces:
@@ -80,7 +80,7 @@ class PeerExchange:
         place = _Place(source, wanted, source.near or {})
         came: dict[bytes, str] = {}
         corrupt: set[bytes] = set()
-        # Once more as long as there is something to do: who was given what is damaged gets it from another.
+        # Repeat while there are tasks: a rank that received a damaged chunk gets it from another rank.
         while self._round < _ROUNDS:
             tasks = await self._agree(source, place, came.keys(), corrupt)
             if tasks is None:
@@ -98,9 +98,9 @@ class PeerExchange:
     ) -> list[Task] | None:
         group, again = self._group, self._round > 0
         needs = {digest: some[0].nbytes for digest, some in place.wanted.items() if digest not in came}
-        # What is near and needed all the same is damaged here.
+        # A chunk that is near and needed nevertheless is damaged here.
         has = [digest for digest in place.near if digest not in place.wanted and digest not in corrupt]
-        # Messages alone are for what cannot be had otherwise.
+        # Without bulk, exchange only what no shared tier has.
         worth = group.communicator.bulk or not self._is_shared(source.step)
         stock = Stock(needs, has) if worth else Stock({})
         terms = Terms(group=self._state.config.restore_group, reads=not again, worth=worth)
@@ -129,7 +129,7 @@ class PeerExchange:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the chunks of an exchange lie, and where they go."""
+    """Where the chunks of an exchange lie, and where they are wanted."""
 
     source: StepSource
     wanted: Mapping[bytes, Sequence[Piece]]

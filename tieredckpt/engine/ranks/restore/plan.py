@@ -1,11 +1,11 @@
-"""Which rank gets which chunk from where in a restore of many: the plan, a pure function of what each needs and has.
+"""Plans a restore of many ranks: which rank gets which chunk from where. Pure functions of what each needs and has.
 
-Every chunk comes from a rank that has it in RAM, if there is one; else one of those that need it reads it from a
-slower tier and passes it on to the others. Who has it and who reads it is chosen so that all give and read the
+Every chunk comes from a rank that has it in RAM, if there is one. Otherwise one of the ranks that need it reads it from
+a slower tier and passes it on to the others. The plan chooses sources and readers so that all ranks send and read the
 same number of bytes. Rank 0 makes the plan; `tieredckpt.engine.ranks.restore.transfer` carries it out.
 
-All ranks do what concerns them in one common order. That no transfer waits for a later one, anywhere, is why the
-memory in flight may be bounded and nothing locks up.
+All ranks carry out their tasks in one common order. No transfer ever waits for a later one, so the memory in flight can
+be bounded without deadlock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.digest import SIZE
 
@@ -26,7 +27,7 @@ __all__ = ["Stock", "Task", "decode_stock", "decode_tasks", "encode_stock", "enc
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What one rank tells rank 0: chunks that it needs and has no way to in RAM, and those that it can give."""
+    """What one rank reports to rank 0: the chunks that it needs and has not in RAM, and those that it can send."""
 
     needs: Mapping[bytes, int]
     """Bytes of each, by digest; in the order in which they lie on the slower tier."""
@@ -34,14 +35,14 @@ class Stock:
 
 
 class Task(NamedTuple):
-    """What one rank does about one chunk, in the common order."""
+    """One rank's task for one chunk, in the common order."""
 
     digest: bytes
     nbytes: int
     source: int | None
-    """The rank that gives it: this one gives from RAM what it is itself the source of. None: this one reads it."""
+    """The rank that sends it, from RAM if it is this one. None: this rank reads it from a slower tier."""
     to: tuple[int, ...]
-    """The ranks that this one passes it on to."""
+    """The ranks to which this rank sends it."""
 
 
 _U4 = np.dtype("<u4")
@@ -60,12 +61,12 @@ class _Tasks(msgspec.Struct, array_like=True, frozen=True):
     sources: bytes
     """By task, the source + 1; 0 for none."""
     to: bytes
-    """By task, which of ``audiences`` it is passed on to."""
+    """By task, the index in ``audiences`` of the ranks to which the chunk is sent."""
     audiences: list[tuple[int, ...]]
 
 
 def encode_stock(stock: Stock) -> bytes:
-    """A message of 20 bytes a chunk needed and 16 a chunk there."""
+    """A message of 20 bytes for each chunk needed, and 16 for each chunk in RAM."""
     return msgspec.msgpack.encode(_Stock(b"".join(stock.needs), _packed(stock.needs.values()), b"".join(stock.has)))
 
 
@@ -77,7 +78,7 @@ def decode_stock(data: bytes) -> Stock:
 
 
 def encode_tasks(tasks: Sequence[Task]) -> bytes:
-    """A message of 28 bytes a chunk."""
+    """A message of 28 bytes for each chunk."""
     audiences: dict[tuple[int, ...], int] = {}
     to = [audiences.setdefault(task.to, len(audiences)) for task in tasks]
     sources = [0 if task.source is None else task.source + 1 for task in tasks]
@@ -102,7 +103,7 @@ def decode_tasks(data: bytes) -> list[Task]:
 
 def _decode(data: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgpack_decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Corrupt(f"a message about an exchange of chunks cannot be read: {error}") from error
 
@@ -125,10 +126,10 @@ def _digests(data: bytes, count: int | None = None) -> Iterator[bytes]:
 
 
 class _Give(NamedTuple):
-    """One chunk's way: from ``source``, which reads it unless it has it, to those that need it."""
+    """The way of one chunk: from ``source``, which reads it unless its RAM has it, to the ranks that need it."""
 
     before: int
-    """Bytes that the source has given or read by then."""
+    """Bytes that the source has sent or read before."""
     source: int
     digest: bytes
     nbytes: int
@@ -137,15 +138,15 @@ class _Give(NamedTuple):
 
 
 def plan(stocks: Mapping[int, Stock], *, group: int | None = None, reads: bool = True) -> dict[int, list[Task]]:
-    """The tasks of every rank, by rank, such that each gets all that another needs too or has.
+    """The tasks of every rank, by rank, so that each gets every chunk that another rank has, or needs as well.
 
-    What one rank alone needs, and none has, is in no task: it is read by that rank as it likes.
+    A chunk that one rank alone needs, and no RAM has, is in no task: that rank reads it by itself.
 
     Args:
         stocks: of every rank that takes part.
-        group: ranks that share what one of them reads from a slower tier, at most; consecutive ones, for those are
-            near each other. None for all of them. What is in RAM is given to anyone.
-        reads: whether what nobody has in RAM is read for others at all.
+        group: the largest number of ranks that share what one of them reads from a slower tier; consecutive ranks,
+            which are near each other. None for no limit. Chunks from RAM are sent to any rank.
+        reads: whether ranks read chunks that no RAM has for each other at all.
     """
     holders: dict[bytes, list[int]] = {}
     for rank, stock in stocks.items():
@@ -177,7 +178,7 @@ def plan(stocks: Mapping[int, Stock], *, group: int | None = None, reads: bool =
 def _alike(
     holders: Mapping[bytes, list[int]], needers: Mapping[bytes, list[int]]
 ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[bytes]]:
-    """Chunks that the same ranks have and the same ranks need, in the order in which they are needed."""
+    """The chunks, grouped by the ranks that have them and the ranks that need them, in the order of the needs."""
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[bytes]] = {}
     for digest, needing in needers.items():
         having = tuple(holders.get(digest, ()))
@@ -188,7 +189,7 @@ def _alike(
 
 
 def _groups(ranks: Sequence[int], group: int | None) -> list[tuple[int, ...]]:
-    """Ranks by the group that they are in, whoever else is in it."""
+    """The ranks, divided by their group."""
     if group is None:
         return [tuple(ranks)]
     found: dict[int, list[int]] = {}
@@ -198,18 +199,18 @@ def _groups(ranks: Sequence[int], group: int | None) -> list[tuple[int, ...]]:
 
 
 class _Loads:
-    """Gives chunks to sources so that all have the same number of bytes to give."""
+    """Assigns chunks to sources so that all have the same number of bytes to send."""
 
     def __init__(self, sizes: Mapping[bytes, int]) -> None:
         self._sizes = sizes
         self._load: dict[tuple[int, bool], int] = {}
-        """By source, bytes read, and bytes given from RAM."""
+        """Bytes to send or read, by source and by whether they come from RAM."""
         self.made: list[_Give] = []
 
     def share(self, digests: Sequence[bytes], sources: Sequence[int], to: Sequence[int], *, from_ram: bool) -> None:
-        """Divide chunks among ``sources``, in runs: what lies side by side is read in one go.
+        """Divide chunks among ``sources``, in runs: neighbouring chunks are read together.
 
-        Sources are filled up to a common level, those that have the least so far first.
+        Sources are filled up to a common level, those with the smallest load first.
         """
         times = len(to) if from_ram else 1
         load = {source: self._load.get((source, from_ram), 0) for source in sources}
@@ -236,7 +237,7 @@ def _next(sources: Iterator[int], to: Sequence[int]) -> tuple[int, tuple[int, ..
 
 
 def _level(loads: Sequence[int], more: int) -> float:
-    """How high ``more`` fills vessels that are filled so high already, given in ascending order."""
+    """The level to which ``more`` bytes fill up the smallest of the loads, which are in ascending order."""
     level = float(more)
     for count, filled in enumerate(accumulate(loads), start=1):
         level = (filled + more) / count

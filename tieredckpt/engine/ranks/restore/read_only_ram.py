@@ -26,9 +26,9 @@ _log = logging.getLogger("tieredckpt")
 
 
 async def open_read_only_ram(state: State) -> None:
-    """Where nothing is written: count steps as held by RAM of which all parts are in folders of ranks here.
+    """In a read-only store, count steps as held by RAM of which all parts are in RAM folders of this machine.
 
-    Those that were counted before, and are not whole any more, count no more.
+    A step that is not complete any more does not count any more.
     """
     first = state.tiers[0]
     if not state.read_only or state.config.ram is None or state.identity.marker is None:
@@ -81,6 +81,6 @@ def seen_in_ram(state: State) -> Hashable:
 
 
 def _folders(state: State) -> list[Path]:
-    """The RAM of ranks; not the one that is open here, which has no part of a step."""
+    """The RAM folders of ranks, without the one that is open here, which has no part of a step."""
     ram = state.tiers[0].ram
     return [folder for folder in folders_of_ranks(state) if ram is None or str(folder) != ram.store.location]

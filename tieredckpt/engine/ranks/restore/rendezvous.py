@@ -1,9 +1,9 @@
 """The rendezvous of ranks before a restore: it begins once all ranks have called `restore`.
 
-A rank that calls `restore` tells rank 0, and waits; one that gives up says so. Rank 0, when it restores itself, waits
-until all have asked. Then it asks each whether it still waits, for some may have given up meanwhile. Once all are
-there it tells them the *epoch* of the restore, a number by which everything that belongs to it is named. So the next
-restore that all ranks call is the same for all, whatever became of earlier ones.
+A rank that calls `restore` tells rank 0, and waits; a rank that gives up tells rank 0 as well. When rank 0 calls
+`restore` itself, it waits until all have asked. Then it asks each to confirm that it still waits, as some may have
+given up meanwhile. When all have confirmed, it sends them the *epoch* of the restore, a number that names everything
+that belongs to it. So the next restore that all ranks call is the same for all, however earlier ones ended.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["Rendezvous"]
 
 
 class Rendezvous:
-    """One rank's way to the others when it restores. Lives on the engine's loop.
+    """Brings one rank together with the others for a restore. Lives on the engine's loop.
 
-    ``met`` is called on every rank, with the epoch of a restore, once all ranks have asked for it; ``absent``
-    where this rank has given up meanwhile, and the others are not to wait for it.
+    ``met`` is called on every rank with the epoch of a restore that begins. ``absent`` is called with it on a rank that
+    has given up meanwhile: the others must not wait for it.
     """
 
     def __init__(self, group: Group, met: Callable[[int], None], absent: Callable[[int], None]) -> None:
@@ -45,14 +45,14 @@ class Rendezvous:
         self._asking: dict[int, int] = {}
         """At rank 0: the ranks that wait, and how often each has asked."""
         self._called: dict[int, int] = {}
-        """Those of them that were called, by the ask that was meant."""
+        """Those of them that are to confirm, and the ask that each is to confirm."""
         self._here: set[int] = set()
-        """Those that have answered."""
+        """Those that have confirmed."""
         self._came = Notification()
         self._epoch = 0
 
     async def meet(self) -> int:
-        """Return once all ranks are here: the epoch of the restore that begins.
+        """Wait until all ranks are here; returns the epoch of the restore that begins.
 
         Raises `RanksUnavailable` when some do not come within the deadline; then it begins on none.
         """
@@ -83,7 +83,7 @@ class Rendezvous:
         return met
 
     def _ask_who_waits(self) -> None:
-        """Once all have asked, ask those back whose ask is new whether they still wait."""
+        """When all have asked, ask those with a new ask to confirm it."""
         if len(self._asking) == len(self._group.others):
             asks = {rank: ask for rank, ask in self._asking.items() if self._called.get(rank) != ask}
             if asks:
@@ -114,7 +114,7 @@ class Rendezvous:
             self._waiting = None
 
     def heard(self, rank: int, said: RestoreRequested | RestoreJoined | RestoreWithdrawn) -> None:
-        """At rank 0: a rank asks for a restore, is still there when it was called, or asks no more."""
+        """At rank 0: a rank asks for a restore, confirms its ask, or has given up."""
         match said:
             case RestoreRequested():
                 self._asking[rank] = said.number
@@ -127,7 +127,7 @@ class Rendezvous:
         self._came.notify()
 
     def apply(self, said: RendezvousOpened | RendezvousComplete) -> None:
-        """At other ranks: rank 0 has waited for all, and calls or answers who has asked."""
+        """At other ranks: rank 0 asks this rank to confirm, or answers it."""
         if isinstance(said, RendezvousComplete) and not said.missing:
             self._met(said.epoch)
         if self._group.rank not in said.asks:
@@ -138,5 +138,5 @@ class Rendezvous:
                 waiting.set_result(said)
             else:
                 self._group.report(RestoreJoined(self._asked))
-        elif isinstance(said, RendezvousComplete) and not said.missing:  # given up after it was called
+        elif isinstance(said, RendezvousComplete) and not said.missing:  # given up after it confirmed
             self._absent(said.epoch)

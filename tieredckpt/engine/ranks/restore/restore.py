@@ -1,8 +1,8 @@
-"""Restores of several ranks: all take one step, which rank 0 chooses, and all succeed or none does.
+"""Restores of several ranks: all restore one step, which rank 0 chooses, and all succeed or none does.
 
-Once all have called for it (`rendezvous`), rank 0 tells with its choice the index of the whole
-step, so that nobody else reads it. Each rank then reads the chunks that it needs, from RAM of its machine where they
-are there, and says how that ended. A rank that is cancelled on the way says so, and the others fail at once.
+When all ranks have called `restore` (`rendezvous`), rank 0 sends them its choice and the index of the whole step, so
+that no other rank reads the index. Each rank then reads the chunks that it needs, from RAM of its machine if they are
+there, and votes on the result. If a rank is cancelled on the way, it tells the others, which fail at once.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class _Asked(msgspec.Struct, frozen=True):
 class CollectiveRestores:
     """Chooses with the other ranks what to restore. Lives on the engine's loop.
 
-    ``look_up`` finds a step as a store of one rank does; ``gone`` gives what has left this rank's RAM since it was
-    asked before, ``still_gone`` takes back what rank 0 may not have heard, and ``forget`` counts such steps of
-    other ranks as not held there.
+    ``look_up`` finds a step as a store of one rank does. ``gone`` returns the steps that have left this rank's RAM
+    since its last call, ``still_gone`` takes them back if rank 0 may not have received them, and ``forget`` counts
+    such steps of other ranks as not held there.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class CollectiveRestores:
         self._epoch = 0
         """Of the restore under way, the same on all ranks."""
         self._found = False
-        """Whether there is a step to restore, so that all ranks are to say whether they can read it."""
+        """Whether there is a step to restore, so that all ranks vote on whether they can read it."""
         self._begun = False
-        """Whether this rank has said that it can read, or cannot."""
+        """Whether this rank has voted on that."""
         self._reading = False
         """Whether all ranks read."""
         self._index: Index = (b"", b"", "")
@@ -100,7 +100,7 @@ class CollectiveRestores:
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that all ranks restore, and its record; once in a restore.
 
-        Raises as rank 0's search; `Invalid` where the ranks do not want the same.
+        Raises as rank 0's search; `Invalid` if the ranks ask for different steps.
         """
         topic = f"restore/{self._epoch}"
         gone = self._gone()
@@ -124,7 +124,7 @@ class CollectiveRestores:
         return found, index.record
 
     async def together(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do this rank's work of a restore; raises when it fails on any rank, for then none has restored.
+        """Do this rank's work of a restore; raises if it fails on any rank, for then no rank has restored.
 
         Raises `RanksUnavailable` when not all ranks call this.
         """
@@ -154,7 +154,7 @@ class CollectiveRestores:
         return result[0]
 
     async def begin(self, failure: Exception | None = None) -> None:
-        """Begin to read, once all ranks can: where one cannot, none waits for what that one was to pass on."""
+        """Begin to read when all ranks can: if one cannot, none may wait for chunks that it was to send."""
         self._begun = True
 
         async def ready() -> bytes:
@@ -165,7 +165,7 @@ class CollectiveRestores:
         await vote(self._group, f"reading/{self._epoch}", ready(), _agree)
         self._reading = True
 
-    # -- who gives up -------------------------------------------------------------------------------------
+    # -- ranks that give up -------------------------------------------------------------------------------
 
     def _leave_behind(self) -> None:
         """Tell the others not to wait for this rank in the restore that was cancelled here."""
@@ -183,7 +183,7 @@ class CollectiveRestores:
             await bow_out(self._group, topic)
         await self._peers.decline(exchanges)
 
-    # -- which --------------------------------------------------------------------------------------------
+    # -- the choice of step -------------------------------------------------------------------------------
 
     async def _choose(self, said: dict[int, bytes]) -> bytes:
         asked: dict[int, _Asked] = {rank: decode(data, _Asked) for rank, data in said.items()}
@@ -227,7 +227,7 @@ class CollectiveRestores:
         return index.manifest, index.btree, btree_key
 
     async def _pass_index(self, topic: str, chosen: Chosen) -> tuple[bytes, bytes]:
-        """The index of the chosen step, which rank 0 has, at all ranks."""
+        """Send the index of the chosen step from rank 0 to all ranks."""
         group, total = self._group, sum(chosen.sizes)
         count = -(-total // _PIECE)
         if group.coordinates:

@@ -1,8 +1,7 @@
-"""Carries out the plan of an exchange: chunks are read, given and received, each verified where it arrives.
+"""Carries out the plan of an exchange: ranks read, send and receive chunks, and verify each one that arrives.
 
-Whatever goes wrong on the way costs time and no more: a chunk that does not come as it should is left to the
-caller, who reads it from a tier. See `tieredckpt.engine.ranks.restore.plan` for the order that keeps ranks from waiting
-for each other in a circle.
+Failures cost only time: the caller reads a chunk that does not arrive, or arrives damaged, from a tier. See
+`tieredckpt.engine.ranks.restore.plan` for the order that prevents deadlock.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _log = logging.getLogger("tieredckpt")
 Bytes = npt.NDArray[np.uint8]
 
 PEERS = "peers"
-"""Where bytes came from that another rank gave; takes the place of a tier's name."""
+"""The source of bytes that another rank sent, in place of a tier's name."""
 
 _IN_FLIGHT = 32
-"""Chunks on their way at a time, if the memory for them is there."""
+"""Chunks in flight at a time, if there is memory for them."""
 
 
 class Bulk(Protocol):
-    """What carries bytes between ranks: a `Communicator` that can, or what takes its place."""
+    """Carries bytes between ranks: a `Communicator` with bulk, or a `MessageBulk`."""
 
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """See `Communicator.send_bulk`."""
@@ -58,13 +57,13 @@ class Bulk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What rank 0 plans an exchange by; what other ranks say does not count."""
+    """Rank 0's settings for the plan of an exchange; those of other ranks do not count."""
 
     group: int | None = None
     reads: bool = True
     """Both as `tieredckpt.engine.ranks.restore.plan.plan` takes them."""
     worth: bool = True
-    """Whether there is to be an exchange at all."""
+    """Whether there is an exchange at all."""
 
 
 async def agree_on_tasks(
@@ -72,7 +71,7 @@ async def agree_on_tasks(
 ) -> list[Task] | None:
     """Plan an exchange with all ranks, and return this rank's tasks; all call it with the same new ``number``.
 
-    Ranks that do not answer in time take no part. None where no rank has anything to do, or rank 0 is silent.
+    Ranks that do not answer in time take no part. None if no rank has a task, or rank 0 does not answer.
     """
     topic = f"exchange/{number}/stock"
     if communicator.rank == COORDINATOR:
@@ -94,7 +93,7 @@ async def agree_on_tasks(
 
 
 async def decline(communicator: Communicator, number: int) -> None:
-    """Take no part in an exchange that the others may be at; of rank 0, let there be none."""
+    """Take no part in an exchange that others may wait for; if rank 0 declines, there is none."""
     if communicator.rank == COORDINATOR:
         await communicator.send(range(1, communicator.size), f"exchange/{number}/tasks", b"")
     else:
@@ -119,10 +118,10 @@ def _plan(stocks: dict[int, bytes], terms: Terms) -> dict[int, bytes]:
 
 @dataclass(slots=True)
 class _Lane:
-    """The way to or from one rank: one transfer at a time, in the order of the tasks."""
+    """The transfers to or from one rank: one at a time, in the order of the tasks."""
 
     last: asyncio.Event | None = None
-    """Set when the transfer that lined up last has ended."""
+    """Set when the last transfer in the lane has ended."""
     broken: bool = False
 
     def line_up(self) -> _Turn:
@@ -144,7 +143,7 @@ class _Turn:
     ended: asyncio.Event
 
     async def comes(self) -> bool:
-        """Wait for it; False when the lane ended before."""
+        """Wait for it; False if the lane has ended before."""
         if self.before is not None:
             await self.before.wait()
         return not self.lane.broken
@@ -152,7 +151,7 @@ class _Turn:
 
 @dataclass
 class ChunkTransfer:
-    """One rank's end of an exchange. Lives on the engine's loop."""
+    """One rank's side of an exchange. Lives on the engine's loop."""
 
     rank: int
     """This one."""
@@ -164,7 +163,7 @@ class ChunkTransfer:
     scratch: Scratch
     pool: Executor
     held: Callable[[bytes], Bytes | None]
-    """The memory of a chunk that this rank has in RAM, which stays as it is meanwhile; None if it has not."""
+    """The memory of a chunk in this rank's RAM, which does not change meanwhile; None if the chunk is not there."""
     read: Callable[[bytes, Bytes], Awaitable[str]]
     """Reads a chunk from a slower tier, verified, into page-aligned memory; returns the tier's name."""
     place: Callable[[bytes, Bytes], Any]
@@ -172,11 +171,11 @@ class ChunkTransfer:
     came: dict[bytes, str] = field(default_factory=dict)
     """Where each chunk that was placed came from: the name of a tier, or `PEERS`."""
     corrupt: set[bytes] = field(default_factory=set)
-    """Chunks that this rank was to give, and has not as they were saved."""
+    """Chunks that this rank was to send, and that are missing or damaged in its RAM."""
     _lanes: dict[tuple[int, bool], _Lane] = field(default_factory=dict)
 
     async def run(self, tasks: Sequence[Task]) -> dict[bytes, str]:
-        """Do the tasks in their order, several at a time; returns `came`. What is not in it, the caller reads."""
+        """Do the tasks in their order, several at a time; returns `came`. The caller reads the rest."""
         try:
             await self._run(tasks)
         except BaseExceptionGroup as errors:
@@ -215,7 +214,7 @@ class ChunkTransfer:
         if held is not None and held.size == task.nbytes and digest_array(held) == task.digest:
             return held
         self.corrupt.add(task.digest)
-        # Answered with what will be refused: the others are not to wait for nothing.
+        # Send bytes that the receivers will refuse, so that they do not wait.
         return np.zeros(task.nbytes, np.uint8)
 
     async def _read_and_send(self, task: Task, chunk: Bytes, memory: Bytes, turns: Mapping[int, _Turn]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.cohort import Cohort, cohort
 from support.insight import slab_of
+from support.limits import limit
 from support.scenes import SOON, folder
 
 from tieredckpt.engine.ranks import ranked
@@ -207,14 +208,18 @@ async def test_a_rank_that_is_silent_when_it_is_asked_keeps_a_step_only_where_it
         held.release()
 
 
-async def test_the_comparison_and_the_vote_have_one_deadline(shared_memory: Path, tmp_path: Path) -> None:
+async def test_the_comparison_and_the_vote_have_one_deadline(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two, the second would end when the other ranks have given up."""
+    limit(monkeypatch, wait_longer=6.0)
     async with ranks_of(3, shared_memory, tmp_path) as ranks:
         trees = [replica(1) for _ in range(3)]
         flip(trees[1]["layers"][0])
-        ranks.let_wait(8.0)
+        ranks.let_wait(12.0)
         votes, answers = (ranks.world.hold(2, "send", topic=topic) for topic in ("saved/*", "replicas/*"))
         checkpoints = await save(ranks, 1, trees, DECLARED)
-        await asyncio.sleep(5.0)  # of the eight seconds
+        await asyncio.sleep(8.0)  # of the twelve seconds
         votes.release()
         await ranks.reached(checkpoints[:2], "ram")
         answers.release()
