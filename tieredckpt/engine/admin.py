@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_deletable, check_unread
@@ -11,10 +13,10 @@ from tieredckpt.engine.repairing.scrub import scrub
 from tieredckpt.engine.repairing.verify import Verified, verify_step
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Admin"]
+__all__ = ["Admin", "DerivedAdmin"]
 
 
 class Admin:
@@ -27,9 +29,21 @@ class Admin:
         self._state = state
         self._collector = collector
         self._promote = promote
+        self.derived: dict[str, Admin] = {}
+        """By name of the tier, what carries out operations on derived steps."""
+
+    @property
+    def _tiers(self) -> Sequence[Tier]:
+        """Those that it works on."""
+        return self._state.tiers
+
+    def _of_derived(self, name: str) -> Admin | None:
+        return self.derived.get(name) if isinstance(name, str) else None
 
     async def promote(self, number: int, name: str) -> int:
         """Copy a step to a tier now, whatever its policy says; the bytes written."""
+        if (theirs := self._of_derived(name)) is not None:
+            return await theirs.promote(number, name)
         self._state.check_writable("promote")
         step, tier = self._state.find(number), self._state.tier(name)
         if tier.in_memory:
@@ -42,6 +56,9 @@ class Admin:
 
     async def evict(self, number: int, name: str) -> None:
         """See `Evictor.evict`."""
+        if (theirs := self._of_derived(name)) is not None:
+            await theirs.evict(number, name)
+            return
         self._state.check_writable("evict")
         step, tier = self._state.find(number, damaged=True), self._state.tier(name)
         self._check_ours(f"evict from tier {name!r}", self._state.manages(tier))
@@ -79,9 +96,11 @@ class Admin:
         Nearest first, so that a failure leaves the copies that survive most. With ``force``, a tier that does not
         answer keeps its copies.
         """
-        tiers = [tier for tier in self._state.tiers if self._state.manages(tier)]
+        tiers = [tier for tier in self._tiers if self._state.manages(tier)]
         for tier in tiers:
             check_unread(steps, tier)
+        for theirs in self.derived.values():  # which would be derived again
+            await theirs.delete_copies(steps, force=force)
         tombstones = {tier.name: set(steps) - tier.steps.tombstones for tier in tiers}
         for tier in tiers:
             tier.steps.tombstones.update(steps)  # else a policy may bring back what has left only one tier so far
@@ -112,7 +131,12 @@ class Admin:
         self._state.check_writable("collect")
         reclaimed: list[Collected] = []
         errors: list[Exception] = []
-        for tier in self._state.tiers:
+        for theirs in self.derived.values():
+            try:
+                reclaimed += await theirs.collect()
+            except Exception as error:
+                errors.append(error)
+        for tier in self._tiers:
             if not tier.answers:
                 continue
             try:
@@ -136,8 +160,26 @@ class Admin:
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:
-            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.tier(name)))
-        return await verify_step(self._state, self._collector, number, serial, name, repair=repair, progress=progress)
+            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.any_tier(name)))
+        verify = partial(verify_step, self._state, self._collector, repair=repair, progress=progress)
+        if name in self.derived:
+            return await self.derived[name].verify(number, serial, name, repair=repair, progress=progress)
+        if name is not None or not self.derived:
+            return await verify(number, serial, name)
+        found: list[Verified] = []
+        missing: NotFound | None = None
+        try:
+            found += await verify(number, serial, None)
+        except NotFound as error:
+            missing = error
+        if found and (step := found[0].id) is not None:
+            number, serial = step.step, step.serial
+        for each, theirs in self.derived.items():
+            with suppress(NotFound):
+                found += await theirs.verify(number, serial, each, repair=repair, progress=progress)
+        if not found and missing is not None:
+            raise missing
+        return found
 
     async def scrub(
         self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
@@ -146,6 +188,19 @@ class Admin:
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:
-            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.tier(name)))
-        tiers = self._state.tiers if name is None else (self._state.tier(name),)
-        return await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)
+            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.any_tier(name)))
+        if name in self.derived:
+            return await self.derived[name].scrub(name, repair=repair, rate=rate, progress=progress)
+        tiers = self._tiers if name is None else (self._state.tier(name),)
+        found = await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)
+        for each, theirs in self.derived.items() if name is None else ():
+            found += await theirs.scrub(each, repair=repair, rate=rate, progress=progress)
+        return found
+
+
+class DerivedAdmin(Admin):
+    """Manual operations on the derived steps of one tier; ``state`` is the derivation."""
+
+    @property
+    def _tiers(self) -> Sequence[Tier]:
+        return self._state.tiers[-1:]

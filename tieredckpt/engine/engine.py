@@ -16,19 +16,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import RamTier, StoreConfig
 from tieredckpt.config.kinds import kind_of
+from tieredckpt.devices.base import Bytes
+from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine import limits
+from tieredckpt.engine.admin import Admin, DerivedAdmin
+from tieredckpt.engine.exporting.exporter import Exporter, ExportInfo
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
 from tieredckpt.engine.mode.beside_agent import BesideAgent
-from tieredckpt.engine.opening.connect import connect, connect_ram, identify, make_tiers
+from tieredckpt.engine.opening.connect import connect, connect_ram, identify, make_derived_tiers, make_tiers
 from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
+from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.promoting.waiting import drained, reached
 from tieredckpt.engine.ranks.communicator import Communicator
@@ -36,6 +42,7 @@ from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
+from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.saving.snapshot import snapshot_size
 from tieredckpt.engine.scratch import Scratch
@@ -47,6 +54,7 @@ from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
 from tieredckpt.tree.arrays import as_template, load_frameworks
 from tieredckpt.tree.flatten import Flat, skeleton
+from tieredckpt.tree.form import Flattener
 from tieredckpt.tree.leaf import ArrayLeaf
 from tieredckpt.tree.select import choose
 
@@ -80,6 +88,8 @@ class Engine:
         self._role = role or (Role.TRAINER if has_agent else Role.WHOLE)
         self._tasks: list[asyncio.Task[None]] = []
         self.promoters: dict[str, Promoter] = {}
+        self.exporter: Exporter | None = None
+        """What exports behind the training; None where nothing is to be exported, or another process does it."""
         self._snapshot = 0
         """Bytes that a save is known to take."""
         self.prepared = False
@@ -120,9 +130,12 @@ class Engine:
 
     def _prepare(self, group: Group | None) -> None:
         config = self._config
+        tiers, derived = (
+            make(config, read_only=self._read_only, events=self.events) for make in (make_tiers, make_derived_tiers)
+        )
         self.state = State(
             config=config,
-            tiers=make_tiers(config, read_only=self._read_only, events=self.events),
+            tiers=tiers,
             events=self.events,
             pool=ThreadPoolExecutor(config.copy_threads + 2, thread_name_prefix="tieredckpt-copy"),
             scratch=Scratch(
@@ -134,14 +147,24 @@ class Engine:
         )
         self.collector = Collector(self.state)
         self.mode = self._make_mode(group)
+        self.state.derivations = tuple(map(self.state.derivation, derived))
+        self._deriving = {each.tiers[-1].name: Collector(each) for each in self.state.derivations}
         connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
+        if self._role is not Role.TRAINER:  # whose agent carries them out
+            self.admin.derived = {
+                each.tiers[-1].name: _admin_of(each, self._deriving[each.tiers[-1].name])
+                for each in self.state.derivations
+            }
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
-        self.restorer = Restorer(self.state, self.mode, self.mending.behind, self.prepare, self.expect_saves_of)
+        flattener = Flattener()
+        self.restorer = Restorer(
+            self.state, self.mode, self.mending.behind, self.prepare, self.expect_saves_of, flattener
+        )
         self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
         self.inventory = Inventory(self.state)
-        self.captures = Captures(self.state, self.save)
+        self.captures = Captures(self.state, self.save, flattener)
 
     def _make_mode(self, group: Group | None) -> Alone:
         """How this process takes part in the store."""
@@ -156,16 +179,27 @@ class Engine:
         for tier in filter(self.state.manages, self.state.tiers):
             mode = self.mode
             promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.tell_stuck)
-            self.promoters[tier.name] = promoter
-            self._go_on(promoter.run(), f"promote to {tier.name}")
-            # Each on its own: one that hangs must not let the leases of the others run out.
-            self._go_on(renew_lease(self.state, tier), f"lease of {tier.name}")
-            self._go_on(keep_catalogued(tier), f"catalog of {tier.name}")
+            self._promote_to(tier, promoter)
+        for derivation in self.state.derivations:
+            if self.state.manages(tier := derivation.tiers[-1]):
+                collector = self._deriving[tier.name]
+                derive = partial(copy_step, derivation, collector)
+                self._promote_to(tier, Promoter(derivation, collector, tier, self._reconnect, derive))
+        if self._config.exports and self.state.membership.rank == 0 and self._role is not Role.TRAINER:
+            self.exporter = Exporter(self.state, self._config.exports, self.mending.behind)
+            self._go_on(self.exporter.run(), "exports")
         if self._role is not Role.AGENT:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
         if self._role is not Role.TRAINER:
             self._go_on(keep_tidy(self._config.grace, self.admin.collect), "collect")
         self.prepare_memory()
+
+    def _promote_to(self, tier: Tier, promoter: Promoter) -> None:
+        self.promoters[tier.name] = promoter
+        self._go_on(promoter.run(), f"promote to {tier.name}")
+        # Each on its own: one that hangs must not let the leases of the others run out.
+        self._go_on(renew_lease(self.state, tier), f"lease of {tier.name}")
+        self._go_on(keep_catalogued(tier), f"catalog of {tier.name}")
 
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=f"tieredckpt {name}"))
@@ -177,7 +211,8 @@ class Engine:
                 raise error
             self.state.report(tier, error)
         not_there_yet = self._read_only and all(isinstance(error, NotFound) for _, error in failures)
-        if len(failures) == len(self.state.tiers) and not not_there_yet:
+        failed = [tier for tier, _ in failures if not tier.derived]
+        if len(failed) == len(self.state.tiers) and not not_there_yet:
             raise failures[0][1]
 
     async def _reconnect(self, tier: Tier) -> None:
@@ -185,7 +220,7 @@ class Engine:
             await tier.disconnect()  # its folder went away, and the slab with it
         await connect(self.state, tier)
         self.state.meet(tier)
-        if tier.index == 0:
+        if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()
 
@@ -214,9 +249,10 @@ class Engine:
         """
         self._snapshot = max(self._snapshot, snapshot)
         ram = self.state.tiers[0].ram
-        if ram is not None and not self._read_only:
+        if ram is not None and not self._read_only and (mapping := ram.slab.mapped) is not None:
             ram.slab.expect(2 * snapshot, at_least=snapshot)
-            asyncio.get_running_loop().run_in_executor(None, ram.slab.prepare)
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, _take_memory, ram.slab, mapping, self.state.host_memory)
 
     async def promote_at_once(self, step: StepId, tier: Tier) -> None:
         """Copy a step to a tier before older ones that are on their way. Raises as `Admin.promote`."""
@@ -254,14 +290,14 @@ class Engine:
             ram.slab.expect_no_more()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, self.mending.stop(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, self.mending.stop(), self._writer.frozen.stop(), return_exceptions=True)
         await self._release(keep_ram=keep_ram)
 
     async def _release(self, *, keep_ram: bool = True) -> None:
         state = self.state
         first = state.tiers[0]
         await self.mode.close(may_remove=lambda: not keep_ram and first.ram is not None and self._is_spare(first))
-        for tier in state.tiers:
+        for tier in state.every_tier:
             if tier.blobs is None:
                 continue
             if tier.lease is not None:
@@ -272,6 +308,7 @@ class Engine:
                 await asyncio.to_thread(tier.ram.store.remove)  # while its lock is held
             await tier.blobs.close()
         await asyncio.to_thread(state.pool.shutdown)
+        await asyncio.to_thread(state.host_memory.close)
         state.scratch.close()
 
     def _is_spare(self, tier: Tier) -> bool:
@@ -289,12 +326,12 @@ class Engine:
         *,
         overwrite: bool,
         origin: Origin | None,
-        replicated: Sequence[str] = (),
-        stall: float | None = None,
+        replicated: Sequence[str],
+        moment: Moment,
     ) -> Saved:
         """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
         self.state.check_writable("save")
-        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, stall=stall)
+        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, moment=moment)
         saved = await self.mode.save(step, flat, replicated, save, origin)
         if saved.tier is not None:
             await self.collector.after_commit(self.state.tier(saved.tier))
@@ -317,18 +354,38 @@ class Engine:
             await self.mode.give_way(step, name)
 
     async def flush(self) -> None:
-        """Wait until saves by reference are made and damage that was found is mended, and as `waiting.drained`."""
+        """Wait for saves by reference, checks of frozen arrays and repairs, and as `waiting.drained`.
+
+        Then until what is due is exported. Raises the error of an export that failed.
+        """
         await self.captures.drained()
+        await self._writer.frozen.drained()
         await self.mending.drained()
         await self.mode.drained()
         await drained(self.state, self.promoters)
         await self.mode.told()
+        if self.exporter is not None:
+            await self.exporter.drained()
+
+    async def export_infos(self) -> tuple[ExportInfo, ...]:
+        """Every export that this process makes, as it is now."""
+        return () if self.exporter is None else self.exporter.infos()
 
     # -- looking ------------------------------------------------------------------------------------------
 
     async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
         return await self.mode.looking(work, packs=packs)
+
+
+def _take_memory(slab: Slab, mapping: Bytes, reached: HostMemory) -> None:
+    """Take the memory that is expected, and let the devices reach what there is. Blocking."""
+    slab.prepare()
+    reached.extend(mapping, slab.reserved)
+
+
+def _admin_of(derivation: State, collector: Collector) -> Admin:
+    return DerivedAdmin(derivation, collector, partial(copy_step, derivation, collector))
 
 
 def _sharers(ram: RamTier | None, group: Group | None) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from tieredckpt._redact import redacted
+from tieredckpt.engine.restoring.deriving import open_derived
+from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.tensorstore_spec import array_spec
 from tieredckpt.engine.state.state import State, numbers
@@ -17,8 +19,9 @@ from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound
-from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.format.derivation import Derivation
+from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, ObjectNode, scalar_value, walk
 from tieredckpt.tree.select import select
 
@@ -56,6 +59,8 @@ class StepInfo:
     """Off the branch: an earlier step was restored, and a save has forked there."""
     ranks: int = 1
     """How many processes saved it together."""
+    lossy: tuple[str, ...] = ()
+    """Tiers that hold a lossy copy of it, which is none of the step as it was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,8 @@ class StepDetails:
     """The leaves that are no arrays, by key."""
     distinct_nbytes: int
     """Bytes of its distinct chunks, with the padding of the last chunk of an array."""
+    derived: Mapping[str, Derivation] = field(default_factory=dict)
+    """By tier with a lossy copy of the step: how that was made, and the largest error of each array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,8 @@ class TierInfo:
     damaged: tuple[DamagedStep, ...]
     hanging: int = 0
     """Calls of this process that hang in its device though nobody waits for them any more."""
+    lossy: bool = False
+    """Whether it has lossy copies alone, so that no step as it was saved comes there."""
 
 
 class Inventory:
@@ -133,25 +142,37 @@ class Inventory:
         self._state = state
 
     async def steps(self) -> tuple[StepInfo, ...]:
-        """Every step that some tier holds, oldest save first."""
-        return tuple(_info(self._state, step, record) for step, record in self._state.records().items())
+        """Every step that some tier holds, or a lossy copy of it, oldest save first."""
+        records = dict(self._state.records())
+        for tier in self._state.derived:
+            for step, held in tuple(tier.steps.held.items()):
+                records.setdefault(step, held.record)
+        return tuple(_info(self._state, step, records[step]) for step in sorted(records))
 
     async def numbers(self) -> tuple[int, ...]:
         """The numbers of the branch's steps, each once, in the order of their last saves."""
         found = [step.step for step in self._state.records() if self._state.on_line(step.serial)]
         return tuple(reversed(dict.fromkeys(reversed(found))))
 
-    async def describe(self, step: int | None, serial: int | None, keys: Sequence[str] | None) -> StepDetails:
+    async def describe(
+        self, step: int | None, serial: int | None, keys: Sequence[str] | None, lossy: str | None = None
+    ) -> StepDetails:
         """One step in full, or of its tree the leaves that ``keys`` choose, as `select` has it.
+
+        A lossy copy where no tier has the step as it was saved; that of the tier ``lossy`` in any case.
 
         Raises `NotFound`, `Corrupt` and `TierUnavailable` as `State.find`, `StepSource.open` and `select` do.
         """
         state = self._state
-        found = state.find(step, serial)
-        async with StepSource.open(state, found) as source:
-            index = source.index
+        async with _source(state, step, serial, lossy) as source:
+            found, index = source.step, source.index
+        structure = index.record.structure if keys is None else select(index.record.structure, keys)
+        details = self.describe_index(found, index, structure)
+        return replace(details, derived=await _derivations(state, found))
+
+    def describe_index(self, step: StepId, index: StepIndex, structure: Node) -> StepDetails:
+        """One step in full, but for leaves that ``structure``, a part of that of its index, has not."""
         record = index.record
-        structure = record.structure if keys is None else select(record.structure, keys)
         leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
         arrays = [
             (node, [index.arrays[name] for _, name in index.blocks(key)])
@@ -159,7 +180,7 @@ class Inventory:
             if isinstance(node, ArrayNode)
         ]
         return StepDetails(
-            info=_info(state, found, record),
+            info=_info(self._state, step, record),
             store=record.store,
             line=record.line,
             provenance=record.provenance,
@@ -170,17 +191,42 @@ class Inventory:
         )
 
     async def where(self, step: int | None) -> tuple[str, ...]:
-        """The tiers that hold a step, nearest first. Raises `NotFound`."""
+        """The tiers that hold a step as it was saved, nearest first. Raises `NotFound`."""
         found = self._state.find(step)
         return tuple(tier.name for tier in self._state.tiers if found in tier.steps.held)
 
     async def tiers(self) -> tuple[TierInfo, ...]:
         """Every tier, nearest first."""
-        return tuple([await _tier(self._state, tier) for tier in self._state.tiers])
+        return tuple([await _tier(self._state, tier) for tier in self._state.every_tier])
 
     async def spec(self, step: int, key: str, tier: str | None) -> dict[str, Any]:
         """See `array_spec`."""
         return await array_spec(self._state, step, key, tier)
+
+
+def _source(
+    state: State, number: int | None, serial: int | None, lossy: str | None
+) -> AbstractAsyncContextManager[StepSource]:
+    """See `Inventory.describe`. Raises as `State.find`."""
+    derived = [each for each in find_derived(state, number, lossy) if serial in (None, each[0].serial)]
+    if lossy is None:
+        try:
+            return StepSource.open(state, state.find(number, serial))
+        except NotFound:
+            if number is None or not derived:
+                raise
+    return open_derived(derived)
+
+
+async def _derivations(state: State, step: StepId) -> dict[str, Derivation]:
+    found = {}
+    for tier in state.derived:
+        if step in tier.steps.held:
+            with suppress(TieredCkptError):  # one that cannot be read must not hide the step
+                how = (await step_index.load(tier, step)).record.derived
+                if how is not msgspec.UNSET:
+                    found[tier.name] = how
+    return found
 
 
 def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
@@ -191,10 +237,11 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         nbytes=record.nbytes,
         metrics=numbers(record.metrics),
         tiers=tuple(tier.name for tier in state.tiers if step in tier.steps.held),
-        damaged=tuple(tier.name for tier in state.tiers if step in tier.steps.damaged),
+        damaged=tuple(tier.name for tier in state.every_tier if step in tier.steps.damaged),
         restored_from=record.restored_from,
-        abandoned=not state.on_line(step.serial),
+        abandoned=not state.on_line(step.serial) and step in state.records(),
         ranks=record.ranks,
+        lossy=tuple(tier.name for tier in state.derived if step in tier.steps.held),
     )
 
 
@@ -232,6 +279,7 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         steps=len(tier.steps.held),
         damaged=tuple(DamagedStep(step.step, step.serial, str(why)) for step, why in sorted(damaged.items())),
         hanging=tier.hanging,
+        lossy=tier.derived,
     )
 
 

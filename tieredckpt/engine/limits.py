@@ -32,6 +32,18 @@ class Limits:
     serials_skipped: int = 10_000
     """A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
 
+    # -- exports
+    export_gives_up: float = 5.0
+    """That an export which is cancelled may take to end, before its thread is left behind."""
+
+    export_silence: float = 150.0
+    """That an export may neither ask for arrays nor end, besides the time for what it was given, before it counts as
+    hanging: its thread is left behind, and the export fails. Lustre recovers within two minutes."""
+    export_rate: float = 10e6
+    """Bytes per second that what it was given is written with, at least."""
+    export_flush_rate: float = 100e6
+    """Bytes per second that are flushed to the device, at least, where a format's library leaves all to the end."""
+
     # -- packs and reads
     pack_size: int = 256 << 20
     """Bytes of a pack that is written from the slab."""
@@ -48,6 +60,8 @@ class Limits:
     """Until a waiting save looks for what nobody announces: a reader that has gone."""
     scratch_size: int = 256 << 20
     """The least scratch memory of an engine."""
+    frozen_rate: float = 256 << 20
+    """Bytes per second of frozen arrays that are read again behind the training, to see whether they are frozen."""
 
     # -- ranks
     wait_longer: float = 2.0

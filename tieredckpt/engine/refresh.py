@@ -76,7 +76,7 @@ class Refresh:
                     if damaged or tries == _TRIES - 1:
                         raise
                     damaged = True
-                    for tier in self._state.tiers:
+                    for tier in self._state.every_tier:
                         tier.steps.indexes.clear()
                     await self.refresh()
             raise AssertionError("the last try returns or raises")
@@ -112,7 +112,9 @@ class Refresh:
     async def _refresh(self, *, packs: bool) -> None:
         state, first = self._state, self._state.tiers[0]
         if state.identity.marker is not None:
-            for tier in state.tiers:  # one after the other: a step comes to the next tier before it leaves this one
+            for (
+                tier
+            ) in state.every_tier:  # one after the other: a step comes to the next tier before it leaves this one
                 await self._look_at(tier, packs=packs)
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # only the stored files tell which store it is
@@ -178,7 +180,7 @@ class Refresh:
             self._note(tier, error)
 
     async def _start_over(self) -> None:
-        for tier in self._state.tiers:
+        for tier in self._state.every_tier:
             await self._set_aside(tier)
             tier.health.error = None
         await self._identify()
@@ -187,7 +189,7 @@ class Refresh:
         self._state.identity.marker = None
         failures = await identify(self._state)
         failed = {tier.name for tier, _ in failures}
-        for tier in self._state.tiers:
+        for tier in self._state.every_tier:
             if tier.name not in failed:
                 tier.health.recover()
         for tier, error in failures:

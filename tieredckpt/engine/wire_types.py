@@ -6,10 +6,12 @@ from typing import TypeVar
 
 import msgspec
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import (
     Closed,
     Conflict,
     Corrupt,
+    DeviceUnavailable,
     Invalid,
     NoSpace,
     NotFound,
@@ -25,7 +27,8 @@ __all__ = ["Failure", "HeldStep", "brief", "decode", "encode"]
 M = TypeVar("M")
 
 _KINDS: dict[str, type[TieredCkptError]] = {
-    kind.__name__: kind for kind in (Closed, Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable)
+    kind.__name__: kind
+    for kind in (Closed, Conflict, Corrupt, DeviceUnavailable, Invalid, NoSpace, NotFound, TierUnavailable)
 }
 
 
@@ -74,7 +77,7 @@ def encode(message: object) -> bytes:
 def decode(data: bytes, kind: type[M] | object) -> M:
     """Raises `Corrupt` for what no process of this version says."""
     try:
-        found: M = msgspec.msgpack.decode(data, type=kind)
+        found: M = msgpack_decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
         text = f"a message of another process cannot be read: {error}; all ranks, and the agent, run one version"
         raise Corrupt(text) from error

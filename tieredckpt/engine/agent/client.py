@@ -104,7 +104,7 @@ class AgentClient:
             raise self._absent
 
     async def listen_anew(self) -> None:
-        """Be found in RAM's folder again, which was made anew."""
+        """Register in RAM's folder again, which was made anew."""
         await self._hang_up()
         await self._end_talk()
         await self._listen()
@@ -128,7 +128,7 @@ class AgentClient:
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _slower(self) -> Sequence[Tier]:
-        return [tier for tier in self._state.tiers if not self._state.manages(tier)]
+        return [tier for tier in self._state.every_tier if not self._state.manages(tier)]
 
     async def _listen(self) -> None:
         try:
@@ -225,8 +225,8 @@ class AgentClient:
                 event = event_of(word)
                 if isinstance(event, StepPromoted) and event.lag:
                     step = StepId(event.serial, event.step)
-                    if step in (held := state.tier(event.tier).steps.held):
-                        state.observation.observe_promotion(held[step].record, state.tier(event.tier))
+                    if step in (held := state.any_tier(event.tier).steps.held):
+                        state.observation.observe_promotion(held[step].record, state.any_tier(event.tier))
                         state.observation.promotions_ended += 1
                 state.events.emit(event)
                 state.changed.notify()
@@ -256,7 +256,7 @@ class AgentClient:
     def _adopt(self, news: said.OnTier) -> None:
         state = self._state
         try:
-            state.tier(news.tier)
+            state.any_tier(news.tier)
         except NotFound as error:
             raise Corrupt(str(error)) from error
         if state.identity.made_up and news.marker is not None and news.marker != state.identity.marker:

@@ -67,8 +67,10 @@ class AgentAdmin(Admin):
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
         """See `Admin.verify`."""
-        step = self._state.find(number, serial, damaged=number is not None)
-        tiers = self._state.tiers if name is None else (self._state.tier(name),)
+        derived = {each.tiers[-1].name: each for each in self._state.derivations}
+        state = derived.get(name or "", self._state)
+        step = state.find(number, serial, damaged=number is not None)
+        tiers = self._state.every_tier if name is None else (self._state.any_tier(name),)
         holding = [tier.name for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
         if not holding:
             raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
@@ -86,7 +88,7 @@ class AgentAdmin(Admin):
     ) -> list[Verified]:
         """See `tieredckpt.engine.repairing.scrub`."""
         found: list[Verified] = []
-        for tier in self._state.tiers if name is None else (self._state.tier(name),):
+        for tier in self._state.every_tier if name is None else (self._state.any_tier(name),):
             if self._is_ours(tier.name):
                 found += await super().scrub(tier.name, repair=repair, rate=rate, progress=progress)
             else:
@@ -95,4 +97,4 @@ class AgentAdmin(Admin):
         return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 
     def _is_ours(self, name: str) -> bool:
-        return self._state.manages(self._state.tier(name))
+        return self._state.manages(self._state.any_tier(name))

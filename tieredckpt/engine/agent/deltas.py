@@ -6,10 +6,11 @@ import dataclasses
 import hashlib
 import json
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
+from tieredckpt._decoders import converted
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.state.state import State
@@ -20,8 +21,10 @@ from tieredckpt.errors import Corrupt
 from tieredckpt.events import (
     ChunkRepaired,
     Event,
+    ExportFailed,
     RetentionCut,
     StepEvicted,
+    StepExported,
     StepPromoted,
     TierFailed,
     TierHangs,
@@ -39,7 +42,17 @@ _TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agen
 
 _EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
-    for kind in (ChunkRepaired, RetentionCut, StepEvicted, StepPromoted, TierFailed, TierHangs, TierRecovered)
+    for kind in (
+        ChunkRepaired,
+        ExportFailed,
+        RetentionCut,
+        StepEvicted,
+        StepExported,
+        StepPromoted,
+        TierFailed,
+        TierHangs,
+        TierRecovered,
+    )
 }
 
 
@@ -150,7 +163,7 @@ def adopt_ram(state: State, news: InRam) -> None:
 
 def adopt_tier(state: State, news: OnTier) -> Tier:
     """At the trainer: know of a slower tier what the agent knows."""
-    tier = state.tier(news.tier)
+    tier = state.any_tier(news.tier)
     _adopt_steps(tier, news)
     tier.steps.damaged.clear()
     tier.steps.damaged.update({step: Corrupt(text) for step, text in news.damaged})
@@ -170,7 +183,7 @@ def happened(event: Event) -> Happened | None:
     if type(event).__name__ not in _EVENTS:
         return None
     fields: dict[str, Any] = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
-    if isinstance(event, TierFailed):
+    if isinstance(event, TierFailed | ExportFailed):
         fields["error"] = Failure.of(event.error)
     return Happened(type(event).__name__, fields)
 
@@ -181,10 +194,12 @@ def event_of(news: Happened) -> Event:
     try:
         if kind is None:
             raise Corrupt(f"{news.kind!r} is no event of an agent")
-        if kind is TierFailed:
-            failure = msgspec.convert(news.fields.get("error"), Failure)
-            tier, retry_in = msgspec.convert((news.fields.get("tier"), news.fields.get("retry_in")), tuple[str, float])
-            return TierFailed(tier, failure.error(), retry_in)
-        return msgspec.convert(news.fields, kind)
+        fields = dict(news.fields)
+        if kind in (TierFailed, ExportFailed):  # an exception has no type that could be converted to
+            failure: Any = converted(fields.pop("error", None), Failure).error()
+            others = [(name, of) for name, of in get_type_hints(kind).items() if name != "error"]
+            return kind(error=failure, **{name: converted(fields.get(name), of) for name, of in others})
+        event: Event = converted(fields, kind)
+        return event
     except msgspec.ValidationError as error:
         raise Corrupt(f"an agent's {news.kind} cannot be read: {error}") from error

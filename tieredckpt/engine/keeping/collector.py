@@ -15,7 +15,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -60,7 +60,7 @@ class Collector:
 
         A tier with a capacity keeps them until room is needed; one without would grow for ever.
         """
-        if tier.capacity is not None or not tier.answers or not self._state.manages(tier):
+        if tier.capacity is not None or not self._state.collects(tier):
             return
         evicted = [step for step in leaving(self._state, tier) if await self.evictor.try_evict(step, tier)]
         if evicted:
@@ -178,17 +178,17 @@ class Collector:
         nodes lie tells it from other writers'. Of a step that is held beside such a one, the commit that is there by
         then counts.
         """
-        steps, grace = tier.steps, self._state.config.grace
+        steps, late, grace = tier.steps, tier.steps.commits_come_late, self._state.config.grace
         for step in tuple(steps.doubtful.keys() - steps.held.keys() - steps.damaged.keys()):
             async with steps.turn(step):
                 if step not in steps.held and (doubt := steps.doubtful.get(step)) is not None:
-                    if not doubt.late or await step_index.root_key(tier, step) in doubt.btree_keys:
-                        await tier.store.delete(layout.manifest_key(step.step, step.serial))
-                    steps.believe(step, grace)
+                    if not late or await step_index.root_key(tier, step) in doubt.btree_keys:
+                        await commit_file.delete_manifest(tier, step)
+                    steps.expire(step, grace)
         for step in tuple(steps.doubtful.keys() & steps.held.keys()):
-            if steps.doubtful[step].late and steps.doubtful[step].age >= grace:
+            if late and steps.doubtful[step].age >= grace:
                 await self._reread(tier, step)
-                steps.believe(step, grace)
+                steps.expire(step, grace)
 
     async def _reread(self, tier: Tier, step: StepId) -> None:
         """Learn which of several commits of a step is there."""
@@ -253,9 +253,9 @@ class Collector:
         known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.doubtful}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
         unsure = {*tier.steps.damaged, *tier.steps.doubtful}
-        for step in tier.steps.doubtful.keys() & tier.steps.held.keys():  # of its two commits, one is there by now
-            if tier.steps.doubtful[step].late:
-                continue  # or both, one after the other
+        in_doubt = tier.steps.doubtful.keys() & tier.steps.held.keys()
+        # Of its two commits, one is there by now; where they may come late, both, one after the other.
+        for step in () if tier.steps.commits_come_late else in_doubt:
             with suppress(Corrupt, NotFound):
                 known.add((await step_index.read(tier, step))[2])
                 unsure.discard(step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -14,12 +16,14 @@ from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["Evictor"]
+
+_log = logging.getLogger("tieredckpt")
 
 
 class Evictor:
@@ -79,9 +83,13 @@ class Evictor:
         self._state.changed.notify()
 
     async def find_out(self, tier: Tier) -> None:
-        """Look which steps are still there whose deletion failed: those are held again, the others are gone."""
+        """Look which steps are still there whose deletion failed: those are held again, the others are gone.
+
+        A deletion that may come late is repeated: a step that may go at any moment counts as no copy.
+        """
+        self._settle(tier)
         for step, error in tuple(tier.steps.damaged.items()):
-            if not isinstance(error, IndeterminateDelete) or not self._state.manages(tier):
+            if not isinstance(error, IndeterminateDelete):
                 continue
             try:
                 await tier.store.stat(layout.manifest_key(step.step, step.serial))
@@ -90,7 +98,10 @@ class Evictor:
                 there = False
             if tier.steps.damaged.get(step) is not error:
                 continue  # meanwhile it was deleted once more, or committed anew
-            if there:
+            if there and step in tier.steps.deletions:
+                if not await self._deleted_again(step, tier, error):
+                    continue
+            elif there:
                 del tier.steps.damaged[step]
                 tier.steps.held[step] = error.held
                 self._state.changed.notify()
@@ -98,6 +109,28 @@ class Evictor:
             tier.steps.drop(step)
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
+
+    def _settle(self, tier: Tier) -> None:
+        """Forget deletions that come no more; hold no step that a new look at the tier has found before one of it."""
+        for step, since in tuple(tier.steps.deletions.items()):
+            # Where nothing stands between here and the store, it is a thread of ours that is late.
+            late = time.monotonic() - since < self._state.config.grace if tier.store.traits.remote else tier.hanging
+            if not late:
+                del tier.steps.deletions[step]
+            elif (held := tier.steps.held.get(step)) is not None:
+                tier.quarantine(step, IndeterminateDelete(f"tier {tier.name!r}: {step} may be deleted yet", held))
+
+    async def _deleted_again(self, step: StepId, tier: Tier, error: IndeterminateDelete) -> bool:
+        """Repeat a deletion, unless the step has become the last good copy; whether it has succeeded."""
+        async with tier.steps.turn(step):
+            if tier.steps.damaged.get(step) is not error or why_not(self._state, step, tier):
+                return False
+            try:
+                await commit_file.delete_manifest(tier, step)
+            except TierUnavailable as again:
+                _log.warning("tier %r: the deletion of %s failed again: %s", tier.name, step, again)
+                return False
+            return True
 
     async def look_again(self, step: StepId, tier: Tier) -> None:
         """Read a commit once more that could not be read, and tell what came of it. Raises as a blob store does."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from tieredckpt.blobs.base import Free
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
@@ -18,8 +19,9 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace
 from tieredckpt.events import RetentionCut
 from tieredckpt.format.manifest import StepId
+from tieredckpt.units import format_size
 
-__all__ = ["NoRoom", "evict_older", "evicting_older", "fits", "make_room", "needing"]
+__all__ = ["NoRoom", "check_room", "evict_older", "evicting_older", "fits", "make_room", "needing"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -41,6 +43,8 @@ async def needing(need: int) -> AsyncIterator[None]:
     """Say of a full device in the block for how many bytes it has no room."""
     try:
         yield
+    except NoRoom:
+        raise
     except NoSpace as error:
         raise NoRoom.of(str(error), need) from error
 
@@ -48,6 +52,24 @@ async def needing(need: int) -> AsyncIterator[None]:
 def fits(tier: Tier, need: int) -> bool:
     """Whether the capacity of a tier has room for so many bytes as it is."""
     return tier.capacity is None or tier.used + need <= tier.capacity
+
+
+async def check_room(step: StepId, tier: Tier, need: int) -> None:
+    """Check that a tier has room for so many bytes of a step, in its capacity and on its medium. Raises `NoSpace`."""
+    fewer = "or copy fewer steps (`--steps`)"
+    if not fits(tier, need):
+        raise NoRoom.of(
+            f"tier {tier.name!r} has {format_size(tier.capacity or 0)}, {format_size(tier.used)} of it used; {step} "
+            f"needs {format_size(need)} more, and a copy evicts nothing: raise its capacity, {fewer}",
+            need,
+        )
+    free = await tier.store.free() if isinstance(tier.store, Free) else None
+    if free is not None and free < need:
+        raise NoRoom.of(
+            f"tier {tier.name!r} at {tier.store.location} has {format_size(free)} free; {step} needs "
+            f"{format_size(need)}: make room there, {fewer}",
+            need,
+        )
 
 
 async def make_room(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:

@@ -30,7 +30,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
     whether the step will be due when the promotions under way have ended.
     """
-    if step in tier.steps.held or step in tier.steps.tombstones or not state.on_line(step.serial):
+    gone = step in tier.steps.tombstones or step in tier.steps.deletions
+    if step in tier.steps.held or gone or not state.on_line(step.serial):
         return False
     mended = step in tier.steps.damaged  # from wherever it is
     if not mended and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
@@ -70,6 +71,8 @@ def why_not_due(state: State, step: StepId, tier: Tier) -> str:
     nearer = state.tiers[: tier.index]
     if step in tier.steps.tombstones:
         return "it has left that tier before"
+    if step in tier.steps.deletions:
+        return "a deletion of it there has failed and may still be carried out"
     if not state.on_line(step.serial):
         return "it is not on the branch that is trained"
     if not any(step in each.steps.held for each in nearer):
@@ -92,7 +95,17 @@ def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy:
         other for other in state.tiers[tier.index + 1 :] if (other.healthy and other.responsive) or not only_healthy
     ]
     view = state.view(at_rest=True)
-    return any(step not in other.steps.stuck and is_due(state, step, other, view) for other in slower)
+    if any(step not in other.steps.stuck and is_due(state, step, other, view) for other in slower):
+        return True
+    return any(_waits_for_derivation(each, step, tier, only_healthy=only_healthy) for each in state.derivations)
+
+
+def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_healthy: bool) -> bool:
+    """As `waits_for_promotion`, for a step that is to be derived from the tier."""
+    other = derivation.tiers[-1]
+    if tier not in derivation.tiers[:-1] or step in other.steps.stuck:
+        return False
+    return ((other.healthy and other.responsive) or not only_healthy) and is_due(derivation, step, other)
 
 
 def leaving(state: State, tier: Tier) -> list[StepId]:

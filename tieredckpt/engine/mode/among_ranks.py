@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from tieredckpt.config import TierConfig
+from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
 from tieredckpt.engine.ranks.commit.shared_tiers import SharedTiers
@@ -21,6 +23,7 @@ from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.tree.flatten import Flat
 
@@ -40,6 +43,8 @@ class AmongRanks(Alone):
         open_tiers: Callable[..., Awaitable[None]],
         promote_at_once: Callable[[StepId, Tier], Awaitable[object]],
     ) -> None:
+        if not state.read_only:
+            _check_derived(state.config.tiers)
         state.membership = Membership(group.rank, group.size, tuple(group.local_ranks))
         self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.tell_stuck = self.ranked.tell_stuck
@@ -113,3 +118,15 @@ class AmongRanks(Alone):
 
     def restored(self) -> None:
         self.ranked.plan.reset()
+
+
+def _check_derived(tiers: Sequence[TierConfig]) -> None:
+    """Raise `Invalid` for a tier with lossy rules that could get no step: in RAM no rank has more than its part."""
+    shared = False
+    for tier in tiers:
+        if tier.lossy and not shared:
+            raise Invalid(
+                f"tier {tier.name!r} has `lossy` rules, and before it is no tier that all ranks see, from which rank 0 "
+                f"could derive whole steps: put one without `lossy` rules before it, such as a shared folder"
+            )
+        shared = shared or "all" in kind_of(tier).scopes

@@ -14,7 +14,7 @@ from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.owner import Place
 from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.ram.store import RamStore
-from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Pace, Paced, Retrying
+from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.checks import doubtful
@@ -31,10 +31,11 @@ from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Events, RamLeftAlone, TierHangs
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StoreMarker
 from tieredckpt.settings import explain
 
-__all__ = ["connect", "connect_ram", "identify", "make_tiers", "reopen"]
+__all__ = ["connect", "connect_ram", "identify", "make_derived_tiers", "make_tiers", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -46,16 +47,29 @@ _BYTES_IN_FLIGHT = 1 << 30
 
 
 def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
-    """The tiers of a store, not connected yet. RAM waits for `connect_ram`: whose it is, the others tell.
+    """The tiers of a store for steps as they are saved, not connected yet.
+
+    RAM waits for `connect_ram`: whose it is, the others tell.
 
     Args:
         config: of the store.
         read_only: to be looked at only.
         events: where a tier whose calls hang is told of.
     """
+    return _make(config, config.exact, read_only=read_only, events=events)
+
+
+def make_derived_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
+    """As `make_tiers`, those with lossy rules."""
+    return _make(config, config.derived, read_only=read_only, events=events)
+
+
+def _make(config: StoreConfig, tiers: Sequence[TierConfig], *, read_only: bool, events: Events) -> tuple[Tier, ...]:
+    names = [tier.name for tier in config.tiers]
+    connect = partial(_connect, read_only=read_only, events=events)
     return tuple(
-        Tier(tier.name, index, tier, partial(_connect, tier, read_only=read_only, events=events))
-        for index, tier in enumerate(config.located)
+        Tier(tier.name, index, tier, partial(connect, tier), place=names.index(tier.name))
+        for index, tier in enumerate(tiers)
     )
 
 
@@ -83,6 +97,8 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
 
 async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> BlobStore:
     store = await kind_of(tier).open(tier, read_only=read_only)
+    if tier.lossy:
+        store = Below(store, layout.DERIVED)
     traits = store.traits
     puts = traits.parallel_puts if traits.remote else 1
     # Puts that are under way together share the link.
@@ -141,17 +157,14 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
-    written = None
-    if (marker is None or damaged) and state.identity.marker is not None and writes:
-        written = state.identity.marker.at_version(tier.format_version)
-        await marker_file.write(tier.store, written)
+    lacks_marker = (marker is None or damaged) and state.identity.marker is not None and writes
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
-        known = written or marker or state.identity.marker
+        known = (None if lacks_marker else marker) or state.identity.marker
         # Without a marker it has no catalogs; without its own, the footers tell its version, which catalogs do not.
         await scan_tier(tier, marker.store if marker is not None and not damaged else None)
         if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
-        if writes and known is not None and known.format_version < tier.format_version:
+        if known is not None and writes and (lacks_marker or known.format_version < tier.format_version):
             known = known.at_version(tier.format_version)
             await marker_file.write(tier.store, known)  # before the first compressed chunk; earlier versions refuse it
         tier.marker = known
@@ -198,8 +211,8 @@ async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | 
 
     ``stores`` is None where a tier is silent that may be of any store.
     """
-    earlier = state.config.tiers[tier.index].earlier()
-    if earlier is None or tier.config == earlier:
+    earlier = state.config.tiers[tier.place].earlier()
+    if tier.derived or earlier is None or tier.config == earlier:
         return None
     connect = partial(_connect, earlier, read_only=state.read_only, events=state.events)
     try:
@@ -235,7 +248,7 @@ async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | 
 async def _adopt(state: State, marker: StoreMarker) -> None:
     """Take the identity of a tier that was silent at start, in place of one that was made up for steps in RAM."""
     state.identity.marker, state.identity.made_up = marker.of_store, False
-    for tier in state.tiers:
+    for tier in (*state.tiers, *state.derived):
         own = None if tier.marker is None else marker.at_version(tier.marker.format_version)
         if not tier.in_memory and own is not None and tier.marker != own:
             tier.marker = own
@@ -264,7 +277,8 @@ async def identify(
         found = await find(state.config, places.values())
     if folder is not None:
         found = [each for each in found if each.folder == str(folder)]
-    slower = [tier for tier in state.tiers if not tier.in_memory]
+    # Where exact steps are lost, a tier of derived ones tells whose they were.
+    slower = [tier for tier in (*state.tiers, *state.derived) if not tier.in_memory]
     state.identity.noted = _noted_elsewhere(found)
     seen: dict[str, _Seen] = {}
 
@@ -318,7 +332,7 @@ async def identify(
             failures.append((tier, error))
 
     await asyncio.gather(*(join(tier) for tier in slower if tier not in failed))
-    if slower != list(state.tiers):
+    if state.tiers[0].in_memory:
         await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
     await remove_stale_ram(state)
     if not state.read_only:

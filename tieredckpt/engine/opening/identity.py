@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StoreMarker, find_record
+from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker, find_record
 
 __all__ = ["agreed", "marker_of", "store_of_steps"]
 
@@ -25,6 +26,7 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
 
     Raises:
         Corrupt: it cannot be read, and the steps do not tell either; or it is of another format.
+        Conflict: exact steps lie there in place of derived ones, or the reverse.
         TierUnavailable: as the blob store does.
     """
     problem: Corrupt | None = None
@@ -36,8 +38,11 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
         marker, problem = None, error
     if marker is not None:
         return marker, False
-    store = await store_of_steps(tier)
+    records = await _newest_records(tier)
+    store = _only_store(records)
     if store is not None:
+        if all((record.derived is not msgspec.UNSET) != tier.derived for record in records):
+            raise tier.of_other_kind()
         _log.warning(
             "tier %r has lost its marker (%s); its steps are of store %s", tier.name, problem or "it is missing", store
         )
@@ -49,19 +54,29 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
 
 async def store_of_steps(tier: Tier) -> str | None:
     """The store that the newest steps of a tier belong to; None where there are none, or they disagree."""
+    return _only_store(await _newest_records(tier))
+
+
+def _only_store(records: Sequence[StepRecord]) -> str | None:
+    stores = {record.store for record in records}
+    return stores.pop() if len(stores) == 1 else None
+
+
+async def _newest_records(tier: Tier) -> list[StepRecord]:
+    """Of the newest steps that can be read."""
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
         parsed = layout.parse_step_folder(folder + "/")
         if parsed is not None and name == layout.MANIFEST:
             found.append(StepId(serial=parsed[1], step=parsed[0]))
-    stores: set[str] = set()
+    records: list[StepRecord] = []
     for step in sorted(found, reverse=True)[:_STEPS_ASKED]:
         try:
-            stores.add(find_record(*await step_index.read(tier, step)).store)
+            records.append(find_record(*await step_index.read(tier, step)))
         except (Corrupt, NotFound):
             continue
-    return stores.pop() if len(stores) == 1 else None
+    return records
 
 
 async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
@@ -88,7 +103,7 @@ async def _is_of_another_format(tier: Tier) -> bool:
     """Whether a marker that this version refuses is a sound one of another version, which must not be replaced."""
     try:
         data = await tier.store.get(layout.MARKER, limit=marker_file.MARKER_MAX)
-        found = msgspec.json.decode(data, type=dict[str, str | int])
+        found = json_decoder(dict[str, str | int]).decode(data)
     except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return found.get("format_version") not in (None, *layout.FORMAT_VERSIONS) and isinstance(found.get("store"), str)

@@ -93,7 +93,8 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
     """Learn which steps came to a tier, left it or were committed anew since `scan_tier`; read those alone.
 
     Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
-    one that comes too late to be listed: it is taken again until nothing has changed.
+    one that comes too late to be listed: it is taken again until nothing has changed. Where every step seems to have
+    left, it is taken as often as ever: of a tier that keeps one step, each of several may be the one that is missed.
 
     Args:
         tier: scanned before.
@@ -105,13 +106,13 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
 
     Raises as its blob store does; what was known is known on then.
     """
-    foreign = False
+    foreign, had_some = False, bool(tier.steps.held)
     for _ in range(_LISTINGS):
         before = dict(tier.steps.held)
         await _list_again(tier, but)
         new = [held for step, held in tier.steps.held.items() if before.get(step) is not held]
         foreign |= tier.marker is not None and not all(tier.marker.owns(held.record.store) for held in new)
-        if not new and before.keys() == tier.steps.held.keys():
+        if not new and before.keys() == tier.steps.held.keys() and (before or not had_some):
             break
     if packs and not tier.in_memory:
         sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
@@ -198,8 +199,7 @@ async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
     try:
         manifest, btree, btree_key = await step_index.read(tier, step)
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
-        if record.id != step:
-            raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
+        step_index.check_record(tier, step, record)
     except (Corrupt, NotFound) as error:
         return None if isinstance(error, NotFound) and await _left(tier, step) else error
     return Held(record, btree_key)

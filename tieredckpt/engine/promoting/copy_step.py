@@ -7,18 +7,20 @@ import time
 from collections import ChainMap
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.full_tier import NoRoom, evicting_older, fits, make_room, needing
+from tieredckpt.engine.keeping.full_tier import check_room, evicting_older, needing
 from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.promoting.encoder import Encoder
 from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
+from tieredckpt.engine.promoting.room import expected, have_room, within_capacity
+from tieredckpt.engine.restoring.deriving import DerivedSource, RoundedSource
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -30,9 +32,8 @@ from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.units import format_size
 
-__all__ = ["batches", "copy_step", "have_room"]
+__all__ = ["batches", "copy_step"]
 
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
@@ -42,8 +43,11 @@ _FIRST_PACK = 32 << 20
 idles until that pack is sealed."""
 _READS_AT_A_TIME = 8
 """Chunks of another tier than RAM: each request takes long there, or the device serves several at once."""
+_MARGIN = 32
+"""Of what compressed chunks are expected to take, this part is reserved besides."""
 _GROWTH = 4
-"""How many times as large the next pack may be, which one thread seals while the one before is being written."""
+"""How many times as large the next pack may be, which one thread seals while the one before is being written; half of
+that where it compresses, which takes longer."""
 
 Need = tuple[str, int]
 """One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
@@ -76,10 +80,12 @@ async def copy_step(
     Raises:
         NotFound: no tier holds the step, or it was evicted from this one before it was committed anew.
         Corrupt: a chunk is intact nowhere; nothing was committed.
+        Conflict: as `commit_file.commit`.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
     if step in tier.steps.held and not again:
         return 0
+    commit_file.check_settled(tier, step)
     copy = partial(
         _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
     )
@@ -100,18 +106,15 @@ async def _copy(
 ) -> int:
     begin = time.monotonic()
     was_there = again or step in tier.steps.damaged
-    async with StepSource.open(origin, step) as source:
+    async with _source(origin, step, tier, again=again) as source:
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
-        need = sum(map(encoding.stored_size, _missing(source, tier, lost, encoding)[1].values()))
+        needs, sizes = _missing(source, tier, lost, encoding)
+        need = await expected(tier, needs, sizes, encoding)
+        room = min(need + need // _MARGIN, sum(map(encoding.stored_size, sizes.values())))
         if origin is state:
-            await have_room(state, collector, step, tier, need)
-        elif not fits(tier, need):
-            raise NoRoom.of(
-                f"tier {tier.name!r} has {format_size(tier.capacity or 0)}, {format_size(tier.used)} of it used; "
-                f"{step} needs {format_size(need)} more, and a copy evicts nothing: raise its capacity, or copy "
-                f"fewer steps (`--steps`)",
-                need,
-            )
+            await have_room(state, collector, step, tier, room)
+        else:
+            await check_room(step, tier, room)
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
                 return 0
@@ -128,8 +131,11 @@ async def _copy(
 
             if needs:
                 try:
-                    async with aclosing(batches(state, source, tier, needs, sizes, encoding)) as found:
-                        await write_packs(tier, found, written, None if was_there else encode)
+                    async with (
+                        aclosing(batches(state, source, tier, needs, sizes, encoding)) as found,
+                        aclosing(within_capacity(tier, found, sizes, encoding)) as fitting,
+                    ):
+                        await write_packs(tier, fitting, written, None if was_there else encode)
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
             # As it was encoded: chunks may be added or forgotten meanwhile, and packs that others refer to stay.
@@ -140,6 +146,14 @@ async def _copy(
             # Before anybody can tell that it was evicted again.
             state.tell_promoted(source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes
+
+
+def _source(origin: State, step: StepId, tier: Tier, *, again: bool) -> AbstractAsyncContextManager[StepSource]:
+    """The step as the tier is to have it."""
+    if not tier.derived:
+        return StepSource.open(origin, step)
+    # What is committed anew stays what it is, also where the rules have changed or no exact copy is left.
+    return DerivedSource.open(origin, step, only=tier) if again else RoundedSource.rounding(origin, step, tier)
 
 
 def check_wanted(step: StepId, tier: Tier) -> None:
@@ -189,17 +203,6 @@ def _missing(
     return needs, sizes
 
 
-async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
-    """Make room on the tier for so many bytes of the step. Raises `NoSpace`."""
-    if not await make_room(state, collector, step, tier, need):
-        raise NoRoom.of(
-            f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "
-            f"needs {format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer "
-            f"steps",
-            need,
-        )
-
-
 def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:
     """The same arrays, with every chunk where ``extents`` has it; small ones stay in the index."""
     return {
@@ -228,9 +231,9 @@ async def batches(
     From RAM they are the slab's own memory, in its order, so that neighbours are written in one go; from other
     tiers they pass through scratch memory. So do the checksums of a slab that another process writes.
     """
-    ram, encoding = source.tier.ram, encoding or target.packs.encoding
+    slab, encoding = source.in_slab, encoding or target.packs.encoding
     encoder = Encoder(state, target, encoding, partial(_is_overtaken, state, source.step, target))
-    from_slab, behind = ram is not None, ram is None or ram.slab.writable
+    from_slab, behind = slab is not None, slab is None or slab.writable
     traits = target.store.traits
     room_limit = state.scratch.capacity // _SCRATCH_PACKS
     if not (from_slab or encoding.raw):
@@ -242,8 +245,8 @@ async def batches(
     for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
         batch = Batch(compressed=not encoding.raw)
         try:
-            if ram is not None:
-                await _add_from_slab(state, source, ram.slab, batch, some, sizes, encoder, behind, threads)
+            if slab is not None:
+                await _add_from_slab(state, source, slab, batch, some, sizes, encoder, behind, threads)
                 threads = 1
             else:
                 await _add_reads(state, source, batch, some, sizes, encoder)
@@ -271,7 +274,7 @@ def _packs(
 ) -> Iterator[list[tuple[bytes, Need]]]:
     """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``.
 
-    No pack may be more than `_GROWTH` times as large as the one before, nor need more memory to encode than
+    No pack may be larger than the one before allows by `_GROWTH`, nor need more memory to encode than
     ``room_limit``; ``behind`` as `Encoding.room` takes it.
     """
     pack: list[tuple[bytes, Need]] = []
@@ -281,7 +284,7 @@ def _packs(
         size, room = encoding.stored_size(sizes[digest]), encoding.room(sizes[digest], behind=behind)
         if pack and (size > left or room > room_left):
             yield pack
-            most = min(limit, most * _GROWTH)
+            most = min(limit, most * (_GROWTH if encoding.raw else _GROWTH // 2))
             pack, left, room_left = [], most, room_limit
         pack.append((digest, need))
         left -= size

@@ -15,6 +15,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["refer_to_intact", "undoubted"]
 
@@ -42,7 +43,14 @@ async def refer_to_intact(
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
+    wanted = encoding or tier.packs.encoding
     unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
+    for digest, extent in (await in_thread(_of_one_encoding, tier, sizes, wanted, pool=state.pool)).items():
+        if tier.packs.index[digest] != extent:
+            tier.packs.forget(digest)
+            tier.packs.index[digest] = extent
+        del tier.packs.duplicates[digest]
+        unproven.add(digest)
     asked = [step] if step is not None and step in tier.steps.held else []
     asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.steps.held if held != step))
     for committed in asked:
@@ -55,11 +63,10 @@ async def refer_to_intact(
         verified = await in_thread(_verified, tier, index, unproven, pool=state.pool)
         unproven -= verified
         tier.packs.verified |= verified
-    wanted = encoding or tier.packs.encoding
     for digest in unproven | (tier.packs.duplicates.keys() & sizes.keys()):
         known = tier.packs.index.get(digest)
         copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
-        # The copies of before and after a change of `codec`: only one of them will do.
+        # Of the copies of before and after a change of `codec`, those of after will do.
         copies.sort(key=lambda extent: not wanted.fits(extent.length, sizes[digest]))
         tier.packs.forget(digest)
         for extent in copies:
@@ -83,6 +90,23 @@ def undoubted(tier: Tier, digest: bytes, length: int) -> bool:
 def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
     """Those of the chunks that an earlier process wrote, as far as their footers tell."""
     return {digest for digest in sizes if digest not in tier.packs.verified and tier.packs.index.was_found(digest)}
+
+
+def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -> dict[bytes, Extent]:
+    """The chunks of which one copy alone is in that encoding, the others being of before a change of `codec`; and it.
+
+    They need no more proof than a chunk that lies in one place: what a repair has written beside what was damaged would
+    be a second one.
+    """
+    found = {}
+    for digest in tier.packs.duplicates.keys() & sizes.keys():
+        known = tier.packs.index.get(digest)
+        if known is None:  # it was forgotten, as one of them is damaged
+            continue
+        fitting = [each for each in (known, *tier.packs.duplicates[digest]) if wanted.fits(each.length, sizes[digest])]
+        if len(fitting) == 1:
+            found[digest] = fitting[0]
+    return found
 
 
 def _verified(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:

@@ -122,7 +122,7 @@ class Promoter:
                 self._state.report(self.tier, error)
 
     async def _come_back(self) -> None:
-        """See that a tier that failed works, is still the one that it was, and still ours; else open it anew."""
+        """Check that a tier that failed works, is the same one, and is still locked by us; else open it anew."""
         tier = self.tier
         try:
             if await self._is_itself():

@@ -64,7 +64,7 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
         before = state.observation.promotions_ended
         for promoter in promoters.values():
             await promoter.rest()
-        if any(tier.steps.promotions for tier in state.tiers):
+        if any(tier.steps.promotions for tier in state.every_tier):
             await state.changed.wait()
         elif state.observation.promotions_ended == before:  # else a step may be due now that no other is on its way
             break

@@ -15,6 +15,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.check import check
 from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
@@ -46,7 +47,7 @@ async def inspect(
 
     Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
     """
-    async with StepSource.open(state, step, only=tier) as source:
+    async with open_source(state, step, tier) as source:
         source.progress = progress
         await check(state, source, scan or Scan())
         if source.silence is not None:
@@ -85,7 +86,7 @@ async def _mend_inline(
     left: list[Unmended] = []
     mended: dict[str, ArrayIndex] = {}
     origin: list[tuple[str, str, int]] = []
-    async with StepSource.open(state, step, only=tier) as source:
+    async with open_source(state, step, tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
                 if chunk.digest not in chunks or isinstance(chunk.where, Extent):
@@ -109,7 +110,7 @@ async def _mend_inline(
 
 async def _mend_slab(state: State, step: StepId, tier: Tier, ram: Ram, chunks: dict[bytes, Damage]) -> list[Unmended]:
     left: list[Unmended] = []
-    async with StepSource.open(state, step, only=tier) as source:
+    async with open_source(state, step, tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
                 if chunk.digest not in chunks or not isinstance(chunk.where, Extent):
@@ -133,7 +134,7 @@ async def _mend_packs(
     lost: dict[bytes, Extent] = {}
     origin: dict[bytes, tuple[str, int]] = {}
     left: list[Unmended] = []
-    async with StepSource.open(state, step, only=tier) as source:
+    async with open_source(state, step, tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
                 if (

@@ -78,7 +78,7 @@ async def _check_marker(state: State, tier: Tier, *, repair: bool) -> Verified |
 
 
 async def _check_footers(state: State, collector: Collector, tier: Tier, *, repair: bool) -> Verified | None:
-    """See that each pack lists its chunks: they are found by that when their step's index is lost, or saved again."""
+    """Check that each pack lists its chunks: a lost index is rebuilt from these lists, and later saves use them."""
     damaged: set[str] = set()
     used: set[str] = set()
     try:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from tieredckpt.engine.state.step_table import Line, on
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["Branch", "Continued", "Origin"]
+__all__ = ["RESTORED_LOSSY", "Branch", "Continued", "Origin"]
+
+RESTORED_LOSSY = "restored_lossy"
+"""In the provenance of a step: the lossy copy that its state goes back to."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +28,8 @@ class Origin:
     """Whether it was asked for by number: otherwise no save forks there."""
     resume: bool
     """Whether the next save forks there whatever its number is."""
+    lossy: str = ""
+    """The lossy copy that this step was restored from, or that it goes back to; empty where there is none."""
     cleared: bool = False
     """Whether a save that was called after the restore is committed."""
 
@@ -48,6 +53,8 @@ class Continued:
     """The last restore before the save was called."""
     ignores_origin: bool
     """Whether it extends the branch although another step was restored last."""
+    lossy: str = ""
+    """The lossy copy that its state goes back to; empty where there is none."""
 
     def __contains__(self, serial: int) -> bool:
         return on(self.line, serial)
@@ -69,6 +76,8 @@ class Branch:
     restored_from: int | None = None
     """Serial of the step at which the branch was continued last after a restore."""
     origin: Origin | None = None
+    lossy: str = ""
+    """The lossy copy that the branch goes back to; empty where there is none."""
     last_serial: int = 0
     """The highest that any save of the store has taken, as far as this process knows."""
     _pending: dict[StepId, Continued] = field(default_factory=dict)
@@ -79,31 +88,32 @@ class Branch:
     def __contains__(self, serial: int) -> bool:
         return on(self.line, serial)
 
-    def adopt(self, line: Line, newest: StepId | None) -> None:
-        """Continue what was found, as after a restart."""
-        self.line, self.newest, self.restored_from = line, newest, None
+    def adopt(self, line: Line, newest: StepId | None, lossy: str = "") -> None:
+        """Continue what was found, as after a restart; ``lossy`` as the attribute."""
+        self.line, self.newest, self.restored_from, self.lossy = line, newest, None, lossy
 
-    def note(self, step: StepId, record: StepRecord, *, named: bool, resume: bool) -> None:
+    def note(self, step: StepId, record: StepRecord, *, named: bool, resume: bool, lossy: str = "") -> None:
         """Note what was restored to train on; the next save decides what becomes of it."""
         line = tuple((first, min(last, step.serial)) for first, last in record.line if first <= step.serial)
-        self.origin = Origin(step, line, named, resume)
+        self.origin = Origin(step, line, named, resume, lossy or record.provenance.get(RESTORED_LOSSY, ""))
 
     # -- saves --------------------------------------------------------------------------------------------
 
     def decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
         """What a save of ``step`` continues whose turn has come; ``origin`` is that of when it was called."""
-        line, newest, restored_from = self.line, self._newest(), self.restored_from
+        line, newest, restored_from, lossy = self.line, self._newest(), self.restored_from, self.lossy
         if self._pending:
             newest, before = next(reversed(self._pending.items()))
-            line, restored_from = before.line_with(newest.serial), before.restored_from
+            line, restored_from, lossy = before.line_with(newest.serial), before.restored_from, before.lossy
             if before.origin is origin:
-                return Continued(line, restored_from, newest, origin, ignores_origin=False)
+                return Continued(line, restored_from, newest, origin, ignores_origin=False, lossy=lossy)
         if origin is None or origin.cleared:
-            return Continued(line, restored_from, newest, origin, ignores_origin=False)
+            return Continued(line, restored_from, newest, origin, ignores_origin=False, lossy=lossy)
         if origin.forks(step, newest, overwrite=overwrite):
-            return Continued(origin.line, origin.step.serial, newest, origin, ignores_origin=False)
-        ignores = origin.named and origin.step != newest
-        return Continued(line, restored_from if ignores else origin.step.serial, newest, origin, ignores_origin=ignores)
+            return Continued(origin.line, origin.step.serial, newest, origin, ignores_origin=False, lossy=origin.lossy)
+        if origin.named and origin.step != newest:
+            return Continued(line, restored_from, newest, origin, ignores_origin=True, lossy=lossy)
+        return Continued(line, origin.step.serial, newest, origin, ignores_origin=False, lossy=origin.lossy)
 
     def _newest(self) -> StepId | None:
         return next(reversed(tuple(self._pending)), self.newest)
@@ -123,6 +133,7 @@ class Branch:
             pending.origin.cleared = True
         if not self.line or record.serial > self.line[-1][1]:
             self.line, self.newest, self.restored_from = record.line, record.id, record.restored_from
+            self.lossy = record.provenance.get(RESTORED_LOSSY, "")
 
     def continued_by(self, step: StepId) -> Continued:
         """What a save continues that is not committed yet."""

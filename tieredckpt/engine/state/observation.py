@@ -31,7 +31,7 @@ class Observation:
     promotions_ended: int = 0
     """How many promotions there have been, those left out that failed to a tier which had failed before."""
     saving: dict[int, tuple[float, Origin | None]] = field(default_factory=dict)
-    """Steps whose save has returned and is still being made (``capture="reference"``): since when, and what was
+    """Steps whose save has returned and is still being made (not by ``capture="copy"``): since when, and what was
     restored last before."""
 
     def __post_init__(self) -> None:

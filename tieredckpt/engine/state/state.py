@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
+from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine import limits
 from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.scratch import Scratch
@@ -33,9 +35,16 @@ from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
 from tieredckpt.policy.views import StepViews
 
-__all__ = ["Role", "State", "numbers"]
+__all__ = ["GiveWay", "Role", "State", "numbers"]
 
 _log = logging.getLogger("tieredckpt")
+
+
+class GiveWay(Protocol):
+    """What reads a step from RAM, and leaves that for a save."""
+
+    async def __call__(self, *, must: bool) -> None:
+        """Release the step in RAM, if another tier has it; with ``must`` in any case."""
 
 
 class Role(enum.Enum):
@@ -52,11 +61,14 @@ class State:
 
     config: StoreConfig
     tiers: tuple[Tier, ...]
+    """Those that hold steps as they were saved, nearest first: what is asked of them is asked of exact copies."""
     events: Events
     pool: ThreadPoolExecutor
     """The threads that copy, digest and encode."""
     scratch: Scratch
     read_only: bool
+    host_memory: HostMemory = field(default_factory=HostMemory)
+    """What devices reach of the slab, and their buffers."""
     changed: Notification = field(default_factory=Notification)
     """Beats whenever a step or a tier changed."""
     branch: Branch = field(default_factory=Branch)
@@ -70,10 +82,48 @@ class State:
     """Steps that are whole in the RAM of ranks of this machine, for a reader."""
     look_anew: Callable[[], Awaitable[None]] | None = None
     """Where nothing is written: makes what is known fresh."""
+    fills: int = 0
+    """Restores so far that fill arrays of the program: these are not as saves before saw them."""
+    _copying: int = 0
+    """How many saves copy to RAM at present."""
+    _yielding: list[GiveWay] = field(default_factory=list)
+    derivations: tuple[State, ...] = ()
+    """One for each tier with lossy rules, which is the last of its tiers, behind those that it may be derived from.
+
+    What is done to the derived steps of that tier is done with this state, which shares all else with the exact one.
+    """
+    exact: State | None = None
+    """Of a derivation, the state of the exact steps."""
     _step_table: StepTable = field(init=False)
 
     def __post_init__(self) -> None:
         self._step_table = StepTable(self.tiers, _described)
+
+    # -- derived steps ------------------------------------------------------------------------------------
+
+    def derivation(self, tier: Tier) -> State:
+        """The state with which derived steps on a tier are made, kept and read. Call it before there are any.
+
+        Of several ranks it derives from tiers that all see, for a step is nowhere whole in their RAM.
+        """
+        alone = self.membership.size == 1
+        nearer = [each for each in self.tiers if each.place < tier.place and (alone or each.shared)]
+        tier.index = len(nearer)
+        return dataclasses.replace(self, tiers=(*nearer, tier), derivations=(), exact=self)
+
+    @property
+    def derived(self) -> tuple[Tier, ...]:
+        """The tiers that hold derived steps alone, nearest first."""
+        return tuple(each.tiers[-1] for each in self.derivations)
+
+    @property
+    def every_tier(self) -> tuple[Tier, ...]:
+        """All tiers of the configuration, in its order."""
+        return tuple(sorted((*self.tiers, *self.derived), key=lambda tier: tier.place))
+
+    def any_tier(self, name: str) -> Tier:
+        """The tier of that name, whatever it holds. Raises as `tier`."""
+        return next((tier for tier in self.derived if tier.name == name), None) or self.tier(name)
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -82,8 +132,8 @@ class State:
         return self._step_table.call(self.branch.line).records
 
     def holders(self, step: StepId) -> list[Tier]:
-        """The tiers that hold a step, nearest first, those that fail at present, or do not answer, last."""
-        holding = [tier for tier in self.tiers if step in tier.steps.held]
+        """The tiers that hold a step as it was saved, nearest first, those that fail, or do not answer, last."""
+        holding = [tier for tier in self.tiers if step in tier.steps.held and not tier.derived]
         return sorted(holding, key=lambda tier: not (tier.healthy and tier.responsive))
 
     def on_line(self, serial: int) -> bool:
@@ -122,19 +172,26 @@ class State:
         held = ", ".join(str(each.step) for each in sorted(whole)) or "none"
         silent = [tier.name for tier in self.tiers if not tier.healthy]
         hint = f"; not reachable at present: {', '.join(silent)}" if silent else ""
-        raise NotFound(f"no tier holds {wanted} (held: {held}{hint})")
+        raise NotFound(f"no tier holds {wanted} (held: {held}{hint}{self.lossy_hint(step)})")
+
+    def lossy_hint(self, step: int | None) -> str:
+        """For a message that a step cannot be had as it was saved: where there are lossy copies of it."""
+        found = [tier.name for tier in self.derived for each in tier.steps.held if step in (None, each.step)]
+        names = ", ".join(map(repr, dict.fromkeys(found)))
+        return f"; a lossy copy is on {names}: pass lossy=True (--lossy) to restore that" if found else ""
 
     def adopt_line(self, dead: Sequence[Holder] = ()) -> None:
         """Continue from the newest step there is, as after a restart; ``dead`` are writers that others found so."""
         records = self.records()
         newest = max(records, default=None)
         self.branch.adopt(records[newest].line if newest else (), newest)
-        serials = [step.serial for tier in self.tiers for step in (*tier.steps.held, *tier.steps.damaged)]
-        blind = any(tier.marker is None for tier in self.tiers)
+        every = (*self.tiers, *self.derived)
+        serials = [step.serial for tier in every for step in (*tier.steps.held, *tier.steps.damaged)]
+        blind = any(tier.marker is None for tier in every)
         self.branch.last_serial = max(self.branch.last_serial, *serials, 0) + (
             limits.in_force.serials_skipped if blind else 0
         )
-        stale_holders = [holder for tier in self.tiers if tier.lease is not None for holder in tier.lease.stale_holders]
+        stale_holders = [holder for tier in every if tier.lease is not None for holder in tier.lease.stale_holders]
         self.observation.history = failure_history(records[newest] if newest else None, [*stale_holders, *dead])
 
     def adopt_if_gone(self, step: StepId) -> None:
@@ -144,7 +201,8 @@ class State:
             newest = max(records, default=None)
             if newest is not None and not self.on_line(newest.serial):
                 _log.warning("%s is gone; training continues from %s, which was off the branch", step, newest)
-            self.branch.adopt(records[newest].line if newest else (), newest)
+            # What is trained has not changed.
+            self.branch.adopt(records[newest].line if newest else (), newest, self.branch.lossy)
 
     @contextmanager
     def being_deleted(self, steps: Collection[StepId]) -> Iterator[None]:
@@ -169,6 +227,11 @@ class State:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
+        if name in (tier.name for tier in self.derived):
+            raise Invalid(
+                f"tier {name!r} has `lossy` rules, so no step as it was saved comes there: name another tier, or ask "
+                f"for what it holds by `flush`, `steps` or restore(lossy=True)"
+            )
         names = [tier.name for tier in self.tiers]
         if not isinstance(name, str):
             raise Invalid(f"a tier is given by its name, not {name!r} (tiers: {', '.join(names)})")
@@ -212,6 +275,34 @@ class State:
         _log.log(level, "tier %r failed, next try in %.1f s: %s", tier.name, delay, error)
         self.events.emit(TierFailed(tier.name, error, delay))
         self.changed.notify()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Keep what can wait (`quiet`) from the memory while the block copies a tree, for which a training waits."""
+        self._copying += 1
+        try:
+            yield
+        finally:
+            self._copying -= 1
+            self.changed.notify()
+
+    async def quiet(self) -> None:
+        """Return when no save copies to RAM."""
+        await self.changed.until(lambda: not self._copying)
+
+    @contextmanager
+    def yielding(self, give_way: GiveWay) -> Iterator[None]:
+        """Call ``give_way`` when a save needs memory of RAM, while the block runs."""
+        self._yielding.append(give_way)
+        try:
+            yield
+        finally:
+            self._yielding.remove(give_way)
+
+    async def make_readers_yield(self, *, must: bool) -> None:
+        """Ask every reader of RAM that can wait to release its step; see `GiveWay`."""
+        for give_way in tuple(self._yielding):
+            await give_way(must=must)
 
     # -- views for policies -------------------------------------------------------------------------------
 

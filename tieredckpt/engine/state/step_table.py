@@ -58,7 +58,7 @@ class StepTable:
         try:
             changed = self._all() if self._torn else set()
             self._torn = True
-            changed = changed.union(*(tier.steps.held.news() for tier in self._tiers))
+            changed = changed.union(*(tier.steps.held.news(self) for tier in self._tiers))
             if line != self._line:
                 changed |= self._moved(line)
                 self._line = line

@@ -28,7 +28,7 @@ async def read_chunk(tier: Tier, where: Extent | bytes, digest: bytes, into: Byt
     if isinstance(where, bytes):
         found = await in_thread(PLAIN.decode, np.frombuffer(where, dtype=np.uint8), into.size, into, pool=pool)
     else:
-        place, encoding = where.path, tier.chunks.encoding_of(where, into.size)
+        place, encoding = where.path, tier.encoding_of(where, into.size)
         told = f"tier {tier.name!r}: a chunk of {into.size} bytes lies in {place} with {where.length}"
         if not encoding.fits(where.length, into.size):
             raise Corrupt(told)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from tieredckpt.blobs.base import Unanswered
+from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import packs_of
@@ -18,7 +21,7 @@ from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, Tier
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, decode_step, encode_step
 
-__all__ = ["Encoded", "commit", "encode", "free_btree_key", "retract"]
+__all__ = ["Encoded", "check_settled", "commit", "delete_manifest", "encode", "free_btree_key", "retract"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +35,30 @@ class Encoded:
 
 def free_btree_key(tier: Tier, step: StepId) -> str:
     """Where the nodes of the next commit of a step may lie: a name that no other commit of this step has used."""
+    key = layout.btree_key(step.step, step.serial)
+    return f"{key}-{secrets.token_hex(4)}" if tier.store.traits.remote or _may_be_there(tier, step) else key
+
+
+def _may_be_there(tier: Tier, step: StepId) -> bool:
+    """Whether a commit of the step is on the tier, or may be."""
     steps = tier.steps
-    if tier.store.traits.remote or step in steps.held or step in steps.damaged or step in steps.doubtful:
-        return f"{layout.step_folder(step.step, step.serial)}btree-{secrets.token_hex(4)}"
-    return layout.btree_key(step.step, step.serial)
+    return step in steps.held or step in steps.damaged or step in steps.doubtful
 
 
-async def encode(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
-    """Encode the commit of a step, whose nodes will lie at ``btree_key``."""
+async def encode(
+    tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str, *, at_least: int = 0
+) -> Encoded:
+    """Encode the commit of a step, whose nodes will lie at ``btree_key``.
+
+    The key is made longer if the manifest, which has it, would be shorter than ``at_least`` bytes.
+    """
     others = None if tier.in_memory else tier.packs.encoding_of_array
-    encoding = tier.chunks.encoding
-    work = partial(encode_step, record, arrays, btree_path=btree_key, encoding=encoding, others=others)
-    return Encoded(arrays, btree_key, await in_thread(work))
+    encode_at = partial(encode_step, record, arrays, encoding=tier.chunks.encoding, others=others)
+    while True:
+        index = await in_thread(partial(encode_at, btree_path=btree_key))
+        if (missing := at_least - len(index.manifest)) <= 0:
+            return Encoded(arrays, btree_key, index)
+        btree_key += "0" * missing
 
 
 async def commit(
@@ -63,34 +78,29 @@ async def commit(
         tier: where to.
         record: of the step, or of a rank's part of it, which counts as such.
         arrays: what it refers to.
-        encoded: the same, and is put if its nodes may lie where it was encoded for.
+        encoded: the same; it is put unless a commit of the step may be there by now.
         only_anew: the tier has the step, readable or not, and one that has left it meanwhile stays away.
 
     Raises:
         NotFound: the step was to be committed anew, and has left.
-        Conflict: another writer has committed a step of this name, which stays.
+        Conflict: another writer has committed a step of this name, which stays; or as `check_settled`.
         NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next.
     """
     step, traits = record.id, tier.store.traits
     async with tier.steps.turn(step):
+        check_settled(tier, step)
         before = tier.steps.held.get(step)
-        if only_anew and before is None and step not in tier.steps.damaged:
-            raise NotFound(f"tier {tier.name!r}: {step} was evicted before it could be committed anew")
         first = before is None and step not in tier.steps.damaged
-        btree_key = free_btree_key(tier, step)
-        if encoded is not None and traits.remote:
-            btree_key = encoded.btree_key  # which nobody else was given
-        if encoded is None or encoded.arrays is not arrays or encoded.btree_key != btree_key:
-            encoded = await encode(tier, record, arrays, btree_key)
+        if only_anew and first:
+            raise NotFound(f"tier {tier.name!r}: {step} was evicted before it could be committed anew")
+        replaced = 0
         if before is not None and not traits.atomic_put:
             # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
-            size = 0
             with suppress(NotFound):
-                size = (await tier.store.stat(layout.manifest_key(step.step, step.serial))).size
-            if (missing := size - len(encoded.index.manifest)) > 0:
-                btree_key += "0" * missing  # which is in it
-                encoded = await encode(tier, record, arrays, btree_key)
-        index = encoded.index
+                replaced = (await tier.store.stat(layout.manifest_key(step.step, step.serial))).size
+        if encoded is None or encoded.arrays is not arrays or _may_be_there(tier, step):
+            encoded = await encode(tier, record, arrays, free_btree_key(tier, step), at_least=replaced)
+        btree_key, index = encoded.btree_key, encoded.index
         await tier.store.put(btree_key, [index.btree])
         exclusive = first and traits.remote and traits.create_only
         try:
@@ -147,14 +157,14 @@ async def _doubt(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str
     Raises:
         Conflict: the commit that is there is another writer's.
     """
-    steps, remote = tier.steps, tier.store.traits.remote
-    steps.doubt(step, packs, frozenset({btree_key}), late=remote)
-    if step in steps.held or (remote and not look):
+    steps, late = tier.steps, tier.steps.commits_come_late
+    steps.doubt(step, packs, btree_key)
+    if step in steps.held or (late and not look):
         return False
     try:
-        if not remote:
+        if not late:
             await tier.store.delete(layout.manifest_key(step.step, step.serial))
-            steps.believe(step)
+            steps.resolve(step)
             return False
         there = await step_index.root_key(tier, step)
     except TieredCkptError:
@@ -162,6 +172,26 @@ async def _doubt(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str
     if there is not None and there not in steps.doubtful[step].btree_keys and step not in steps.damaged:
         raise _others(tier, step)
     return there == btree_key
+
+
+def check_settled(tier: Tier, step: StepId) -> None:
+    """Raise `Conflict` while a deletion of the step may come late: it would take away a commit that came since."""
+    if step in tier.steps.deletions:
+        raise Conflict(
+            f"tier {tier.name!r}: a deletion of {step} has failed and may still be carried out; promote it when the "
+            f"store's `grace` is over"
+        )
+
+
+async def delete_manifest(tier: Tier, step: StepId) -> None:
+    """Delete the manifest of a step, and remember a deletion that fails and may come late. Raises as a blob store."""
+    remote = tier.store.traits.remote
+    try:
+        await tier.store.delete(layout.manifest_key(step.step, step.serial))
+    except (TierUnavailable, asyncio.CancelledError) as error:
+        if isinstance(error, Overdue) or (remote and not isinstance(error, Unanswered)):
+            tier.steps.deletions[step] = time.monotonic()
+        raise
 
 
 async def retract(tier: Tier, step: StepId) -> None:
@@ -172,7 +202,7 @@ async def retract(tier: Tier, step: StepId) -> None:
     """
     async with tier.steps.turn(step):
         try:
-            await tier.store.delete(layout.manifest_key(step.step, step.serial))
+            await delete_manifest(tier, step)
         except (TierUnavailable, asyncio.CancelledError):
             if (held := tier.steps.held.get(step)) is not None:
                 why = IndeterminateDelete(f"tier {tier.name!r}: {step} was being deleted when that failed", held)

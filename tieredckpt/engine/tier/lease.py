@@ -18,6 +18,7 @@ from typing import Annotated
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.base import BlobInfo, BlobStore
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.concurrency import whole
@@ -54,7 +55,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 def decode_holder(data: bytes) -> Holder | None:
     """The holder that a lease names; None for what is torn, or no lease at all."""
     try:
-        return msgspec.json.decode(data, type=Holder)
+        return json_decoder(Holder).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

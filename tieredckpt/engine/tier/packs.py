@@ -68,10 +68,6 @@ class Packs:
         extent = self.index.get(digest)
         return extent is not None and (extent.length == length or self.encoding.fits(extent.length, length))
 
-    def encoding_of(self, extent: Extent, nbytes: int) -> Encoding:
-        """How a chunk of so many bytes is stored there."""
-        return encoding_of(extent.length, nbytes)
-
     def encoding_of_array(self, array: ArrayIndex) -> Encoding:
         """How the chunks of an array are stored: those of one that was committed before a change of `codec` as then."""
         nbytes, here = array.grid.cell_nbytes, self.encoding

@@ -39,10 +39,6 @@ class Ram:
         self.slab = self.store.slab
         self.index = SlabIndex(self.slab)
 
-    def encoding_of(self, extent: Extent, nbytes: int) -> Encoding:
-        """How a chunk of so many bytes is stored there."""
-        return self.encoding
-
     @property
     def used(self) -> int:
         """Bytes that the chunks take."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
-from tieredckpt.format.manifest import StepId, StepIndex, decode_step
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
-__all__ = ["load", "packs", "read", "root_key"]
+__all__ = ["check_record", "load", "packs", "read", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -42,6 +44,15 @@ async def _manifest(tier: Tier, step: StepId) -> tuple[bytes, ocdbt.Root]:
     return manifest, root
 
 
+def check_record(tier: Tier, step: StepId, record: StepRecord) -> None:
+    """Raise `Corrupt` if a record is not of the step in whose folder it lies, or not of the tier's kind."""
+    if record.id != step:
+        raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {record.id}")
+    if (record.derived is not msgspec.UNSET) != tier.derived:
+        there, wanted = ("an exact", "derived") if tier.derived else ("a derived", "exact")
+        raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {there} step where {wanted} ones belong")
+
+
 async def load(tier: Tier, step: StepId) -> StepIndex:
     """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
     steps = tier.steps
@@ -51,8 +62,7 @@ async def load(tier: Tier, step: StepId) -> StepIndex:
     if found is None:
         try:
             found = await asyncio.to_thread(decode_step, *await read(tier, step))
-            if found.record.id != step:
-                raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {found.record.id}")
+            check_record(tier, step, found.record)
         except Corrupt as error:
             if step in steps.held and not steps.held[step].whole:
                 tier.quarantine(step, error)  # as if it had been read at opening

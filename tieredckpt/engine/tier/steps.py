@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -31,29 +32,31 @@ class Held:
 class HeldSteps(dict[StepId, Held]):
     """The steps that a tier holds, and which of them came or went since somebody asked.
 
-    Changed on the engine's loop; `news` may be taken by another thread, of which there is one at a time.
+    Changed on the engine's loop; `news` may be taken by another thread, of which there is one at a time for each
+    listener.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._changed: set[StepId] | None = None
-        """None until somebody asks: of a tier that nobody asks about, nothing piles up."""
+        self._changed: dict[Hashable, set[StepId]] = {}
+        """By listener, from its first call: of a tier that nobody asks about, nothing piles up."""
 
-    def news(self) -> set[StepId]:
-        """The steps that came, went or were replaced since the last call; at the first one all."""
-        if self._changed is None:
-            self._changed = set()
+    def news(self, listener: Hashable) -> set[StepId]:
+        """The steps that came, went or were replaced since the listener's last call; at the first one all."""
+        if listener not in self._changed:
+            self._changed[listener] = set()
             return set(self)
+        changed = self._changed[listener]
         found: set[StepId] = set()
         while True:
             try:
-                found.add(self._changed.pop())
+                found.add(changed.pop())
             except KeyError:
                 return found
 
     def _tell(self, *steps: StepId) -> None:
-        if self._changed is not None:
-            self._changed.update(steps)
+        for changed in tuple(self._changed.values()):
+            changed.update(steps)
 
     # Each tells of a change when it has been made: who looks before is told, and who looks between looks again.
 
@@ -140,14 +143,12 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A commit that failed: it may have succeeded all the same, or may yet."""
+    """A commit that failed: it may have succeeded all the same, or may yet (`Steps.commits_come_late`)."""
 
     packs: frozenset[str]
     """That it refers to."""
     btree_keys: frozenset[str]
     """Where its index nodes lie, and those of others that failed before it: the mark of this process."""
-    late: bool
-    """Whether it may yet: something between here and the store may pass it on after its sender has given it up."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -172,6 +173,10 @@ class Steps:
     """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
     doubtful: dict[StepId, Doubt] = field(default_factory=dict)
     """Steps with a commit that failed; one that may come late keeps its step here whatever else happens to that."""
+    commits_come_late: bool = False
+    """Whether something between here and the store may pass a commit on after its sender has given it up."""
+    deletions: dict[StepId, float] = field(default_factory=dict)
+    """Steps with a deletion that failed and may come late, and since when (monotonic): none is committed anew here."""
     pins: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
     promotions: int = 0
@@ -188,7 +193,7 @@ class Steps:
         for known in (self.held, self.parts, self.damaged, *read):
             known.clear()
         for step in tuple(self.doubtful):
-            self.believe(step)
+            self.resolve(step)
 
     def has_own(self, step: StepId) -> bool:
         """Whether the step lies here, or a rank's part of it."""
@@ -221,7 +226,7 @@ class Steps:
         step = record.id
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
-        self.believe(step)
+        self.resolve(step)
         self.tombstones.discard(step)
         self.catalogued.forget(step)
         self.indexes.nbytes[step] = nbytes
@@ -229,22 +234,26 @@ class Steps:
         self.indexes.packs[step] = packs = packs_of(arrays)
         return packs
 
-    def doubt(self, step: StepId, packs: frozenset[str], btree_keys: frozenset[str], *, late: bool) -> None:
+    def doubt(self, step: StepId, packs: frozenset[str], btree_key: str) -> None:
         """Remember nothing of a step whose commit failed; the arguments are those of a `Doubt`."""
+        btree_keys = frozenset({btree_key})
         if (before := self.doubtful.get(step)) is not None:
             packs, btree_keys = packs | before.packs, btree_keys | before.btree_keys
-        self.doubtful[step] = Doubt(packs, btree_keys, late)
+        self.doubtful[step] = Doubt(packs, btree_keys)
         self.indexes.forget(step)
 
-    def believe(self, step: StepId, grace: float | None = None) -> None:
-        """Doubt a step no more, unless a commit of it may come late: then not before ``grace`` seconds, if ever."""
-        doubt = self.doubtful.get(step)
-        if doubt is not None and (not doubt.late or (grace is not None and doubt.age >= grace)):
+    def resolve(self, step: StepId) -> None:
+        """Doubt a step no more, for its state is known; where commits may come late, time alone ends a doubt."""
+        self.expire(step, math.inf)
+
+    def expire(self, step: StepId, grace: float) -> None:
+        """Doubt a step no more; where commits may come late, only ``grace`` seconds after the commit failed."""
+        if (doubt := self.doubtful.get(step)) is not None and (not self.commits_come_late or doubt.age >= grace):
             del self.doubtful[step]
 
     def late_packs(self) -> set[str]:
         """The packs of commits that may come late."""
-        return {key for doubt in self.doubtful.values() if doubt.late for key in doubt.packs}
+        return {key for doubt in self.doubtful.values() if self.commits_come_late for key in doubt.packs}
 
     def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
         """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""
@@ -256,7 +265,7 @@ class Steps:
     def drop(self, step: StepId) -> str | None:
         """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
         held = self.held.pop(step, self.parts.pop(step, None))
-        self.believe(step)
+        self.resolve(step)
         self.catalogued.forget(step)
         self.damaged.pop(step, None)
         self.indexes.forget(step)

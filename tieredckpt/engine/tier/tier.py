@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.blobs.codecs import CODECS
+from tieredckpt.blobs.codecs import CODECS, encoding_of
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import whole
 from tieredckpt.config import TierConfig
@@ -18,11 +21,32 @@ from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import Steps
-from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
+from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId, StoreMarker
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.rounding import Bound
 
-__all__ = ["Remote", "Tier"]
+__all__ = ["Remote", "RoundedChunk", "Tier", "ToRound"]
+
+
+class ToRound(NamedTuple):
+    """A chunk whose values are to be rounded; arrays of other dtypes may have the same bytes."""
+
+    digest: bytes
+    dtype: np.dtype[Any]
+    bound: Bound
+
+
+class RoundedChunk(NamedTuple):
+    """What became of a chunk whose values were rounded."""
+
+    digest: bytes
+    worst: float
+    """The largest error that was found; see `tieredckpt.format.rounding.round_values`."""
+    exact: bool = False
+    """Whether it was left as it was."""
 
 
 @dataclass
@@ -48,6 +72,7 @@ class Tier:
 
     name: str
     index: int
+    """Of the tier among those of its `State`, nearest first."""
     config: TierConfig
     connect: Callable[[], Awaitable[BlobStore]]
     blobs: BlobStore | None = None
@@ -61,13 +86,24 @@ class Tier:
     """Of RAM that is connected; of every other tier None."""
     lease: Lease | None = None
     remote: Remote = field(default_factory=Remote)
+    place: int = 0
+    """Of the tier in the configuration."""
+    rounded: dict[ToRound, RoundedChunk] = field(default_factory=dict)
+    """What the chunks of the last step became that was derived for the tier."""
 
     def __post_init__(self) -> None:
         self.packs.encoding = CODECS[self.config.codec]
 
     @property
+    def derived(self) -> bool:
+        """Whether it holds derived steps alone, and no exact one; such a tier is not among `State.tiers`."""
+        return bool(self.config.lossy)
+
+    @property
     def format_version(self) -> int:
-        """What its marker is to say: whether it may hold compressed chunks."""
+        """What its marker is to say: whether it has derived steps, or may hold compressed chunks."""
+        if self.derived:
+            return layout.DERIVED_VERSION
         return layout.ENCODED_VERSION if self.packs.compressed or not self.packs.encoding.raw else layout.FORMAT_VERSION
 
     @property
@@ -112,6 +148,10 @@ class Tier:
         """Where it has its chunks: what both can answer is asked here."""
         return self.packs if self.ram is None else self.ram
 
+    def encoding_of(self, extent: Extent, nbytes: int) -> Encoding:
+        """How a chunk of so many bytes is stored at an extent."""
+        return encoding_of(extent.length, nbytes) if self.ram is None else self.ram.encoding
+
     @property
     def survives(self) -> Survives:
         return self.blobs.traits.survives if self.blobs is not None else Survives.NOTHING
@@ -133,10 +173,23 @@ class Tier:
         """Connect and read the marker; None when the tier is empty."""
         if self.blobs is None:
             await whole(self._connect())
-        return await marker_file.read_unless_empty(self.store)
+        marker = await marker_file.read_unless_empty(self.store)
+        if marker is not None and (marker.format_version == layout.DERIVED_VERSION) != self.derived:
+            raise self.of_other_kind()
+        return marker
+
+    def of_other_kind(self) -> Conflict:
+        """What to raise where exact steps lie in place of derived ones, or the reverse."""
+        return Conflict(
+            f"tier {self.name!r} at {self.store.location} "
+            + ("holds exact steps where derived ones belong" if self.derived else "is a root of derived steps")
+            + "; a tier with `lossy` rules has its root in the folder `derived` of its place: let it name the"
+            " folder above, and an exact tier another one"
+        )
 
     async def _connect(self) -> None:
         self.blobs = await self.connect()
+        self.steps.commits_come_late = self.blobs.traits.remote
         if isinstance(self.blobs, RamStore):
             self.ram = Ram(self.blobs)
 

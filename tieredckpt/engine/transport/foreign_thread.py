@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from tieredckpt.concurrency import run_for
 from tieredckpt.errors import Closed
 
 __all__ = ["Aside"]
@@ -48,14 +49,8 @@ class Aside:
         outcome: Future[T] = Future()
 
         def run() -> None:
-            if not outcome.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*arguments)
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(result)
+            if outcome.set_running_or_notify_cancel():
+                run_for(outcome, function, *arguments)
 
         self._calls.put(run)
         async with asyncio.timeout(timeout):

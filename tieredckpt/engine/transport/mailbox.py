@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing, node_of_this_process
@@ -99,8 +100,8 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_read_hello = msgspec.msgpack.Decoder(_Hello).decode
-_read_message = msgspec.msgpack.Decoder(_Message).decode
+_read_hello = msgpack_decoder(_Hello).decode
+_read_message = msgpack_decoder(_Message).decode
 
 
 class Mailbox:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.ranks.communicator import exchange, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
@@ -57,7 +58,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Message).decode
+_decode = msgpack_decoder(_Message).decode
 
 
 class MpiCommunicator:

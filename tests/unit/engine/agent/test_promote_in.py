@@ -46,6 +46,25 @@ def place(request: pytest.FixtureRequest, shared_memory: Path, tmp_path: Path) -
     end_agent(place.ram)
 
 
+async def test_a_lazy_save_is_promoted_once_it_is_confirmed_and_not_if_it_changed(place: Place) -> None:
+    async with place.opened() as store:
+        state = tree(1)
+        checkpoint = await store.save(1, state, capture="lazy")
+        await checkpoint.reached("disk")
+        late = await store.save(2, state, capture="lazy")
+        state["params"]["w0"] += 1
+        with pytest.raises(Invalid, match="'params/w0'"):
+            await late.reached("disk")
+        await store.flush()
+        assert await store.all_steps() == (1,)
+        await store.save(3, state, capture="lazy")
+    async with place.opened() as store:
+        assert await store.where(3) == ("ram", "disk")
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, state)
+
+
 async def test_steps_arrive_are_waited_for_and_told_of(place: Place) -> None:
     async with place.opened(retain={"kind": "last_n", "n": 2}) as store:
         heard = Heard(store)

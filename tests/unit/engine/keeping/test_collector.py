@@ -18,7 +18,19 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, index_of, tier_of
-from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, files_under, folder, pack_bytes, ram
+from support.scenes import (
+    CHUNK,
+    SOON,
+    Heard,
+    assert_same,
+    config,
+    crash,
+    files_below,
+    files_under,
+    folder,
+    pack_bytes,
+    ram,
+)
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore
@@ -76,8 +88,8 @@ class Place:
     def let_the_grace_pass(self) -> None:
         """Two hours pass, for the collector and for every file."""
         self.late += 2 * GRACE
-        for path in self.root.rglob("*"):
-            if path.is_file():
+        for path in files_below(self.root):
+            with suppress(FileNotFoundError):
                 then = path.stat().st_mtime - 2 * GRACE
                 os.utime(path, (then, then))
 

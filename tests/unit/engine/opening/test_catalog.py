@@ -89,7 +89,7 @@ def reads(store: CheckpointStore) -> tuple[int, int]:
 
 
 def known(tier: Tier) -> dict[str, Any]:
-    """All that a store knows of a tier, however it came to know it."""
+    """What a store knows of a tier, wherever it read that."""
     extents: dict[bytes, set[Any]] = {digest: {at} for digest, at in tier.packs.index.items()}
     for digest, places in tier.packs.duplicates.items():
         extents.setdefault(digest, set()).update(places)

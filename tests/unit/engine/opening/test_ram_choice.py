@@ -26,7 +26,7 @@ ELSEWHERE = Place(location="s3://bucket/run2", seen=True)
 
 def ram(store: str, *places: Place, **fields: object) -> FoundRam:
     """RAM with one step, and a note of these places."""
-    owner = Owner(places=places, used_at=float(fields.pop("used_at", 0.0)), ranks=int(fields.pop("ranks", 1)))  # type: ignore[call-overload]
+    owner = Owner(places=places, used_at=float(fields.pop("used_at", 0.0)), ranks=int(fields.pop("ranks", 1)))
     given: dict[str, object] = {
         "folder": f"/dev/shm/{store}",
         "marker": StoreMarker(store=store),
@@ -38,7 +38,7 @@ def ram(store: str, *places: Place, **fields: object) -> FoundRam:
         "user": "",
         "modified": 0.0,
     }
-    return FoundRam(**(given | fields))  # type: ignore[arg-type]
+    return FoundRam(**(given | fields))
 
 
 def tier(place: Place, store: str | None, *, answers: bool = True, name: str = "disk") -> SeenTier:

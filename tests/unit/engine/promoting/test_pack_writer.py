@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cohort import cohort
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, ram
+from support.scenes import CHUNK, assert_same, config, files_below, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting.copy_step import _GROWTH, Need, _packs
@@ -125,7 +125,7 @@ async def test_packs_before_a_failure_are_referred_to_by_the_next_try(
         assert sum(at.length for at in disk.packs.index.values()) == 16 * (CHUNK + CRC32C.overhead)
         assert {at.path for at in disk.packs.index.values()} == disk.packs.sizes.keys()
         # A put that was cancelled by the failure may have stored its pack; that one is collected later.
-        stored = {path.stem for path in (tmp_path / "disk" / "packs").rglob("*.pack")}
+        stored = {path.stem for path in files_below(tmp_path / "disk" / "packs") if path.suffix == ".pack"}
         assert {key.rpartition("/")[2].removesuffix(".pack") for key in disk.packs.sizes} <= stored
         assert len(stored) <= len(disk.packs.sizes) + 1
 

@@ -276,12 +276,14 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
         if changed == "arrays":
             key, array = next(iter(arrays.items()))
             arrays[key] = replace(array, chunks=[Chunk(chunk.digest[::-1], chunk.where) for chunk in array.chunks])
-        else:
-            name += "-other"
+            await commit_file.retract(tier, scene.step)
+        else:  # the step has that name by now
+            assert tier.steps.held[scene.step].btree_key == name
+            arrays = index.arrays
         encoded = await commit_file.encode(tier, index.record, arrays, name)
-        await commit_file.retract(tier, scene.step)
         await commit_file.commit(tier, index.record, index.arrays, encoded)
         manifest, nodes, key = await step_index.read(tier, scene.step)
+        assert (key == name) is (changed == "arrays")
         return index, decode_step(manifest, nodes, key)
 
     meant, found = await scene.store._life.loop.call(commit_otherwise())

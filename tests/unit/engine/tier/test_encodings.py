@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, blank, cohort, part
 from support.insight import extents, flip_chunk, tier_of
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.promoting import dedupe
+from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.format.pack import is_compressed
 
 
@@ -130,6 +133,31 @@ async def test_ranks_write_and_restore_together(shared_memory: Path, tmp_path: P
             np.testing.assert_array_equal(restored.tree["w"].array, part(5, rank, 2)["w"].array)
 
 
+@pytest.mark.parametrize("codec", ["none", "small"])
+async def test_ranks_that_stream_find_intact_what_is_there(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    disk, settings = tmp_path / "disk", {"capacity": 10 * 2 * CHUNK, "on_close": "release"}
+    read: list[BaseException | None] = []
+
+    async def reading(*args: Any) -> None:
+        try:
+            await read_chunk(*args)
+        except BaseException as error:
+            read.append(error)
+            raise
+        read.append(None)
+
+    monkeypatch.setattr(dedupe, "read_chunk", reading)
+    monkeypatch.setattr(dedupe, "_STEPS_ASKED", 0)  # or they would vouch for it
+    for step in (1, 2):
+        async with cohort(2, shared_memory, disk, ram_settings=settings, disk_settings={"codec": codec}) as ranks:
+            await ranks.reached(await ranks.save(step, 5), "disk")
+            assert await ranks[0].where(step) == ("disk",)
+    assert read
+    assert not any(read)
+
+
 async def test_a_frame_that_does_not_decode_is_one_chunk_that_is_damaged(tiers: dict[str, Any], tmp_path: Path) -> None:
     """Its neighbours of the same run come from the same tier."""
     async with CheckpointStore.open(config(tiers)) as store:
@@ -182,6 +210,54 @@ async def test_a_tier_whose_codec_was_changed_reads_mends_and_extends_what_it_ha
             assert (max(lengths) == CHUNK + 4) is framing[codec]
 
 
+@pytest.mark.parametrize("asked", [4, 0], ids=["the newest step has it", "no step that is asked has it"])
+@pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
+async def test_what_lies_in_both_forms_is_read_only_where_no_step_vouches_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, asked: int
+) -> None:
+    await saved(tmp_path, before, 1, soft())
+    used = await saved(tmp_path, after, 2, soft())
+    read: list[bytes] = []
+
+    async def reading(tier: Any, where: Any, digest: bytes, *rest: Any) -> None:
+        read.append(digest)
+        await read_chunk(tier, where, digest, *rest)
+
+    monkeypatch.setattr(dedupe, "read_chunk", reading)
+    monkeypatch.setattr(dedupe, "_STEPS_ASKED", asked)
+    assert await saved(tmp_path, after, 4, soft()) == used
+    assert len(read) == len(set(read)), "each in the form that the tier has now"
+    assert bool(read) is (asked == 0)
+    async with CheckpointStore.open(with_codec(tmp_path, after)) as store:
+        for step in (1, 4):
+            restored = await store.restore(step, resume=False)
+            assert restored is not None
+            assert_same(restored.tree, soft())
+
+
+@pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
+async def test_damage_to_what_lies_in_both_forms_is_mended_and_not_referred_to(
+    shared_memory: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    await saved(tmp_path, before, 1, soft())
+    await saved(tmp_path, after, 2, soft())
+    tiers = {
+        "disk": folder(tmp_path / "disk", retain="all", codec=after),
+        "far": folder(tmp_path / "far", retain="all"),
+    }
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in (1, 2):
+            await store.promote(step, "far")
+        await flip_chunk(store, "disk", 2, "soft", 1)
+    async with CheckpointStore.open(config(tiers)) as store:
+        (found,) = await store.verify(2, "disk", repair=True)
+        assert found.repaired
+        await store.save(3, soft())
+        for step in (1, 2, 3):
+            (found,) = await store.verify(step, "disk")
+            assert not found.problem
+
+
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("key", ["soft", "params/w3"])
 async def test_a_step_that_is_mended_after_a_change_of_codec_stays_as_stock_readers_open_it(
@@ -232,13 +308,16 @@ async def test_a_marker_says_version_2_once_a_tier_may_have_compressed_chunks(tm
         )
 
 
-async def test_a_marker_that_was_lost_is_of_version_2_again_where_there_are_compressed_chunks(tmp_path: Path) -> None:
+async def test_a_marker_that_was_lost_is_of_version_2_again_where_there_are_compressed_chunks(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
     await saved(tmp_path, "small", 1, soft())
     marker = tmp_path / "disk" / "tieredckpt.json"
     before = marker.read_bytes()
     marker.unlink()
     await saved(tmp_path, "none", 2, soft())
     assert marker.read_bytes() == before
+    assert [call.key for call in faults["disk"].calls if call.verb == "put"].count(marker.name) == 1
 
 
 async def test_packs_of_chunks_that_nearly_vanish_are_not_rewritten(tiers: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import Heard, assert_same, config, folder, ram, tree
+from support.scenes import Heard, assert_same, config, folder, leases, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
@@ -81,7 +81,7 @@ async def test_a_holder_that_was_killed_is_in_nobodys_way(shared_memory: Path, d
         restored = await store.restore()
         assert restored is not None
         assert restored.tree == {"x": 1}
-        assert len(list((disk / "leases").iterdir())) == 1
+        assert len(leases(disk)) == 1
 
 
 def lease(disk: Path, renewed_at: float, *, late: float = 0.0, **settings: object) -> Path:
@@ -212,7 +212,7 @@ async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(sha
             ):
                 with pytest.raises(Invalid, match="read_only"):
                     await change
-            assert len(list((disk / "leases").iterdir())) == 1
+            assert len(leases(disk)) == 1
         async with CheckpointStore.open(settings, read_only=True) as reader:
             await store.save(2, tree(2))
             await store.flush()
@@ -246,4 +246,4 @@ async def test_a_store_that_was_closed_while_its_tier_was_silent_is_in_nobodys_w
     faults["disk"].revive()
     async with CheckpointStore.open(settings) as store:
         await (await store.save(2, tree(2))).reached("disk")
-        assert len(list((disk / "leases").iterdir())) == 1
+        assert len(leases(disk)) == 1

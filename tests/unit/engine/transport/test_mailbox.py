@@ -205,7 +205,7 @@ async def test_no_hello_is_left_for_the_next_session(monkeypatch: pytest.MonkeyP
 
 async def test_an_endpoint_that_a_dead_process_left_gives_way_to_the_living(office: Office) -> None:
     dead = mailboxes(office)
-    leaving = asyncio.gather(*(each.open(timeout=0.3) for each in dead[1:]), return_exceptions=True)
+    leaving = asyncio.gather(*(each.open(timeout=2.0) for each in dead[1:]), return_exceptions=True)
     assert all(isinstance(outcome, RanksUnavailable) for outcome in await leaving)
     assert len(office.mailboxes["hello"]) == 2
     ranks = mailboxes(office)
@@ -219,9 +219,9 @@ async def test_an_endpoint_that_a_dead_process_left_gives_way_to_the_living(offi
 
 async def test_the_leader_names_who_was_welcomed_and_did_not_answer(office: Office) -> None:
     dead = mailboxes(office)
-    await asyncio.gather(dead[2].open(timeout=0.1), return_exceptions=True)
+    await asyncio.gather(dead[2].open(timeout=1.0), return_exceptions=True)
     ranks = mailboxes(office)
-    outcomes = await asyncio.gather(*(each.open(timeout=0.5) for each in ranks[:2]), return_exceptions=True)
+    outcomes = await asyncio.gather(*(each.open(timeout=3.0) for each in ranks[:2]), return_exceptions=True)
     assert isinstance(outcomes[0], RanksMissing)
     assert outcomes[0].ranks == (2,)
     assert isinstance(outcomes[1], RanksUnavailable)

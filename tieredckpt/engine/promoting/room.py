@@ -1,0 +1,86 @@
+"""Room on a tier for the chunks that a step brings: counted beforehand, and watched while they are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import suppress
+
+from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.full_tier import NoRoom, fits, make_room
+from tieredckpt.engine.promoting.pack_writer import Batch
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.encoding import Encoding
+from tieredckpt.format.layout import aligned
+from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.ocdbt import Extent
+from tieredckpt.units import format_size
+
+__all__ = ["expected", "have_room", "within_capacity"]
+
+
+async def expected(
+    tier: Tier, needs: Mapping[bytes, tuple[str, int]], sizes: Mapping[bytes, int], encoding: Encoding
+) -> int:
+    """Bytes that chunks will take there: compressed, what those of the same array take in the newest step there.
+
+    Args:
+        tier: a durable one.
+        needs: the array of each chunk, by digest, and its place there.
+        sizes: bytes of each chunk.
+        encoding: in which they are stored.
+    """
+    shares: dict[str, float] = {}
+    if not encoding.raw and tier.steps.held:
+        with suppress(TieredCkptError):  # an index that cannot be read tells nothing
+            shares = _shares(await step_index.load(tier, max(tier.steps.held)))
+    need = 0
+    for digest, nbytes in sizes.items():
+        share, most = shares.get(needs[digest][0]), encoding.stored_size(nbytes)
+        need += most if share is None else min(most, math.ceil(share * nbytes))
+    return need
+
+
+def _shares(index: StepIndex) -> dict[str, float]:
+    """What a byte of each array takes in packs."""
+    found = {}
+    for key, array in index.arrays.items():
+        taken = [aligned(chunk.where.length) for chunk in array.chunks if isinstance(chunk.where, Extent)]
+        if taken:
+            found[key] = sum(taken) / (len(taken) * array.grid.cell_nbytes)
+    return found
+
+
+async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
+    """Make room on the tier for so many bytes of the step. Raises `NoSpace`."""
+    if not await make_room(state, collector, step, tier, need):
+        raise NoRoom.of(
+            f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "
+            f"needs {format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer "
+            f"steps",
+            need,
+        )
+
+
+async def within_capacity(
+    tier: Tier, batches: AsyncIterator[Batch], sizes: Mapping[bytes, int], encoding: Encoding
+) -> AsyncGenerator[Batch, None]:
+    """The batches, which take what they take, and not what was expected of them.
+
+    Raises `NoRoom` before one for which the capacity has no room, with what it and the rest take at most.
+    """
+    taken, left = 0, sum(map(encoding.stored_size, sizes.values()))
+    async for batch in batches:
+        taken += batch.size
+        left -= sum(encoding.stored_size(sizes[digest]) for digest, _ in batch.places)
+        if not encoding.raw and not fits(tier, taken):
+            await batch.lent.aclose()
+            raise NoRoom.of(
+                f"tier {tier.name!r} has no room for {format_size(taken)}: the step is less compressible than the one "
+                f"before; raise its capacity, or retain fewer steps",
+                batch.size + left,
+            )
+        yield batch
