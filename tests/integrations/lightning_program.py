@@ -13,13 +13,13 @@ from typing import Any
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-import lightning.pytorch as pl  # noqa: E402
-import torch  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
-from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tieredckpt.integrations.lightning import RandomState, TieredCheckpointIO  # noqa: E402
+from tieredckpt.integrations.lightning import RandomState, TieredCheckpointIO
 
 
 class Module(pl.LightningModule):
@@ -84,7 +84,7 @@ def trainer_of(folder: Path, io: TieredCheckpointIO, epochs: int, *callbacks: An
     )
 
 
-class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class Noisy(torch.utils.data.Dataset):
     """Each item with some noise, as of an augmentation."""
 
     def __init__(self) -> None:

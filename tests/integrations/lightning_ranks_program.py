@@ -11,13 +11,13 @@ from typing import Any
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-import lightning.pytorch as pl  # noqa: E402
-import torch  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from tieredckpt.integrations.lightning import RandomState, TieredModelParallelStrategy  # noqa: E402
+from tieredckpt.integrations.lightning import RandomState, TieredModelParallelStrategy
 
 
 class Module(pl.LightningModule):

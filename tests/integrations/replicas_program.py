@@ -26,7 +26,10 @@ def run(me: Rank) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     everywhere = distribute_tensor(torch.ones(300, 200), init_device_mesh("cpu", (me.size,)), [Replicate()])
     state = TrainingState(model=model, optimizer=optimizer, table=everywhere)
-    moments = lambda: optimizer.state[model.module.weight]["exp_avg"]  # noqa: E731
+
+    def moments() -> Any:
+        return optimizer.state[model.module.weight]["exp_avg"]
+
     # By step: what is divided among the ranks, and what differs on rank 1.
     cases: list[tuple[tuple[str, ...], Any]] = [
         ((), None),

@@ -12,23 +12,21 @@ from typing import Any
 import pytest
 from distributed.launch import SOON
 from support.forked import Start, forking, ranks
-from support.frameworks import require
+from support.frameworks import lazily, need_modules, require
 
 from tieredckpt import CheckpointStore, Invalid
 
+need_modules("accelerate")
 torch = require("torch")
-require("accelerate")
-integration = require("tieredckpt.integrations.accelerate")
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed  # noqa: E402
+accelerate = lazily("accelerate")
+integration = lazily("tieredckpt.integrations.accelerate")
 
 pytestmark = [pytest.mark.timeout(4 * SOON), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
-    with forking("integrations.test_accelerate") as started:
+    with forking("tieredckpt.integrations.accelerate", "integrations.test_accelerate") as started:
         yield started
 
 
@@ -39,8 +37,8 @@ def train(folder: Path, kill_at: int) -> str:
         "disk": {"kind": "posix", "path": str(folder / "disk"), "fsync": False},
     }
     torch.manual_seed(5)
-    loaders = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=loaders)
+    loaders = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loaders)
     data = torch.utils.data.TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -99,9 +97,10 @@ def sampled(folder: Path, ram: Path, *, save: bool) -> list[Any]:
         "ram": {"kind": "ram", "path": str(ram), "capacity": "16 MiB", "on_close": "keep"},
         "disk": {"kind": "posix", "path": str(folder / "disk"), "fsync": False},
     }
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    loaders = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loaders)
     # Of processes that load, other seeds than of those that saved.
-    set_seed(7 if save else 99, device_specific=True)
+    accelerate.utils.set_seed(7 if save else 99, device_specific=True)
     data = torch.utils.data.TensorDataset(torch.arange(24.0))
     model = torch.nn.Linear(1, 1)
     with torch.no_grad():
@@ -141,12 +140,11 @@ def test_seeds_of_samplers_come_back_on_any_number_of_processes(
     assert alone[:2] == saved[0][:2]
 
 
-@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP])
-def test_engines_that_keep_their_state_are_refused(
-    kind: DistributedType, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator = Accelerator(cpu=True)
-    monkeypatch.setitem(accelerator.state._shared_state, "distributed_type", kind)
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
+def test_engines_that_keep_their_state_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    engine = accelerate.utils.DistributedType[kind]
+    monkeypatch.setitem(accelerator.state._shared_state, "distributed_type", engine)
     tiers = {"disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False}}
     with CheckpointStore.open_sync({"tiers": tiers}, ranks=None) as store:
         with pytest.raises(Invalid, match=r"is not saved to a store, .*use FSDP2"):

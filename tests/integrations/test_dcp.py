@@ -144,6 +144,14 @@ def test_a_failing_tier_ends_no_training_and_the_future_tells_of_it(store: SyncS
     assert "disk" in store.where(3)
 
 
+def test_a_save_waits_for_no_tier_of_lossy_copies(tmp_path: Path, shared_memory: Path) -> None:
+    rounded = folder(tmp_path / "rounded", codec="small", lossy=[{"keys": ["**"], "max_error": "0.4%"}])
+    tiers = {"ram": ram(shared_memory), "rounded": rounded, "disk": folder(tmp_path / "disk")}
+    with CheckpointStore.open(config(tiers), ranks=None).sync() as opened:
+        async_save(opened, 1, state(1.0)).result()
+        assert "disk" in opened.where(1)
+
+
 def test_a_step_for_which_there_is_no_room_ends_no_training(
     store: SyncStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,7 +178,7 @@ def test_what_cannot_be_stored_is_refused_by_name_before_anything_is_saved(store
 
 
 def test_what_would_not_do_as_it_is_told_is_refused(store: SyncStore, tmp_path: Path) -> None:
-    class Halves(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
+    class Halves(dcp.DefaultSavePlanner):
         def transform_object(self, write_item: Any, tensor: Any) -> Any:
             return tensor.half()
 

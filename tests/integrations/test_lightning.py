@@ -12,19 +12,15 @@ import pytest
 from distributed.launch import SOON
 from reliability.tiers import FaultyTiers
 from support.forked import Start, forking, ranks
-from support.frameworks import require
+from support.frameworks import lazily, need_modules, require
 
 from tieredckpt import CheckpointStore, Invalid, NotFound, TierUnavailable
 
-require("lightning")
-require("torchdata")
+need_modules("lightning", "torchdata")
 torch = require("torch")
-
-from integrations import lightning_program as program  # noqa: E402
-from integrations import lightning_ranks_program as ranks_program  # noqa: E402
-from lightning.fabric import Fabric  # noqa: E402
-
-from tieredckpt.integrations.lightning import TieredCheckpointIO, TieredModelParallelStrategy  # noqa: E402
+lightning = lazily("lightning")
+program = lazily("integrations.lightning_program")
+ranks_program = lazily("integrations.lightning_ranks_program")
 
 pytestmark = [
     pytest.mark.timeout(4 * SOON),
@@ -53,7 +49,7 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(
 
 
 def fit(folder: Path, ram: Path, epochs: int, *callbacks: Any, module: Any = None, io: Any = None) -> Any:
-    io = TieredCheckpointIO(program.store_of(folder, ram)) if io is None else io
+    io = program.TieredCheckpointIO(program.store_of(folder, ram)) if io is None else io
     trainer = program.trainer_of(folder, io, epochs, *callbacks)
     torch.manual_seed(1)  # the loss falls in each epoch, so that the last is among the best
     trainer.fit(program.Module() if module is None else module, program.loader_of("plain"), ckpt_path="last")
@@ -99,14 +95,14 @@ def test_what_lightning_names_is_there_and_what_it_removes_is_gone(tmp_path: Pat
 
 
 def test_a_file_whose_step_was_saved_again_by_another_training_says_so(tmp_path: Path, shared_memory: Path) -> None:
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     old, new = tmp_path / "old" / "step=1.ckpt", tmp_path / "new" / "step=1.ckpt"
     io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, old)
     assert torch.equal(io.load_checkpoint(old, map_location="cpu")["w"], torch.ones(3))
     io.save_checkpoint({"global_step": 1, "w": torch.zeros(3)}, new)  # as of the same training: both mean the newer
     assert torch.equal(io.load_checkpoint(old)["w"], torch.zeros(3))
     io._opened().store.close()
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     io.save_checkpoint({"global_step": 1, "w": torch.full((3,), 2.0)}, new)
     with pytest.raises(NotFound, match="or a later training saved the step again"):
         io.load_checkpoint(old)
@@ -119,7 +115,7 @@ def test_a_file_whose_step_was_saved_again_by_another_training_says_so(tmp_path:
 
 
 def test_a_checkpoint_of_lightnings_own_is_read_without_running_it(tmp_path: Path, shared_memory: Path) -> None:
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     torch.save({"global_step": 4, "w": torch.ones(2)}, tmp_path / "own.ckpt")
     assert io.load_checkpoint(tmp_path / "own.ckpt")["global_step"] == 4
     torch.save({"f": subprocess.run}, tmp_path / "forged.ckpt")
@@ -128,7 +124,7 @@ def test_a_checkpoint_of_lightnings_own_is_read_without_running_it(tmp_path: Pat
 
 
 def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, faults: FaultyTiers) -> None:
-    class Pull(program.pl.Callback):  # type: ignore[misc, name-defined]
+    class Pull(program.pl.Callback):
         def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.current_epoch == 1:
                 faults.kill("disk", TierUnavailable("the cable was pulled"))
@@ -142,8 +138,8 @@ def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, fa
 
 
 def test_fabric_saves_and_loads(tmp_path: Path, shared_memory: Path) -> None:
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[io, program.LightningEnvironment()])
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[io, program.LightningEnvironment()])
     model = fabric.setup(torch.nn.Linear(3, 2))
     weight = model.weight.detach().clone()
     fabric.save(tmp_path / "step-7.ckpt", {"model": model, "epoch": 2})
@@ -180,7 +176,7 @@ def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
 
 def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path: Path, shared_memory: Path) -> None:
     """As of a callback that puts averaged weights in their place."""
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     full = {"global_step": 1, "state_dict": {"w": torch.ones(3)}, "optimizer_states": [{"m": torch.ones(3)}]}
     io.save_checkpoint(full, tmp_path / "full.ckpt")
     io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, tmp_path / "same.ckpt")
@@ -203,7 +199,7 @@ def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path:
 
 
 def test_weights_saved_before_the_whole_stay_what_they_were(tmp_path: Path, shared_memory: Path) -> None:
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     for step, mean in ((1, torch.ones(3)), (2, torch.zeros(3))):
         io.save_checkpoint({"global_step": step, "state_dict": {"w": mean}}, tmp_path / f"mean-{step}.ckpt")
         whole = {"global_step": step, "state_dict": {"w": torch.ones(3)}, "optimizer_states": [{"m": torch.ones(3)}]}
@@ -217,7 +213,7 @@ def test_weights_saved_before_the_whole_stay_what_they_were(tmp_path: Path, shar
 
 
 def test_a_step_whose_only_name_becomes_a_file_of_torch_is_deleted(tmp_path: Path, shared_memory: Path) -> None:
-    io = TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "last.ckpt")
     io.save_checkpoint({"global_step": 2, "w": torch.ones(3)}, tmp_path / "step-2.ckpt")
     io.save_checkpoint({"global_step": 2, "other": 1}, tmp_path / "last.ckpt")
@@ -228,12 +224,12 @@ def test_a_step_whose_only_name_becomes_a_file_of_torch_is_deleted(tmp_path: Pat
 
 
 def test_a_configuration_that_does_not_fit_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for make in (TieredCheckpointIO, TieredModelParallelStrategy):
+    for make in (program.TieredCheckpointIO, ranks_program.TieredModelParallelStrategy):
         with pytest.raises(NotFound, match=r"ckpt\.toml"):
             make(tmp_path / "ckpt.toml")
         with pytest.raises(Invalid, match="lustr"):
             make({"tiers": {"disk": {"kind": "lustr", "path": str(tmp_path)}}})
     (tmp_path / "ckpt.toml").write_text(f'[tiers.disk]\nkind = "posix"\npath = "{tmp_path}/disk"\n')
-    TieredCheckpointIO(tmp_path / "ckpt.toml")
+    program.TieredCheckpointIO(tmp_path / "ckpt.toml")
     assert 'tiers disk retain some steps only, and may remove what "best"' in caplog.text
     assert not (tmp_path / "disk").exists()

@@ -16,10 +16,10 @@ from support.scenes import config, folder, ram
 
 torch = pytest.importorskip("torch")
 
-from integrations.torch_program import buffers_of, model_of_ranks, store_in, trained, weights_of  # noqa: E402
+from integrations.torch_program import buffers_of, model_of_ranks, store_in, trained, weights_of
 
-from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable  # noqa: E402
-from tieredckpt.integrations.torch import TrainingState  # noqa: E402
+from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable
+from tieredckpt.integrations.torch import TrainingState
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
 
@@ -380,3 +380,25 @@ def test_parts_that_cannot_be_saved_or_loaded_are_named(store: SyncStore) -> Non
     TrainingState(broken=Broken()).save(store, 1)
     with pytest.raises(Invalid, match="part 'broken' could not load its state: 'b'"):
         TrainingState(broken=Broken()).restore(store)
+
+
+# -- lazily -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_lazy_save_beside_training_is_the_state_at_its_call(store: SyncStore, fused: bool) -> None:
+    """Forward passes change BatchNorm, and fused steps change weights without counting it."""
+    model = model_of(1, width=2000)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    train(model, optimizer)
+    state = TrainingState(model=model, optimizer=optimizer, rng=False)
+    for step in (1, 2, 3):
+        expected = bits(model, optimizer)
+        checkpoint = state.save(store, step, capture="lazy")
+        train(model, optimizer, steps=1)
+        assert bits(model, optimizer) != expected
+        checkpoint.reached("disk")
+        other = model_of(2, width=2000)
+        again = torch.optim.AdamW(other.parameters(), fused=fused)
+        assert TrainingState(model=other, optimizer=again, rng=False).restore(store, resume=False) == step
+        assert bits(other, again) == expected

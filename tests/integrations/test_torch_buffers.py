@@ -12,11 +12,11 @@ from support.cohort import cohort
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
+import torch.distributed as dist
 
-from tieredckpt import CheckpointStore, Invalid, Shard  # noqa: E402
-from tieredckpt.integrations import torch as integration  # noqa: E402
-from tieredckpt.integrations.torch import TrainingState  # noqa: E402
+from tieredckpt import CheckpointStore, Invalid, Shard
+from tieredckpt.integrations import torch as integration
+from tieredckpt.integrations.torch import TrainingState
 
 Trees = Callable[[Callable[[int], Any]], list[dict[str, Any]]]
 

@@ -24,8 +24,8 @@ from tieredckpt import CheckpointStore, Conflict, Invalid, NoSpace, NotFound, Sy
 torch = require("torch")
 integration = require("tieredckpt.integrations.torch_checkpointing")
 
-from integrations.torch_checkpointing_program import train  # noqa: E402
-from integrations.torch_program import store_in  # noqa: E402
+from integrations.torch_checkpointing_program import train
+from integrations.torch_program import store_in
 
 PROGRAM = Path(__file__).with_name("torch_checkpointing_program.py")
 

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tieredckpt.format.structure import encode_structure  # noqa: E402
-from tieredckpt.tree import flatten  # noqa: E402
+from tieredckpt.format.structure import encode_structure
+from tieredckpt.tree import flatten
 
 
 def run(program: str, *arguments: str) -> None:

@@ -14,16 +14,14 @@ import pytest
 from distributed.launch import SOON
 from reliability.tiers import FaultyTiers
 from support.forked import Start, forking, ranks
-from support.frameworks import require
+from support.frameworks import lazily, need_modules, require
 
-from tieredckpt import Invalid, NotFound, SyncStore, TierUnavailable
+from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable
 from tieredckpt.events import TierRecovered
 
+need_modules("transformers", "accelerate")
 torch = require("torch")
-require("transformers")
-require("accelerate")
-
-from integrations import transformers_program as program  # noqa: E402
+program = lazily("integrations.transformers_program")
 
 pytestmark = [pytest.mark.timeout(4 * SOON), pytest.mark.filterwarnings("ignore")]
 
@@ -92,6 +90,30 @@ def test_what_the_stores_retention_took_is_not_resumed_from(tmp_path: Path, shar
             trainer._load_from_checkpoint(str(tmp_path / "run" / "checkpoint-99"))
 
 
+def test_no_training_goes_on_by_itself_from_what_is_left_as_a_lossy_copy(tmp_path: Path, shared_memory: Path) -> None:
+    tiers = {
+        "disk": {"kind": "posix", "path": str(tmp_path / "disk"), "retain": "all", "fsync": False},
+        "rounded": {
+            "kind": "posix",
+            "path": str(tmp_path / "rounded"),
+            "retain": "all",
+            "fsync": False,
+            "codec": "small",
+            "lossy": [{"keys": ["**"], "max_error": "0.4%"}],
+        },
+    }
+    with CheckpointStore.open_sync({"tiers": tiers}) as store:
+        trainer = program.trainer_of(tmp_path, store, max_steps=6)
+        trainer.train()
+        assert trainer._newest_whole() == str(tmp_path / "run" / "checkpoint-6")
+    for folder in (tmp_path / "disk" / "steps").glob("0000000006-*"):
+        shutil.rmtree(folder)
+    with CheckpointStore.open_sync({"tiers": tiers}) as store:
+        assert [(info.step, info.tiers) for info in store.steps()] == [(3, ("disk",)), (6, ())]
+        trainer = program.trainer_of(tmp_path, store, max_steps=6)
+        assert trainer._newest_whole() == str(tmp_path / "run" / "checkpoint-3")
+
+
 def test_where_the_store_has_no_step_of_the_folders_no_training_begins_anew(
     tmp_path: Path, shared_memory: Path
 ) -> None:
@@ -104,7 +126,7 @@ def test_where_the_store_has_no_step_of_the_folders_no_training_begins_anew(
 
 
 def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, faults: FaultyTiers) -> None:
-    class Pull(program.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Pull(program.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 5:
                 faults.kill("disk", TierUnavailable("the cable was pulled"))
@@ -142,7 +164,7 @@ def test_a_step_goes_before_its_folder(tmp_path: Path, shared_memory: Path, monk
 def test_a_folder_stays_while_its_step_cannot_be_deleted(
     tmp_path: Path, shared_memory: Path, faults: FaultyTiers
 ) -> None:
-    class Pull(program.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Pull(program.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 7:
                 faults.kill("disk", TierUnavailable("the cable was pulled"))
@@ -204,7 +226,7 @@ def test_folders_of_another_store_are_neither_resumed_from_nor_removed(tmp_path:
 def test_the_best_model_is_kept_and_loaded_at_the_end(
     tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Worse(program.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Worse(program.TrainerCallback):
         """Step 6 is the best."""
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:

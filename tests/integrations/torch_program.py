@@ -35,7 +35,7 @@ def seed(number: int) -> None:
     """Of all generators that a training may draw from."""
     torch.manual_seed(number)
     random.seed(number)
-    np.random.seed(number)  # noqa: NPY002
+    np.random.seed(number)
 
 
 def digest(*tensors: Any) -> str:
@@ -45,7 +45,7 @@ def digest(*tensors: Any) -> str:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         found.update(local.detach().contiguous().numpy().tobytes())
     found.update(torch.get_rng_state().numpy().tobytes())
-    found.update(repr((random.getstate(), np.random.get_state())).encode())  # noqa: NPY002
+    found.update(repr((random.getstate(), np.random.get_state())).encode())
     return found.hexdigest()
 
 
@@ -76,7 +76,7 @@ def trained(folder: Path, *, plain: bool, kill_at: int = 0) -> str:
         step = state.restore(store) or 0
         while step < STEPS:
             for (inputs,) in loader:
-                noise = random.random() + float(np.random.rand())  # noqa: NPY002
+                noise = random.random() + float(np.random.rand())
                 loss = model(inputs + noise).square().mean()
                 optimizer.zero_grad()
                 loss.backward()

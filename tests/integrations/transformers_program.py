@@ -11,11 +11,11 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-import torch  # noqa: E402
-from transformers import TrainerCallback, TrainingArguments, set_seed  # noqa: E402
+import torch
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
-from tieredckpt import CheckpointStore, NoSpace, SyncStore  # noqa: E402
-from tieredckpt.integrations.transformers import TieredTrainer  # noqa: E402
+from tieredckpt import CheckpointStore, NoSpace, SyncStore
+from tieredckpt.integrations.transformers import TieredTrainer
 
 
 class Model(torch.nn.Module):
@@ -101,7 +101,7 @@ class Full(TrainerCallback):
             raise NoSpace("the memory of this rank is full")
 
         here = state.global_step == self.at and args.process_index == self.rank
-        self.store.save = full if here else self.save  # type: ignore[method-assign]
+        self.store.save = full if here else self.save
 
 
 def train_ranks(folder: Path, ram: Path, full_at: int, steps: int) -> dict[str, Any]:

@@ -290,8 +290,8 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _durable_tier(store: SyncStore) -> str:
-    """The nearest tier that outlives the process, or the last one there is."""
-    tiers = store.tier_infos()
+    """The nearest tier that outlives the process, or the last one there is; never one of lossy copies."""
+    tiers = [tier for tier in store.tier_infos() if not tier.lossy]
     return next((tier.name for tier in tiers if tier.survives != "process"), tiers[-1].name)
 
 

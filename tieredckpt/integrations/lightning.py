@@ -249,7 +249,7 @@ def _checked(source: Source) -> Source:
         return source
     config = load(source)
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".toml":
-        keep = [tier.name for tier in config.tiers if tier.kind != "ram" and tier.retain.kind != "all"]
+        keep = [tier.name for tier in config.exact if tier.kind != "ram" and tier.retain.kind != "all"]
         if keep:
             _log.warning(
                 'tiers %s retain some steps only, and may remove what "best" and "last" name; set retain = "all": '

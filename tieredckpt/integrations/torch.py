@@ -13,13 +13,11 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, overload
+from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -42,6 +40,8 @@ from tieredckpt import (
     SyncStore,
     TieredCkptError,
 )
+from tieredckpt.integrations._rng import rng_state, set_rng_state
+from tieredckpt.integrations._settled import with_copies
 
 __all__ = ["TrainingState"]
 
@@ -101,7 +101,7 @@ class TrainingState:
         rest = [name for name in self._parts if name not in optimizers and name not in self._of_rank]
         mine = {name: self._stored(name) for name in self._of_rank}
         if self._rng:  # last: asking a data loader for its state may draw from them
-            mine[_RNG] = _rng_state()
+            mine[_RNG] = rng_state()
         rank, ranks = _rank()
         state_of = {name: dict.fromkeys(part["state"]) for name, part in optimizers.items()}
         about = {"ranks": ranks, "state_of": state_of}
@@ -114,6 +114,7 @@ class TrainingState:
         step: int,
         *,
         metrics: Mapping[str, float] | None = None,
+        capture: Literal["copy", "lazy"] = "copy",
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> SyncCheckpoint: ...
@@ -124,15 +125,25 @@ class TrainingState:
         step: int,
         *,
         metrics: Mapping[str, float] | None = None,
+        capture: Literal["copy", "lazy"] = "copy",
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> Coroutine[Any, Any, Checkpoint]: ...
     def save(self, store: SyncStore | CheckpointStore, step: int, **options: Any) -> Any:
         """Save a step; of a `CheckpointStore`, await it. Arguments and errors are those of `CheckpointStore.save`.
 
+        With ``capture="lazy"`` the next step of any optimizer waits until weights and optimizer states are copied; what
+        forward and backward passes change, such as the statistics of BatchNorm, is copied before this returns.
+
         Raises `Invalid`, naming the part, for one whose state cannot be had.
         """
-        return store.save(step, self.tree(), **options)
+        tree = self.tree()
+        if options.get("capture") == "lazy":
+            optimizers = [self._parts[name].state for name in self._names(torch.optim.Optimizer)]
+            modules = [self._parts[name].parameters() for name in self._names(torch.nn.Module)]
+            states = (tensor for state in optimizers for tensor in _tensors([*state.values()]))
+            tree = with_copies(tree, chain(*modules, states))
+        return store.save(step, tree, **options)
 
     @overload
     def restore(self, store: SyncStore, step: int | None = None, *, resume: bool | None = None) -> int | None: ...
@@ -145,7 +156,7 @@ class TrainingState:
     ) -> Any:
         """Restore a step, the newest without one, into the parts; of a `CheckpointStore`, await it.
 
-        Tensors in the memory of the CPU are filled where they are. The iterator of a data loader is made before the
+        Tensors on the CPU and on CUDA devices are filled in place. The iterator of a data loader is made before the
         random number generators are set, and is the one that the next ``for`` over the loader takes.
 
         Returns:
@@ -197,7 +208,7 @@ class TrainingState:
                 if _has_state(self._parts[name]):
                     self._stored(name)  # a StatefulDataLoader makes its iterator now, and not after the generators
             if self._rng and _RNG in mine:
-                _set_rng_state(mine[_RNG])
+                set_rng_state(mine[_RNG])
         return int(found.step)
 
     def _check_parts_of_rank(self, step: int, rank: int, stored: Mapping[str, Any]) -> None:
@@ -373,25 +384,6 @@ def _can_be_filled(tensor: Any) -> bool:
         tensor = tensor.detach().to_local()
     elif _is_wrapper(tensor):
         return all(_can_be_filled(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
-
-
-def _rng_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    state = {
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # it is what programs use
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return bool(tensor.is_cuda or (tensor.device.type == "cpu" and tensor.is_contiguous()))

@@ -88,7 +88,10 @@ class TieredCheckpointManager:
             _log.warning("step %d was not saved, training goes on: %s", step, error)
             outcome.set_exception(error)
             return outcome
-        tier = next((each.name for each in self.store.tier_infos() if each.survives != "process"), self.store.tiers[-1])
+        tier = next(
+            (each.name for each in self.store.tier_infos() if each.survives != "process" and not each.lossy),
+            self.store.config.exact[-1].name,
+        )
         threading.Thread(target=_await, args=(saved, tier, outcome), name=f"step {step}", daemon=True).start()
         return outcome
 

@@ -28,7 +28,8 @@ from transformers.trainer_utils import sort_checkpoints
 
 from tieredckpt import SyncStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.integrations.torch import TrainingState, _rng_state, _set_rng_state
+from tieredckpt.integrations._rng import rng_state, set_rng_state
+from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["TieredTrainer", "TieredTrainerMixin"]
 
@@ -71,7 +72,7 @@ class TieredTrainerMixin(_Base):
         self._saving = False
         self._stores: dict[tuple[int, int], str] = {}
         if self.args.load_best_model_at_end and not any(
-            tier.retain.kind == "all" for tier in store.config.tiers if tier.kind != "ram"
+            tier.retain.kind == "all" for tier in store.config.exact if tier.kind != "ram"
         ):
             _log.warning(
                 "load_best_model_at_end: no tier below RAM retains all steps, so the best may be gone by then; set "
@@ -211,12 +212,11 @@ class TieredTrainerMixin(_Base):
 
     def _held(self: Any) -> set[tuple[int, int]]:
         """Step and serial of the saves that the store gives for their numbers: not of one before a rollback, or of
-        another run, that has the number of a later save.
+        another run, that has the number of a later save; nor of one of which lossy copies alone are left.
         """
-        found: dict[int, int] = {}
-        for info in sorted(self._store.steps(), key=lambda info: (not info.abandoned, info.serial)):
-            found[info.step] = info.serial
-        return set(found.items())
+        exact = (info for info in self._store.steps() if info.tiers)
+        in_order = sorted(exact, key=lambda info: (not info.abandoned, info.serial))
+        return set({info.step: info.serial for info in in_order}.items())
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self._saving:
@@ -303,7 +303,7 @@ class TieredTrainerMixin(_Base):
         if self._step_of(checkpoint) is None:
             super()._load_rng_state(checkpoint)
         elif self._random.loaded is not None:
-            _set_rng_state(self._random.loaded)
+            set_rng_state(self._random.loaded)
 
     def _step_of(self: Any, folder: str | None) -> int | None:
         """The step that a folder means, as rank 0 sees it; None for one of another Trainer. Raises `NotFound` where the
@@ -338,7 +338,7 @@ class _Random:
     loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return _rng_state()
+        return rng_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state

@@ -1,0 +1,41 @@
+"""A store and the commands, for tests of `import` and `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tieredckpt.cli.app import app
+
+
+@pytest.fixture
+def store(tmp_path: Path, shared_memory: Path) -> Path:
+    """The configuration of a store that nobody opened yet."""
+    path = tmp_path / "ckpt.toml"
+    path.write_text(
+        f"""
+        [store]
+        chunk_size = "8 KiB"
+        [tiers.ram]
+        kind = "ram"
+        path = "{shared_memory / "ram"}"
+        capacity = "8 MiB"
+        [tiers.disk]
+        kind = "posix"
+        path = "{tmp_path / "disk"}"
+        retain = "all"
+        fsync = false
+        """
+    )
+    return path
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    def invoke(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return invoke

@@ -1,0 +1,41 @@
+"""Copies of what the forward and backward passes of PyTorch change, for saves that are made beside these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredckpt import Shard
+
+__all__ = ["with_copies"]
+
+
+def with_copies(tree: Any, settled: Iterable[torch.Tensor]) -> Any:
+    """``tree`` with copies of its tensors and arrays, where they lie, except those whose data ``settled`` has."""
+    return _copied(tree, {_data(tensor) for tensor in settled})
+
+
+def _copied(tree: Any, settled: set[tuple[str, int]]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copied(value, settled) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_copied(value, settled) for value in tree)
+    if isinstance(tree, Shard):
+        return dataclasses.replace(tree, array=_copied(tree.array, settled))
+    if isinstance(tree, np.ndarray):
+        return tree.copy()
+    if isinstance(tree, torch.Tensor) and _data(tree) not in settled:
+        return tree.detach().clone()
+    return tree
+
+
+def _data(tensor: Any) -> tuple[str, int]:
+    """Where a tensor, or what this rank has of a distributed one, has its data."""
+    with torch.no_grad():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    plain = local.layout == torch.strided and not hasattr(local, "__tensor_flatten__")
+    return str(local.device), local.untyped_storage().data_ptr() if plain else id(local)

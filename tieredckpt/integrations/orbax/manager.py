@@ -1,0 +1,381 @@
+"""The calls of Orbax's `CheckpointManager`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from etils import epath
+from orbax.checkpoint import CheckpointManagerOptions, multihost
+from orbax.checkpoint import args as orbax_args
+from orbax.checkpoint import metadata as orbax_metadata
+from orbax.checkpoint.checkpoint_managers import DecisionContext
+
+from tieredckpt import (
+    ArraySpec,
+    CheckpointStore,
+    Invalid,
+    NoSpace,
+    NotFound,
+    StepInfo,
+    SyncStore,
+    TierUnavailable,
+)
+from tieredckpt.integrations.orbax.items import (
+    by_name,
+    handlers_by_name,
+    kinds_of,
+    older_restore,
+    older_save,
+    restored,
+    tree_of,
+)
+from tieredckpt.integrations.orbax.options import BEST, Known, best_fn, config_for, due_policy
+from tieredckpt.integrations.orbax.pending import Pending
+from tieredckpt.interchange.orbax_folders import CUSTOM, DEFAULT
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class CheckpointManager:
+    """Saves and restores steps of one or several items, as ``orbax.checkpoint.CheckpointManager`` does.
+
+    Args:
+        directory: a folder, which gets RAM before it and keeps what ``options`` say; or what else
+            `CheckpointStore.open` takes, such as ``"ckpt.toml"``, or a store that is open, which say it themselves.
+        checkpointers: None, or Orbax's by name, of which only the handlers are used.
+        options: ``docs/guides/orbax.md`` has the table of what each does here.
+        metadata: None: of a root folder, which a store has not.
+        item_names: accepted; the arguments of each call name the items.
+        item_handlers: for items that are neither trees nor JSON, by name.
+        logger: accepted, and not used: the store logs as ``tieredckpt``, and emits events.
+        handler_registry: for such items too.
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        checkpointers: Any = None,
+        options: CheckpointManagerOptions | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: Any = None,
+    ) -> None:
+        if metadata:
+            raise Invalid("metadata of a root folder has no place in a store; save it as an item, with JsonSave")
+        self._options = CheckpointManagerOptions() if options is None else options
+        self._handlers = handlers_by_name(checkpointers, item_handlers)
+        self._registry = handler_registry
+        self._due, (self._best, self._lower) = due_policy(self._options), best_fn(self._options)
+        self._opened = not isinstance(directory, SyncStore)
+        source = config_for(directory, self._options)
+        read_only = self._options.read_only
+        self.store: SyncStore = CheckpointStore.open_sync(source, read_only=read_only) if self._opened else source
+        """What keeps the steps: ``manager.store.where(step)`` tells the tiers that have one."""
+        lossy = {tier.name for tier in self.store.config.tiers if tier.lossy}  # which have no step as it was saved
+        found = self.store.tier_infos()
+        durable = [tier for tier in found if tier.survives != "process" and tier.name not in lossy]
+        self._tier = durable[0].name if durable else None
+        self._directory = epath.Path(durable[0].location if durable else "")
+        self._pending: list[Pending] = []
+        self._resumed: int | None = None
+        """The step that was restored last, until one is saved."""
+        self._steps: list[Known] = []
+        self.reload()
+
+    # -- what there is ------------------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> epath.Path:
+        """Where the nearest tier lies that outlives the process. It has no folder for each step."""
+        return self._directory
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """The numbers of the steps, ascending; ``read`` is not needed."""
+        return sorted(self.store.all_steps())
+
+    def latest_step(self) -> int | None:
+        """The number of the newest step; None when there is none."""
+        return self.store.latest_step()
+
+    def best_step(self) -> int | None:
+        """The step with the best metrics by ``best_fn``, of those that have any, and not NaN; without it the newest."""
+        if self._best is None:
+            return self.latest_step()
+        self.reload()
+        values = [(self._value(known.metrics), known.step) for known in self._steps if known.metrics]
+        found = [(-value if self._lower else value, step) for value, step in values if not math.isnan(value)]
+        return max(found)[1] if found else None
+
+    def reload(self) -> None:
+        """Look again at the steps, which another process may have saved."""
+        # Without a tier a step has lossy copies alone, which no method of Orbax asks for.
+        found = {info.step: _known(info) for info in self.store.steps() if info.tiers and not info.abandoned}
+        self._steps = [found[step] for step in sorted(found)]
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """What was given to `save` as metrics; None for a step without."""
+        return dict(_known(self._info(step)).metrics or {}) or None
+
+    def item_metadata(self, step: int) -> Any:
+        """Shape and dtype of each array in its place; by name, where the step has several items."""
+        stored = self._specs(step)
+        kinds = kinds_of(stored)
+        if kinds is None:
+            return _described(stored, ())
+        found = {name: _described(stored[name], ()) if kind == "tree" else None for name, kind in kinds.items()}
+        return orbax_args.Composite(**found)
+
+    def metadata(self, step: int | None = None) -> Any:
+        """What is known of a step besides its values; nothing without one, of a root folder."""
+        if step is None:
+            return orbax_metadata.RootMetadata()
+        stored, info = self._specs(step), self._info(step)
+        nanoseconds = int(info.saved_at * 1e9)
+        return orbax_metadata.StepMetadata(
+            item_metadata=self.item_metadata(step),
+            metrics=self.metrics(step) or {},
+            init_timestamp_nsecs=nanoseconds,
+            commit_timestamp_nsecs=nanoseconds,
+            custom_metadata=stored.get(CUSTOM, {}) if kinds_of(stored) is not None else {},
+        )
+
+    def _info(self, step: int) -> StepInfo:
+        return self.store.describe(step).info
+
+    def _specs(self, step: int, *, resume: bool = False) -> Any:
+        found = self.store.restore(step, as_="specs", resume=resume)
+        if found is None:
+            raise NotFound(f"the store has no step {step}")
+        return found.tree
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether the options say that this step is to be saved: never one that is not above the newest.
+
+        After an older step was restored, those that follow it count anew: they are another branch.
+        """
+        if self._options.read_only:
+            return False
+        before = [known for known in self._steps if self._resumed is None or known.step <= self._resumed]
+        if before and before[-1].step >= step:
+            return False
+        context = DecisionContext(
+            is_saving_in_progress=self.is_saving_in_progress(),
+            reached_preemption=self.reached_preemption(step),
+            multiprocessing_options=self._options.multiprocessing_options,
+        )
+        now = Known(step, dt.datetime.now(tz=dt.UTC), None)
+        return bool(self._due.should_save(now, before, context=context))
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: Any = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Copy a step into RAM, if it is due; on return the state may be changed or donated.
+
+        It is written to the slower tiers behind the training. A tier that fails does not stop the training: it is a
+        warning here, and `check_for_errors` and `wait_until_finished` raise it.
+
+        Args:
+            step: its number.
+            items, save_kwargs: of Orbax's older interface: a tree, or trees by name.
+            metrics: numbers by name.
+            force: save it although it is not due.
+            args: ``StandardSave``, ``PyTreeSave``, ``JsonSave`` and others, or a ``Composite`` of them by name.
+            custom_metadata: JSON that `metadata` gives back.
+
+        Returns:
+            Whether it was saved.
+
+        Raises:
+            Invalid: something cannot be stored; it is named, and nothing was saved.
+            Conflict: the step was saved before.
+        """
+        if self._options.read_only or not (force or self.should_save(step)):
+            return False
+        args = older_save(items, save_kwargs, self._handlers) if args is None else args
+        handlers = {name: self._handler(name, each) for name, each in by_name(args).items()}
+        tree = tree_of(args, handlers, custom_metadata)
+        try:
+            saved = self.store.save(step, tree, metrics=self._measured(step, metrics))
+        except (NoSpace, TierUnavailable) as error:
+            _log.warning("step %s was not saved, training goes on: %s", step, error)
+            return False
+        if saved.skipped:
+            _log.warning("step %s was not saved: %s", step, saved.skipped)
+            return False
+        if self._tier is not None:
+            self._pending.append(Pending(self.store, saved, self._tier))
+        self._resumed = None
+        self.reload()
+        if not self._options.enable_async_checkpointing:
+            self.wait_until_finished()
+        return True
+
+    def _measured(self, step: int, metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if self._best is None:
+            return metrics
+        if metrics is None:
+            _log.warning("step %s has no metrics for best_fn: it is kept while it is the newest", step)
+            return None
+        return {**metrics, BEST: self._value(metrics)}
+
+    def _value(self, metrics: Any) -> float:
+        assert self._best is not None
+        return float(self._best(metrics))
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a saved step is not yet on a tier that outlives the process."""
+        self._pending = [saved for saved in self._pending if not saved.is_over()]
+        return bool(self._pending)
+
+    def wait_until_finished(self) -> None:
+        """Return when all saved steps are on the nearest tier that outlives the process; raises what keeps one off."""
+        pending, self._pending = self._pending, []
+        for at, saved in enumerate(pending):
+            try:
+                saved.wait()
+            except BaseException:
+                self._pending = pending[at:]
+                raise
+
+    def check_for_errors(self) -> None:
+        """Raise what keeps a saved step from the nearest tier that outlives the process, without waiting for it."""
+        if not self.is_saving_in_progress():
+            return
+        problem = next((tier for tier in self.store.tier_infos() if tier.name == self._tier and not tier.healthy), None)
+        if problem is not None:
+            raise TierUnavailable(f"step {self._pending[0].step} is not on tier {problem.name!r}: {problem.problem}")
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the machine is about to be taken, as JAX says; then the newest step is promoted at once."""
+        reached = bool(multihost.reached_preemption(step))
+        if reached:
+            self.store.signal("preempt")
+        return reached
+
+    def delete(self, step: int) -> None:
+        """Delete every copy of a step. Raises `NotFound`, and `Conflict` for one that is needed, as the newest is.
+
+        Every process may call it; rank 0 does it for all.
+        """
+        try:
+            self.store.delete(step)
+        except Invalid:
+            if jax.process_index() == 0:
+                raise
+        self.reload()
+
+    # -- restoring ----------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: Any = None,
+        args: Any = None,
+    ) -> Any:
+        """Bring a step back; every chunk is verified, and the next save continues from here.
+
+        Args:
+            step: which; None for the newest.
+            items, restore_kwargs: of Orbax's older interface: a target, or targets by name.
+            directory: None, or that of the manager; import what lies elsewhere first.
+            args: ``StandardRestore``, ``PyTreeRestore``, ``JsonRestore`` and others, or a ``Composite`` by name.
+                Without them all items come as they were saved.
+
+        Returns:
+            The item; a ``Composite`` where the step has several, or ``args`` is one.
+
+        Raises:
+            NotFound: there is no such step or item.
+            Invalid: the step does not fit the target; the leaves are named.
+            Corrupt, TierUnavailable: as `SyncStore.restore`.
+        """
+        if directory is not None and epath.Path(directory) != self.directory:
+            raise Invalid(f"{directory} is not the manager's directory; `tieredckpt import orbax:{directory}` first")
+        number = self.latest_step() if step is None else step
+        if number is None:
+            raise NotFound("the store has no step yet")
+        args = older_restore(items, restore_kwargs, self._handlers) if args is None else args
+        stored = self._specs(number)
+        kinds = kinds_of(stored)
+        if args is None and kinds is not None:
+            wanted = {name: None for name, kind in kinds.items() if kind != "files" or self._handler(name, None)}
+        else:
+            wanted = by_name(args)
+        found = {
+            name: restored(self.store, number, stored, name, each, self._handler(name, each))
+            for name, each in wanted.items()
+        }
+        if not self._options.read_only:  # only now: after a restore that failed, the training goes on as it was
+            self._specs(number, resume=True)
+        self._resumed = number
+        several = isinstance(args, orbax_args.Composite) or (args is None and kinds not in (None, {DEFAULT: "tree"}))
+        return orbax_args.Composite(**found) if several else found[DEFAULT]
+
+    def _handler(self, name: str, args: Any) -> Any:
+        registry = self._registry
+        if name not in self._handlers and registry is not None and args is not None and registry.has(name, args):
+            return registry.get(name, args)
+        return self._handlers.get(name)
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the saves, and close the store if it was opened here."""
+        try:
+            self.wait_until_finished()
+        finally:
+            if self._opened:
+                self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._opened:  # what the block raised is not to be hidden by what a tier raises
+            self.store.close()
+
+
+def _known(info: StepInfo) -> Known:
+    metrics = {name: value for name, value in info.metrics.items() if name != BEST}
+    return Known(info.step, dt.datetime.fromtimestamp(info.saved_at, tz=dt.UTC), metrics or None)
+
+
+def _described(node: Any, path: tuple[str, ...]) -> Any:
+    """A tree with what Orbax has for metadata of each array."""
+    if isinstance(node, dict):
+        return {key: _described(value, (*path, str(key))) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_described(value, (*path, str(at))) for at, value in enumerate(node)]
+    name = ".".join(path)
+    if isinstance(node, ArraySpec):
+        return orbax_metadata.ArrayMetadata(
+            name=name, directory=None, shape=node.shape, sharding=None, dtype=node.dtype
+        )
+    if isinstance(node, bool | int | float):
+        return orbax_metadata.ScalarMetadata(name=name, directory=None, dtype=type(node))
+    return node
