@@ -19,6 +19,7 @@ from tieredckpt.errors import (
     Closed,
     Conflict,
     Corrupt,
+    DeviceUnavailable,
     Invalid,
     NoSpace,
     NotFound,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tieredckpt.checkpoint import Checkpoint, Restored, SyncCheckpoint, SyncRestored
     from tieredckpt.config import (
         ChfsTier,
+        ExportConfig,
         KvstoreTier,
         LustreTier,
         NfsTier,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         Striping,
         TierConfig,
     )
+    from tieredckpt.engine.exporting.exporter import ExportInfo
     from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.ranks.communicator import Communicator
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
         ChunkRepaired,
         CommitFailed,
         Event,
+        ExportFailed,
+        FrozenChanged,
         OriginIgnored,
         RamLeftAlone,
         ReplicasDiffer,
@@ -63,6 +68,7 @@ if TYPE_CHECKING:
         SaveSkipped,
         StepCommitted,
         StepEvicted,
+        StepExported,
         StepPromoted,
         StepReplicated,
         StepRestored,
@@ -100,7 +106,12 @@ __all__ = [
     "Copied",
     "Corrupt",
     "DamagedStep",
+    "DeviceUnavailable",
     "Event",
+    "ExportConfig",
+    "ExportFailed",
+    "ExportInfo",
+    "FrozenChanged",
     "Invalid",
     "KvstoreTier",
     "LustreTier",
@@ -128,6 +139,7 @@ __all__ = [
     "StepCommitted",
     "StepDetails",
     "StepEvicted",
+    "StepExported",
     "StepId",
     "StepInfo",
     "StepPromoted",
@@ -165,6 +177,7 @@ _HOMES = {
     ),
     "tieredckpt.config": (
         "ChfsTier",
+        "ExportConfig",
         "KvstoreTier",
         "LustreTier",
         "NfsTier",
@@ -174,6 +187,7 @@ _HOMES = {
         "Striping",
         "TierConfig",
     ),
+    "tieredckpt.engine.exporting.exporter": ("ExportInfo",),
     "tieredckpt.engine.inventory": (
         "ArrayInfo",
         "DamagedStep",
@@ -193,6 +207,8 @@ _HOMES = {
         "ChunkRepaired",
         "CommitFailed",
         "Event",
+        "ExportFailed",
+        "FrozenChanged",
         "OriginIgnored",
         "RamLeftAlone",
         "ReplicasDiffer",
@@ -202,6 +218,7 @@ _HOMES = {
         "SaveSkipped",
         "StepCommitted",
         "StepEvicted",
+        "StepExported",
         "StepPromoted",
         "StepReplicated",
         "StepRestored",

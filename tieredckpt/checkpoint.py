@@ -13,6 +13,7 @@ from tieredckpt.errors import NotFound
 if TYPE_CHECKING:
     from tieredckpt.engine.engine import Engine
     from tieredckpt.engine.loop import EngineLoop
+    from tieredckpt.engine.saving.lazy import LazyMoment
     from tieredckpt.engine.saving.save import Saved
 
 __all__ = ["Checkpoint", "Restored", "SyncCheckpoint", "SyncRestored"]
@@ -21,13 +22,21 @@ __all__ = ["Checkpoint", "Restored", "SyncCheckpoint", "SyncRestored"]
 class Checkpoint:
     """A save. It is in RAM when `CheckpointStore.save` returns it; `reached` tells how far down it has got."""
 
-    def __init__(self, step: int, engine: Engine, loop: EngineLoop, saving: asyncio.Task[Saved] | Saved) -> None:
+    def __init__(
+        self,
+        step: int,
+        engine: Engine,
+        loop: EngineLoop,
+        saving: asyncio.Task[Saved] | Saved,
+        lazy: LazyMoment | None = None,
+    ) -> None:
         self.step = step
         """The trainer's number."""
         self._engine = engine
         self._loop = loop
         """Where the store's work runs."""
         self._saving = saving
+        self._lazy = lazy
 
     def __repr__(self) -> str:
         saved = self.saved
@@ -35,7 +44,7 @@ class Checkpoint:
 
     @property
     def saved(self) -> Saved | None:
-        """What the save did: bytes, new bytes, seconds; None while a capture by reference is under way."""
+        """What the save did: bytes, new bytes, seconds; None while the save goes on behind the training."""
         if not isinstance(self._saving, asyncio.Task):
             return self._saving
         if self._saving.done() and not self._saving.cancelled() and self._saving.exception() is None:
@@ -48,22 +57,42 @@ class Checkpoint:
         saved = self.saved
         return saved.skipped if saved is not None else ""
 
+    async def captured(self) -> None:
+        """Return when the tree may be changed: when the copy of ``capture="lazy"`` or ``"reference"`` has ended.
+
+        Nothing changes the tree while this is called. A lazy save is committed after it, or after the next call of the
+        store. The step of a torch optimizer calls it first, and does not raise.
+
+        Raises:
+            Invalid: an array, which is named, was changed, donated or deleted before; nothing was saved.
+            TieredCkptError: the save failed otherwise, so that nothing needs to wait for it.
+        """
+        if self._lazy is not None:
+            await self._lazy.captured()
+        elif isinstance(self._saving, asyncio.Task):
+            await self._loop.call(self._saved())
+
     async def reached(self, tier: str) -> None:
-        """Return when ``tier`` holds this step as durably as the tier can.
+        """Return when ``tier`` holds this step as durably as the tier can. Of a lazy save, it is `captured` first.
 
         Raises:
             NotFound: it will not get there: it is not due on that tier, was skipped or evicted; or no such tier.
             TieredCkptError: the error that keeps the tier from it; the store goes on trying.
-            Invalid: a captured array was donated or deleted before it was copied.
+            Invalid: a captured array was changed, donated or deleted before it was copied.
         """
+        if self._lazy is not None:
+            await self._lazy.captured()
         await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:
-        saving = self._saving
-        saved = await asyncio.shield(saving) if isinstance(saving, asyncio.Task) else saving
+        self._engine.state.tier(tier)  # what it can never reach is told at once
+        saved = await self._saved()
         if saved.skipped:
             raise NotFound(saved.skipped)
         await self._engine.reached(saved.step, tier)
+
+    async def _saved(self) -> Saved:
+        return await asyncio.shield(self._saving) if isinstance(self._saving, asyncio.Task) else self._saving
 
 
 class SyncCheckpoint:
@@ -83,7 +112,7 @@ class SyncCheckpoint:
 
     @property
     def saved(self) -> Saved | None:
-        """What the save did: bytes, new bytes, seconds; None while a capture by reference is under way."""
+        """What the save did: bytes, new bytes, seconds; None while the save goes on behind the training."""
         return self._checkpoint.saved
 
     @property
@@ -91,13 +120,28 @@ class SyncCheckpoint:
         """Why the save was not made, because RAM was full and what ``when_full`` says did not help; else empty."""
         return self._checkpoint.skipped
 
+    def captured(self) -> None:
+        """Return when the tree may be changed: when the copy of ``capture="lazy"`` or ``"reference"`` has ended.
+
+        Nothing changes the tree while this is called. A lazy save is committed after it, or after the next call of the
+        store. The step of a torch optimizer calls it first, and does not raise.
+
+        Raises:
+            Invalid: an array, which is named, was changed, donated or deleted before; nothing was saved.
+            TieredCkptError: the save failed otherwise, so that nothing needs to wait for it.
+        """
+        if self._checkpoint._lazy is not None:
+            self._checkpoint._lazy.captured_blocking()
+        else:
+            self._loop.call_blocking(self._checkpoint.captured())
+
     def reached(self, tier: str) -> None:
-        """Return when ``tier`` holds this step as durably as the tier can.
+        """Return when ``tier`` holds this step as durably as the tier can. Of a lazy save, it is `captured` first.
 
         Raises:
             NotFound: it will not get there: it is not due on that tier, was skipped or evicted; or no such tier.
             TieredCkptError: the error that keeps the tier from it; the store goes on trying.
-            Invalid: a captured array was donated or deleted before it was copied.
+            Invalid: a captured array was changed, donated or deleted before it was copied.
         """
         self._loop.call_blocking(self._checkpoint.reached(tier))
 
@@ -112,6 +156,8 @@ class SyncRestored:
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
     """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
+    lossy: bool
+    """Whether it is a lossy copy, whose values are not all as they were saved; see ``restore(lossy=True)``."""
     _restored: Restored = field(repr=False, compare=False)
     _loop: EngineLoop | None = field(repr=False, compare=False)
     """Of views alone: copies need the store no more, and do not keep it open."""

@@ -10,7 +10,19 @@ from typing import Any, TypeVar
 
 from tieredckpt.errors import TierUnavailable
 
-__all__ = ["in_thread", "left_behind_after", "note", "outlast", "settle", "together", "told_to_end", "whole"]
+__all__ = [
+    "begun_on_own_thread",
+    "in_thread",
+    "left_behind_after",
+    "note",
+    "on_own_thread",
+    "outlast",
+    "run_for",
+    "settle",
+    "together",
+    "told_to_end",
+    "whole",
+]
 
 T = TypeVar("T")
 
@@ -30,27 +42,39 @@ async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor 
     return await settle(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
 
 
+def on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """As `begun_on_own_thread`, for a coroutine."""
+    return asyncio.wrap_future(begun_on_own_thread(what, function, *arguments))
+
+
+def begun_on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
+    """``function(*arguments)`` on a daemon thread of its own: nobody waits for one that hangs, not even the process."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # so that it can be set when nobody waits for it any more
+    work = (outcome, function, *arguments)
+    threading.Thread(target=run_for, args=work, name=f"tieredckpt {what}", daemon=True).start()
+    return outcome
+
+
+def run_for(outcome: Future[T], function: Callable[..., T], *arguments: Any) -> None:
+    """Set the result of ``function(*arguments)``, or its error, as the ``outcome``."""
+    try:
+        result = function(*arguments)
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)
+
+
 async def left_behind_after(seconds: float, tier: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)`` on a daemon thread of its own, which is left behind if it hangs in the device.
 
     Raises `TierUnavailable` when it has not ended in time. A cancellation leaves it behind at once, so it must
     not touch the caller's memory.
     """
-    outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # so that it can be set when nobody waits for it any more
-
-    def work() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
-
-    threading.Thread(target=work, name=f"tieredckpt {what}", daemon=True).start()
     try:
         async with asyncio.timeout(seconds):
-            return await asyncio.wrap_future(outcome)
+            return await on_own_thread(what, function, *arguments)
     except TimeoutError:
         raise TierUnavailable(
             f"tier {tier!r}: {what} had not ended after {seconds:.1f} s; is its file system mounted and answering? "

@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tieredckpt._arguments import checked_metrics, checked_patterns, checked_step
+from tieredckpt._arguments import checked_patterns, checked_step
 from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.errors import Invalid
+from tieredckpt.devices.drivers import current_streams
 
 if TYPE_CHECKING:  # what a store needs is imported when one is opened
     import os
@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # what a store needs is imported when one is opened
 
     from tieredckpt._life import StoreLife
     from tieredckpt.config import StoreConfig
+    from tieredckpt.devices.base import Device, Stream
+    from tieredckpt.engine.exporting.exporter import ExportInfo
     from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.ranks.communicator import Communicator
@@ -67,8 +69,7 @@ class CheckpointStore:
                 call tells what there is when it is made.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
                 jax.distributed has started, None for this one alone, or a communicator. All open the store.
-            takeover: first close, in order, a store of this process that writes there, such as that of a notebook's
-                cell which was run before.
+            takeover: first close a store of this process that writes there, as of a notebook's cell that ran before.
 
         Raises:
             Invalid: of the configuration, with a line for every problem.
@@ -150,7 +151,7 @@ class CheckpointStore:
         tree: Any,
         *,
         metrics: Mapping[str, float] | None = None,
-        capture: Literal["copy", "reference"] = "copy",
+        capture: Literal["copy", "lazy", "reference", "device", "pinned_host"] = "copy",
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> Checkpoint:
@@ -162,11 +163,12 @@ class CheckpointStore:
             step: the trainer's number, not negative.
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
             metrics: numbers by name that policies and people look at.
-            capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
-                behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
+            capture: ``"copy"``: on return the tree may be changed. ``"lazy"``: return at once; the tree may be changed
+                after `Checkpoint.captured`, for which a step of a torch optimizer waits by itself. ``"device"``,
+                ``"pinned_host"``: return when JAX has begun copies there. ``"reference"``: return at once, for JAX
+                arrays that are not donated before ``reached("ram")``. See ``docs/reference/trees.md``.
             overwrite: save a step number again that this branch has already.
-            replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
-                configuration: each rank stores its share of them.
+            replicated: keys or glob patterns of leaves that all ranks have alike, besides the configuration's.
 
         Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepCommitted`).
 
@@ -176,29 +178,24 @@ class CheckpointStore:
             Conflict: the step was saved before on this branch.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        step, given = checked_step(step), checked_metrics(metrics)
-        replicated = checked_patterns("replicated", replicated)
+        return await self._save(current_streams(), step, tree, metrics, capture, overwrite, replicated)
+
+    async def _save(self, streams: Mapping[Device, Stream], step: int, *call: Any) -> Checkpoint:
+        """As `save`; ``streams`` are those of the trainer's thread, which this may not run on."""
+        step = checked_step(step)
         loop, engine = self._life.loop, self._life.open_engine
-        if capture == "reference":
-            begin = engine.captures.begin
-            saving = await begin(loop, step, tree, given, overwrite=overwrite, replicated=replicated)
-            return Checkpoint(step, engine, loop, saving)
-        if capture != "copy":
-            raise Invalid(f"capture is 'copy' or 'reference', not {capture!r}")
-        copy = engine.captures.copy(step, tree, given, overwrite=overwrite, replicated=replicated)
-        return Checkpoint(step, engine, loop, await loop.call(copy))
+        return Checkpoint(step, engine, loop, *await engine.captures.save(loop, streams, step, *call))
 
     async def prepare(self, tree: Any) -> None:
         """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
 
-        For a training that does not begin with a restore, after which the store knows by itself. The tree is as for
-        `save` or the ``like`` of `restore`; nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot
-        be stored.
+        For a training that does not begin with a restore. The tree is as for `save` or the ``like`` of `restore`;
+        nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot be stored.
         """
         await self._life.call(lambda engine: engine.prepare(tree))
 
     async def flush(self) -> None:
-        """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
+        """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
         await self._life.call(lambda engine: engine.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
@@ -211,8 +208,10 @@ class CheckpointStore:
         like: Any = None,
         into: Any = None,
         as_: Literal["saved", "numpy", "torch", "jax", "specs"] | None = None,
+        cast: bool = False,
         copy: bool = True,
         resume: bool | None = None,
+        lossy: bool = False,
     ) -> Restored | None:
         """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
 
@@ -222,7 +221,8 @@ class CheckpointStore:
         Args:
             step: which; None for the newest. A number that was saved on several branches means that of the one that
                 is trained.
-            keys: only the leaves under these keys or glob patterns (``params/**``).
+            keys: only the leaves under these keys or glob patterns (``params/**``). Leaves of ``like`` or ``into`` that
+                they do not choose come back as they are.
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
                 dicts, lists and tuples, and arrays as ``as_`` says. A leaf `tieredckpt.AS_SAVED` of it or of ``into``
                 stands for whatever the step has there.
@@ -231,37 +231,35 @@ class CheckpointStore:
             as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and
                 PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
                 ``"specs"`` reads no array: each is an `ArraySpec`, and the rest of the tree is as it was saved.
+            cast: convert arrays to the dtypes of ``like``: floats are rounded, integers must fit.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
                 from where it would have. By default it forks if its number is not above that of the newest step, and
                 otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
                 newest one takes back what an earlier restore said.
+            lossy: where that step is not intact as it was saved, or, without ``step``, none as new, take all of a lossy
+                copy. `Restored.lossy` tells, and what goes on from it records it. For a store of one process.
 
         Returns:
             The step, or None when the store is empty.
 
         Raises:
-            NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or an
-                array cannot be what ``as_`` says, or that framework is not installed. Or two
-                leaves of ``into`` share memory and the step has different bytes for them: nothing was changed. Or the
-                ranks do not restore alike.
+            NotFound: there is no such step or key; or a lossy copy alone, and not ``lossy``.
+            Invalid: the step does not fit ``like`` or ``into``; all differences are listed. Or an array cannot be what
+                ``as_`` says, or two leaves of ``into`` share memory for which the step has different bytes: nothing
+                was changed. Or the ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
-        if like is not None and into is not None:
-            raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
-        if into is not None and not copy:
-            raise Invalid("copy=False makes views of RAM, so there is nothing to fill `into` with")
-        if as_ is not None and (like is not None or into is not None):
-            raise Invalid("`as_` says what arrays are made without `like` and `into`, which say so themselves")
-        if as_ not in (None, "saved", "numpy", "torch", "jax", "specs"):
-            raise Invalid(f"as_ is 'saved', 'numpy', 'torch', 'jax' or 'specs', not {as_!r}")
+        return await self._restore(current_streams(), step, keys, like, into, as_, cast, copy, resume, lossy)
+
+    async def _restore(self, streams: Mapping[Device, Stream], step: Any, keys: Any, *how: Any) -> Restored | None:
+        """As `restore`; ``streams`` are those of the trainer's thread, which this may not run on."""
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
-        loop = self._life.loop
-        restorer = self._life.open_engine.restorer
-        return await loop.call(restorer.restore(loop, step, keys, like, into, as_, copy=copy, resume=resume))
+        loop, engine = self._life.loop, self._life.open_engine
+        await engine.captures.confirmed()  # it may change what is being copied
+        return await loop.call(engine.restorer.restore(loop, streams, step, keys, *how))
 
     # -- what there is ------------------------------------------------------------------------------------
 
@@ -309,6 +307,10 @@ class CheckpointStore:
     async def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
         return await self._life.look(lambda engine: engine.inventory.tiers(), packs=True)
+
+    async def export_infos(self) -> tuple[ExportInfo, ...]:
+        """Every export of the configuration as it is now, by name; empty where another process makes them."""
+        return await self._life.look(lambda engine: engine.export_infos())
 
     async def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.checkpoint import SyncCheckpoint, SyncRestored
+from tieredckpt.devices.drivers import current_streams
 from tieredckpt.errors import Closed
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tieredckpt.config import StoreConfig
+    from tieredckpt.engine.exporting.exporter import ExportInfo
     from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.repairing.verify import Verified
@@ -106,7 +108,7 @@ class SyncStore:
         tree: Any,
         *,
         metrics: Mapping[str, float] | None = None,
-        capture: Literal["copy", "reference"] = "copy",
+        capture: Literal["copy", "lazy", "reference", "device", "pinned_host"] = "copy",
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> SyncCheckpoint:
@@ -118,11 +120,12 @@ class SyncStore:
             step: the trainer's number, not negative.
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
             metrics: numbers by name that policies and people look at.
-            capture: ``"copy"``: on return the tree may be changed. ``"reference"``: return at once and copy
-                behind; for trees of immutable arrays (JAX) that are not donated before ``reached("ram")``.
+            capture: ``"copy"``: on return the tree may be changed. ``"lazy"``: return at once; the tree may be changed
+                after `Checkpoint.captured`, for which a step of a torch optimizer waits by itself. ``"device"``,
+                ``"pinned_host"``: return when JAX has begun copies there. ``"reference"``: return at once, for JAX
+                arrays that are not donated before ``reached("ram")``. See ``docs/reference/trees.md``.
             overwrite: save a step number again that this branch has already.
-            replicated: keys or glob patterns of leaves that all ranks have alike, besides those of the
-                configuration: each rank stores its share of them.
+            replicated: keys or glob patterns of leaves that all ranks have alike, besides the configuration's.
 
         Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepCommitted`).
 
@@ -132,22 +135,20 @@ class SyncStore:
             Conflict: the step was saved before on this branch.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        saved = self._run(
-            self._store.save(step, tree, metrics=metrics, capture=capture, overwrite=overwrite, replicated=replicated)
-        )
+        store, streams = self._store, current_streams()
+        saved = self._run(store._save(streams, step, tree, metrics, capture, overwrite, replicated))
         return SyncCheckpoint(saved, self._life.loop)
 
     def prepare(self, tree: Any) -> None:
         """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
 
-        For a training that does not begin with a restore, after which the store knows by itself. The tree is as for
-        `save` or the ``like`` of `restore`; nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot
-        be stored.
+        For a training that does not begin with a restore. The tree is as for `save` or the ``like`` of `restore`;
+        nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot be stored.
         """
         self._run(self._store.prepare(tree))
 
     def flush(self) -> None:
-        """Wait until every tier holds what is due on it. Raises the error of a tier that fails."""
+        """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
         self._run(self._store.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
@@ -160,8 +161,10 @@ class SyncStore:
         like: Any = None,
         into: Any = None,
         as_: Literal["saved", "numpy", "torch", "jax", "specs"] | None = None,
+        cast: bool = False,
         copy: bool = True,
         resume: bool | None = None,
+        lossy: bool = False,
     ) -> SyncRestored | None:
         """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
 
@@ -171,7 +174,8 @@ class SyncStore:
         Args:
             step: which; None for the newest. A number that was saved on several branches means that of the one that
                 is trained.
-            keys: only the leaves under these keys or glob patterns (``params/**``).
+            keys: only the leaves under these keys or glob patterns (``params/**``). Leaves of ``like`` or ``into`` that
+                they do not choose come back as they are.
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
                 dicts, lists and tuples, and arrays as ``as_`` says. A leaf `tieredckpt.AS_SAVED` of it or of ``into``
                 stands for whatever the step has there.
@@ -180,29 +184,34 @@ class SyncStore:
             as_: the kind of the arrays, without ``like`` and ``into``: ``"saved"`` for what each was (JAX arrays and
                 PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
                 ``"specs"`` reads no array: each is an `ArraySpec`, and the rest of the tree is as it was saved.
+            cast: convert arrays to the dtypes of ``like``: floats are rounded, integers must fit.
             copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
             resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
                 from where it would have. By default it forks if its number is not above that of the newest step, and
                 otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
                 newest one takes back what an earlier restore said.
+            lossy: where that step is not intact as it was saved, or, without ``step``, none as new, take all of a lossy
+                copy. `Restored.lossy` tells, and what goes on from it records it. For a store of one process.
 
         Returns:
             The step, or None when the store is empty.
 
         Raises:
-            NotFound: there is no such step or key.
-            Invalid: the step does not fit ``like`` or ``into``; missing, extra and mismatched keys are listed. Or an
-                array cannot be what ``as_`` says, or that framework is not installed. Or two
-                leaves of ``into`` share memory and the step has different bytes for them: nothing was changed. Or the
-                ranks do not restore alike.
+            NotFound: there is no such step or key; or a lossy copy alone, and not ``lossy``.
+            Invalid: the step does not fit ``like`` or ``into``; all differences are listed. Or an array cannot be what
+                ``as_`` says, or two leaves of ``into`` share memory for which the step has different bytes: nothing
+                was changed. Or the ranks do not restore alike.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
-        found = self._run(self._store.restore(step, keys=keys, like=like, into=into, as_=as_, copy=copy, resume=resume))
+        store, streams = self._store, current_streams()
+        found = self._run(store._restore(streams, step, keys, like, into, as_, cast, copy, resume, lossy))
         if found is None:
             return None
         loop = self._life.loop if found.views else None
-        return SyncRestored(found.step, found.serial, found.tree, found.metrics, found.sources, found, loop)
+        return SyncRestored(
+            found.step, found.serial, found.tree, found.metrics, found.sources, found.lossy, found, loop
+        )
 
     # -- what there is ------------------------------------------------------------------------------------
 
@@ -248,6 +257,10 @@ class SyncStore:
     def tier_infos(self) -> tuple[TierInfo, ...]:
         """Every tier as it is now, nearest first."""
         return self._run(self._store.tier_infos())
+
+    def export_infos(self) -> tuple[ExportInfo, ...]:
+        """Every export of the configuration as it is now, by name; empty where another process makes them."""
+        return self._run(self._store.export_infos())
 
     def where(self, step: int | None = None) -> tuple[str, ...]:
         """The tiers that hold a step (the newest without one), nearest first. Raises `NotFound`."""

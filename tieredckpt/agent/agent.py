@@ -306,7 +306,7 @@ class Agent:
         self._opened = True
         state = self._engine.state
         state.identity.made_up = made_up
-        leases = [tier.lease for tier in state.tiers if tier.lease is not None]
+        leases = [tier.lease for tier in state.every_tier if tier.lease is not None]
         self._dead = (*self._dead, *(holder for lease in leases for holder in lease.stale_holders))
 
     # -- the end ------------------------------------------------------------------------------------------

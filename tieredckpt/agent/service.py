@@ -38,7 +38,7 @@ class Service:
 
     def __init__(self, engine: Engine, wire: Wire) -> None:
         self._engine, self._state, self._wire = engine, engine.state, wire
-        self._news = [TierNews(self._state, tier) for tier in self._state.tiers if self._state.manages(tier)]
+        self._news = [TierNews(self._state, tier) for tier in self._state.every_tier if self._state.manages(tier)]
         self._work: dict[int, asyncio.Task[None]] = {}
         self._pinned: Counter[tuple[str, StepId]] = Counter()
         self._lent = LentTiers(self._state, engine.collector)
@@ -82,7 +82,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._lent.give_all_back()
             for name, step in self._pinned.elements():
-                _unpin(self._state.tier(name), step)
+                _unpin(self._state.any_tier(name), step)
             self._state.changed.notify()
 
     # -- telling ------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Service:
                 with self._state.being_deleted(steps):
                     await admin.delete_copies(steps, force=force)
             case said.Collect():
-                managed = {tier.name for tier in state.tiers if state.manages(tier)}
+                managed = {tier.name for tier in state.every_tier if state.manages(tier)}
                 return [each for each in await admin.collect() if each.tier in managed]
             case said.Verify(number, serial, tier, repair):
                 return await admin.verify(number, serial, tier, repair=repair, progress=progress)
@@ -154,13 +154,13 @@ class Service:
                     step, found, [(state.tier(tier), failure.error()) for tier, failure in unreadable]
                 )
             case said.Pin(step, tier):
-                pinned = state.tier(tier)
+                pinned = state.any_tier(tier)
                 pinned.steps.pins[step] = pinned.steps.pins.get(step, 0) + 1
                 self._pinned[tier, step] += 1
             case said.Unpin(step, tier):
                 if self._pinned[tier, step]:
                     self._pinned[tier, step] -= 1
-                    _unpin(state.tier(tier), step)
+                    _unpin(state.any_tier(tier), step)
             case said.MakeRoom():
                 return await self._lent.make_room(order)
             case said.Lend():

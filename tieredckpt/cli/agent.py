@@ -13,7 +13,9 @@ from tieredckpt.events import (
     ChunkRepaired,
     Event,
     Events,
+    ExportFailed,
     StepEvicted,
+    StepExported,
     StepPromoted,
     TierFailed,
     TierHangs,
@@ -56,6 +58,13 @@ def _text(event: Event) -> str:
         case StepPromoted():
             took = f"{format_size(event.written)} written in {event.seconds:.1f} s"
             return f"step {event.step} is on tier {event.tier}: {took}, {event.lag:.1f} s after its save"
+        case StepExported():
+            took = f"{format_size(event.nbytes)} written in {event.seconds:.1f} s"
+            return f"step {event.step} is exported to {event.to}: {took}, {event.lag:.1f} s after its save"
+        case ExportFailed():
+            what = "" if event.step is None else f" of step {event.step}"
+            then = "" if event.retry_in is None else f", next try in {event.retry_in:.0f} s"
+            return f"export {event.export}{what} failed{then}: {event.error}"
         case StepEvicted():
             return f"step {event.step} has left tier {event.tier}"
         case ChunkRepaired():

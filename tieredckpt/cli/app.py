@@ -14,6 +14,8 @@ from tieredckpt.cli.agent import agent
 from tieredckpt.cli.bench import bench
 from tieredckpt.cli.bench_chfs import bench_chfs
 from tieredckpt.cli.bench_codecs import bench_codecs
+from tieredckpt.cli.bench_gpu import bench_gpu
+from tieredckpt.cli.bench_sweep import bench_sweep
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.copy import copy
 from tieredckpt.cli.demo import demo
@@ -96,6 +98,8 @@ _bench = typer.Typer(invoke_without_command=True)
 _bench.callback()(_reporting(bench))
 _bench.command("chfs")(_reporting(bench_chfs))
 _bench.command("codecs")(_reporting(bench_codecs))
+_bench.command("gpu")(_reporting(bench_gpu))
+_bench.command("sweep")(_reporting(bench_sweep))
 app.add_typer(_bench, name="bench")
 
 for _verb in (

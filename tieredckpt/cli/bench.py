@@ -48,6 +48,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="How often a turn does everything.")] = 3,
     steps: Annotated[int, typer.Option(min=0, help="Steps of the long history; 0 for none.")] = 10_000,
     leaves: Annotated[int, typer.Option(min=0, help="Leaves of the tree of small ones; 0 for none.")] = 100_000,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that save together, each its share of the state.")] = 1,
     as_json: Json = False,
     html: Annotated[
         Path | None, typer.Option(help="Write the report as one HTML file.", dir_okay=False, show_default=False)
@@ -77,6 +78,7 @@ def bench(
         repeats=repeats,
         steps=steps,
         leaves=leaves,
+        ranks=ranks,
     )
     report = make_report(_run(request))
     if html is not None:
@@ -113,7 +115,7 @@ def _show(report: Report, before: Report | None, console: Console, *, bars: bool
         + f"; {format_duration(report.took_s)} in all"
     )
     print_table(
-        f"{format_size(report.size)}, medians of {report.rounds} x {report.repeats} repetitions",
+        f"{format_size(report.size)}{_of(report.ranks)}, medians of {report.rounds} x {report.repeats} repetitions",
         ("", "key", "is", "aim", ""),
         [_aim_row(report, aim) for aim in AIMS],
         right=("is", "aim"),
@@ -156,6 +158,10 @@ def _show(report: Report, before: Report | None, console: Console, *, bars: bool
         console.print(f"missing: {name}: {printable(why)}")
     for name, why in report.failed.items():
         console.print(f"failed: {name}: {printable(why)}")
+
+
+def _of(ranks: int) -> str:
+    return "" if ranks == 1 else f" of {ranks} ranks, each time the slowest"
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 __all__ = [
+    "LOSSY",
     "bar",
     "errors",
     "jsonable",
@@ -33,6 +34,8 @@ __all__ = [
     "waiting",
     "when",
 ]
+
+LOSSY = "this is a lossy copy: its values are within the bounds that `tieredckpt show` lists"
 
 _HUGE = 1 << 256
 

@@ -22,6 +22,7 @@ from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.ram import folders, found_ram
 from tieredckpt.config import TierConfig, load
+from tieredckpt.devices.examine import facts as devices
 from tieredckpt.format import crc
 from tieredckpt.units import format_size
 
@@ -36,10 +37,11 @@ def doctor(
         ),
     ] = None,
     size: Annotated[str, typer.Option(help="Bytes of the large object that is written and read.")] = "64 MiB",
-    tier: Annotated[str | None, typer.Option(help="Only this tier.", show_default=False)] = None,
+    tier: Annotated[str | None, typer.Option(help="Only this tier, and no export.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and try every tier: write, read, list and delete. Leaves no object behind on them.
+    """Check this machine, and try every tier, and every place of exports: write, read, list and delete. Leaves no
+    object behind on them.
 
     May run beside a trainer. Exits with 1 when something is wrong. A tier that does not answer takes its `deadline`.
     """
@@ -56,18 +58,25 @@ def doctor(
     for each in chosen:
         with waiting(f"trying tier {each.name}"):
             tried[each.name] = run_aside(_collect(each, nbytes))
+    exports = {}
+    for export in () if config is None or tier is not None else config.exports:
+        with waiting(f"trying the place of export {export.name}"):
+            exports[export.name] = run_aside(_collect(export.place(), nbytes))
     if as_json:
         print_json(
             {
                 "machine": [asdict(check) for check in machine],
                 "tiers": {name: [asdict(check) for check in checks] for name, checks in tried.items()},
+                "exports": {name: [asdict(check) for check in checks] for name, checks in exports.items()},
             }
         )
     else:
         _show("this machine", machine)
         for name, checks in tried.items():
             _show(f"tier {name}", checks)
-    wrong = [check for checks in (machine, *tried.values()) for check in checks if not check.ok]
+        for name, checks in exports.items():
+            _show(f"export {name}", checks)
+    wrong = [check for checks in (machine, *tried.values(), *exports.values()) for check in checks if not check.ok]
     if wrong:
         raise typer.Exit(1)
     if not as_json:
@@ -98,6 +107,7 @@ def _machine() -> list[Check]:
                 "shared memory", True, f"{format_size(usage.free)} free of {format_size(usage.total)} in {root.parent}"
             )
         )
+    found += (Check(name, True, text) for name, text in devices())
     found += (
         Check("RAM", True, f"{format_size(sum(each.nbytes for each in group))} of store {store}: {folders(group)}")
         for store, group in found_ram(None).items()

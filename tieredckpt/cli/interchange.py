@@ -7,19 +7,24 @@ from typing import Annotated, Any
 import typer
 
 from tieredckpt.cli import amounts
-from tieredckpt.cli.console import bar, output, print_json, printable, waiting
-from tieredckpt.cli.opening import Json, Step, StorePath, creating, reading
+from tieredckpt.cli.console import LOSSY, bar, output, print_json, printable, waiting
+from tieredckpt.cli.opening import Json, Lossy, Step, StorePath, creating, is_there, reading
 from tieredckpt.errors import Invalid
-from tieredckpt.interchange import export_step, import_step
+from tieredckpt.interchange import Exported, import_step, read_checkpoint
+from tieredckpt.interchange.exporting import export_copy
+from tieredckpt.interchange.stored_step import StepCopy, from_copies
 from tieredckpt.units import format_size
 
 __all__ = ["export", "import_"]
+
+_SHOWN = 5
+"""Keys that are named of those that an export leaves out."""
 
 
 def import_(
     source: Annotated[
         str,
-        typer.Argument(metavar="SCHEME:PATH", help="dcp:FOLDER, safetensors:FILE|FOLDER or torch:FILE."),
+        typer.Argument(metavar="SCHEME:PATH", help="orbax:FOLDER, dcp:FOLDER, safetensors:FILE|FOLDER or torch:FILE."),
     ],
     store: StorePath,
     step: Annotated[
@@ -30,8 +35,10 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Save a checkpoint of another library as the newest step of a store. Nothing in it is executed."""
+    # A checkpoint that is refused must leave no new store behind; one that the store has already need not be read.
+    found = None if is_there(store) else read_checkpoint(source, step)
     with creating(store) as opened, waiting(f"importing {source}"):
-        done = import_step(source, opened, step, overwrite=overwrite)
+        done = import_step(found or source, opened, step, overwrite=overwrite)
     if as_json:
         print_json({"step": done.step, "serial": done.serial, "nbytes": done.nbytes, "tier": done.tier})
         return
@@ -46,7 +53,7 @@ def export(
     step: Step = None,
     to: Annotated[
         str,
-        typer.Option(metavar="SCHEME:PATH", help="safetensors:, dcp:, npz: or npy:, and a path where nothing is yet."),
+        typer.Option(metavar="SCHEME:PATH", help="safetensors:, orbax:, dcp:, npz: or npy:, and a new path."),
     ] = "",
     part: Annotated[
         str | None,
@@ -65,18 +72,33 @@ def export(
     shard_size: Annotated[
         str | None, typer.Option(help="Of safetensors: bytes of a file at most, as '5 GB'.", show_default=False)
     ] = None,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Of orbax: copy the arrays, also where the store's packs can be linked.")
+    ] = False,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN=NAME", help="Of safetensors: 'params/**=model.**'; repeat for more."),
+    ] = None,
+    lossy: Lossy = False,
     as_json: Json = False,
 ) -> None:
     """Write a step in the format of another library, read it back and compare it. The store is left as it is."""
     if not to:
-        raise Invalid("--to is missing; write --to safetensors:PATH, or dcp:, npz: or npy: and a path")
+        raise Invalid("--to is missing; write --to safetensors:PATH, or orbax:, dcp:, npz: or npy: and a path")
     options: dict[str, Any] = {} if cast is None else {"cast": cast}
     if shard_size is not None:
         options["shard_size"] = amounts.size("--shard-size", shard_size)
+    if copy:
+        options["copy"] = True
+    if rename:
+        options["rename"] = dict(map(_renamed, rename))
+
+    def write(copy: StepCopy) -> Exported:
+        with bar("exporting", sum(array.nbytes for array in copy.describe().arrays)) as progress:
+            return export_copy(copy, to, part=part, keys=keys or None, progress=progress, **options)
+
     with reading(store) as opened:
-        nbytes = sum(array.nbytes for array in opened.describe(step).arrays)
-        with bar("exporting", nbytes) as progress:
-            done = export_step(opened, to, step, part=part, keys=keys or None, progress=progress, **options)
+        done = from_copies(opened, step, write, lossy=lossy)
     if as_json:
         print_json(
             {
@@ -86,8 +108,22 @@ def export(
                 "part": done.part,
                 "names": done.names,
                 "sources": done.sources,
+                "lossy": done.lossy,
+                "left_out": done.left_out,
             }
         )
         return
     what = f"step {done.info.step} (serial {done.info.serial})" + (f", part {done.part}" if done.part else "")
     output().print(printable(f"{what}: exported to {done.path}, read back and compared; names: {len(done.names)}"))
+    if done.lossy:
+        output().print(LOSSY)
+    if done.left_out:
+        shown = ", ".join(done.left_out[:_SHOWN]) + (", …" if len(done.left_out) > _SHOWN else "")
+        output().print(printable(f"left out, for the format holds arrays alone: {len(done.left_out)} ({shown})"))
+
+
+def _renamed(text: str) -> tuple[str, str]:
+    pattern, separator, name = text.partition("=")
+    if not (pattern and separator and name):
+        raise Invalid(f"--rename {text!r}: write PATTERN=NAME, such as 'params/**=model.**'")
+    return pattern, name

@@ -24,7 +24,7 @@ Ram = Annotated[
     bool, typer.Option("--ram", help="List instead what RAM your stores have on this machine, and whose it is.")
 ]
 
-__all__ = ["ls", "print_steps", "print_tiers", "state_of"]
+__all__ = ["ls", "print_steps", "print_tiers", "state_of", "tiers_of"]
 
 
 def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> None:
@@ -49,6 +49,11 @@ def state_of(step: StepInfo) -> str:
     return ", ".join([line, *(f"damaged on {tier}" for tier in step.damaged)])
 
 
+def tiers_of(step: StepInfo) -> str:
+    """The tiers that have a step, and which of them have a lossy copy of it."""
+    return ", ".join([*step.tiers, *(f"{tier} (lossy)" for tier in step.lossy)])
+
+
 def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
     """A table of the steps, and of those that no tier can read."""
     rows: dict[int, tuple[object, ...]] = {
@@ -59,7 +64,7 @@ def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
             format_size(step.nbytes),
             step.ranks,
             metrics_text(step.metrics),
-            ", ".join(step.tiers),
+            tiers_of(step),
             state_of(step),
         )
         for step in steps
@@ -82,7 +87,7 @@ def print_tiers(tiers: Sequence[TierInfo]) -> None:
     rows = [
         (
             tier.name,
-            tier.kind,
+            f"{tier.kind} (lossy)" if tier.lossy else tier.kind,
             tier.steps,
             format_size(tier.used),
             "" if tier.capacity is None else format_size(tier.capacity),

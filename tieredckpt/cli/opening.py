@@ -21,7 +21,7 @@ from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
-__all__ = ["Json", "Step", "StorePath", "creating", "newest_step", "reading", "writing"]
+__all__ = ["Json", "Lossy", "Step", "StorePath", "creating", "is_there", "newest_step", "reading", "writing"]
 
 StorePath = Annotated[
     str,
@@ -30,6 +30,7 @@ StorePath = Annotated[
     ),
 ]
 Step = Annotated[int | None, typer.Argument(metavar="STEP", help="The newest if left out.", show_default=False)]
+Lossy = Annotated[bool, typer.Option("--lossy", help="Take a lossy copy where the step cannot be had as it was saved.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -72,7 +73,8 @@ def newest_step(config: StoreConfig) -> StepInfo | None:
 
     RAM and what lies elsewhere, as in a bucket, is not asked.
     """
-    folders = tuple(tier for tier in config.slower if _is_a_folder(tier) and _holds_a_store(tier))
+    exact = (tier for tier in config.slower if not tier.lossy)
+    folders = tuple(tier for tier in exact if _is_a_folder(tier) and _holds_a_store(tier))
     if not folders:
         return None
     try:
@@ -82,9 +84,18 @@ def newest_step(config: StoreConfig) -> StepInfo | None:
         return None
 
 
+def is_there(source: str) -> bool:
+    """Whether there may be a store already."""
+    return _is_there(load(source))
+
+
+def _is_there(config: StoreConfig) -> bool:
+    return any(_holds_a_store(tier) for tier in config.tiers) or bool(_ram_of(config))
+
+
 def _existing(source: str) -> StoreConfig:
     config = load(source)
-    if not any(_holds_a_store(tier) for tier in config.tiers) and not _ram_of(config):
+    if not _is_there(config):
         roots = [ram_root(config.ram.path)] if config.ram is not None else []
         places = ", ".join(map(str, [*roots, *(tier.location for tier in config.slower)]))
         raise NotFound(

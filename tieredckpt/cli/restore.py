@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from tieredckpt.cli.console import bar, errors, output, print_json, print_table, printable
-from tieredckpt.cli.opening import Json, Step, StorePath, reading
+from tieredckpt.cli.console import LOSSY, bar, errors, output, print_json, print_table, printable
+from tieredckpt.cli.opening import Json, Lossy, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
 from tieredckpt.config.tiers import refuse_url
 from tieredckpt.engine.inventory import StepDetails
 from tieredckpt.errors import Invalid
-from tieredckpt.interchange import export_step
-from tieredckpt.interchange.stored_step import Arrays, StoredStep
+from tieredckpt.interchange.exporting import export_copy
+from tieredckpt.interchange.stored_step import Arrays, StepCopy, StoredStep, from_copies
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]
@@ -36,33 +37,42 @@ def restore(
     to: Annotated[
         str | None, typer.Option(metavar="FILE.npz|FOLDER", help="Extract to a new .npz or folder of .npy.")
     ] = None,
+    lossy: Lossy = False,
     as_json: Json = False,
 ) -> None:
     """Restore a step, verified: print a summary of its arrays, or extract them. The store is left as it is."""
     target = None if to is None else _target(to)
     with reading(store) as opened:
-        details = opened.describe(step, keys=keys or None)
-        number, nbytes = details.info.step, sum(array.nbytes for array in details.arrays)
-        sources: Mapping[str, int]
-        with bar("restoring", nbytes) as progress:
-            if target is None:
-                chosen = StoredStep(opened, number, keys=keys or None, progress=progress)
-                summaries, sources = _summaries(chosen.read()), chosen.sources
-            else:
-                exported = export_step(opened, target, number, keys=keys or None, progress=progress)
-                summaries, sources = [], exported.sources
+        found = from_copies(opened, step, partial(_look, keys=keys or None, target=target), lossy=lossy)
+    details, summaries, sources, is_lossy = found
+    number = details.info.step
     if as_json:
-        told = {"step": number, "serial": details.info.serial, "metrics": details.info.metrics}
+        told = {"step": number, "serial": details.info.serial, "metrics": details.info.metrics, "lossy": is_lossy}
         more = {"to": to, "files": len(details.arrays)} if to else {"arrays": summaries}
         print_json({**told, "sources": dict(sources), **more, "scalars": details.scalars})
         return
     origin = ", ".join(f"{format_size(size)} from {name}" for name, size in sources.items()) or "nothing to read"
     output().print(f"step {number} (serial {details.info.serial}): {printable(origin)}")
+    if is_lossy:
+        output().print(LOSSY)
     if to:
         output().print(f"extracted to {printable(to)}; arrays: {len(details.arrays)}")
     else:
         _print(summaries)
     _tell_of_scalars(details, extracted=to is not None)
+
+
+def _look(
+    copy: StepCopy, *, keys: list[str] | None, target: str | None
+) -> tuple[StepDetails, list[dict[str, Any]], Mapping[str, int], bool]:
+    """The step that was read, its summaries if it was not extracted, whence it came, and whether it is a lossy copy."""
+    details = copy.describe(keys)
+    with bar("restoring", sum(array.nbytes for array in details.arrays)) as progress:
+        if target is not None:
+            exported = export_copy(copy, target, keys=keys, progress=progress)
+            return details, [], exported.sources, exported.lossy
+        chosen = StoredStep(copy, keys=keys, progress=progress)
+        return details, _summaries(chosen.read()), chosen.sources, copy.lossy is not None
 
 
 def _target(to: str) -> str:

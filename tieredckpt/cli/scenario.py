@@ -16,7 +16,7 @@ from tieredckpt.config import StoreConfig, load
 from tieredckpt.errors import Invalid
 from tieredckpt.plan.assumed import NODE_MTBF, SHARED_AT_MOST, SOURCE, STATE_OF_A_NODE, Assumption
 from tieredckpt.plan.codecs import gains
-from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, doubts, rungs
+from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, derived_rungs, doubts, rungs
 from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
 
 __all__ = [
@@ -155,19 +155,22 @@ def scenario(
         found.append(Assumption("changed", "all of the state", "an optimizer touches every weight"))
     if any(tier.codec != "none" for tier in config.tiers):
         found.append(Assumption("codecs", "as on a GPT with AdamW", "`bench codecs` measures your state"))
+    if config.derived:
+        found.append(Assumption("lossy rules", "for all of the state", "the strictest relative bound of a tier counts"))
     asked = Scenario(
         config=config,
         state=nbytes,
         step_seconds=parse_duration(step_time or "30 s"),
         nodes=nodes,
         rungs=rungs(config, nbytes, nodes, writes, reads),
+        derived=derived_rungs(config, nbytes, nodes, writes, reads),
         mtbf=_by_kind(between, failures),
         restart=parse_duration(restart or "1 min"),
         changed=1.0 if changed is None else changed,
         tier_mtbf={name: parse_duration(text) for name, text in _pairs(tier_mtbf, "TIER=DURATION")},
         tier_repair=parse_duration(tier_repair),
     )
-    found += [_speed(rung, nodes) for rung in asked.rungs if rung.assumed]
+    found += [_speed(rung, nodes) for rung in (*asked.rungs, *asked.derived) if rung.assumed]
     return Asked(asked, found, doubts(config, nodes))
 
 

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from tieredckpt.cli.console import metrics_text, print_json, print_table, when
-from tieredckpt.cli.ls import state_of
+from tieredckpt.cli.ls import state_of, tiers_of
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
 from tieredckpt.engine.inventory import StepDetails
+from tieredckpt.format import layout
+from tieredckpt.format.derivation import Derivation, Rounded
 from tieredckpt.units import format_size
 
 __all__ = ["Serial", "shape_text", "show"]
@@ -32,6 +35,7 @@ def show(store: StorePath, step: Step = None, serial: Serial = None, as_json: Js
         details = opened.describe(step, serial=serial)
     if as_json:
         told = asdict(details)
+        told["derived"] = msgspec.to_builtins(details.derived)
         print_json({**told.pop("info"), "saved": when(details.info.saved_at), **told})
         return
     print_table(f"step {details.info.step}", ("", ""), list(_facts(details)))
@@ -45,16 +49,29 @@ def show(store: StorePath, step: Step = None, serial: Serial = None, as_json: Js
         ],
         right=("size", "chunks"),
     )
+    for tier, how in details.derived.items():
+        rows = [(layout.array_key(key), *_loss(how, array)) for key, array in how.arrays.items()]
+        rows += [(key, "left out", "") for key in how.dropped]
+        print_table(f"lossy copy on {tier}", ("key", "rule", "largest error"), rows)
     if details.scalars:
         rows = [(key, type(value).__name__, _brief(value)) for key, value in details.scalars.items()]
         print_table("scalars", ("key", "type", "value"), rows)
+
+
+def _loss(how: Derivation, array: Rounded) -> tuple[str, str]:
+    """The rule by which an array was rounded, and the largest error that was found."""
+    rule = how.rules[array.rule]
+    kept = f", {array.exact_chunks} chunks as they were" if array.exact_chunks else ""
+    if rule.max_error is not None:
+        return f"within {rule.max_error:.3g} of each value", f"{array.worst:.3g} of a value{kept}"
+    return f"within {rule.max_abs_error:.3g}", f"{array.worst:.3g}{kept}"
 
 
 def _facts(details: StepDetails) -> Iterator[tuple[str, object]]:
     info = details.info
     yield "serial", info.serial
     yield "saved", when(info.saved_at)
-    yield "tiers", ", ".join(info.tiers)
+    yield "tiers", tiers_of(info)
     yield "state", state_of(info)
     yield "size", f"{format_size(info.nbytes)} in {len(details.arrays)} arrays"
     yield "distinct chunks", format_size(details.distinct_nbytes)

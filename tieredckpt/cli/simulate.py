@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tieredckpt._picture import check_picture
 from tieredckpt.cli.console import bar, output, print_json, print_table
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.scenario import (
@@ -83,7 +84,7 @@ def simulate(
     except ImportError as error:
         raise Invalid("a simulation needs simpy: pip install 'tieredckpt[simulate]'") from error
     if picture is not None:
-        pictures.check_picture(picture)
+        check_picture(picture)
     job = asked.scenario
     if interval is not None:
         job = pictures.at_interval(job, parse_duration(interval))

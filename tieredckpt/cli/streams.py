@@ -26,7 +26,7 @@ class OutputFailed(Exception):
 
 
 class _Output(io.FileIO):
-    def write(self, data: Any) -> int | None:  # type: ignore[override]
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -34,7 +34,7 @@ class _Output(io.FileIO):
 
 
 class _Errors(io.FileIO):
-    def write(self, data: Any) -> int | None:  # type: ignore[override]
+    def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):  # there is nowhere to tell it
             return super().write(data)
         return len(data)

@@ -67,6 +67,21 @@ def test_one_tier_may_be_chosen(told: Told, run: Run, config: Path) -> None:
     assert "archive" in result.output
 
 
+def test_the_places_of_exports_are_tried(told: Told, run: Run, config: Path, tmp_path: Path) -> None:
+    good, bad = tmp_path / "exported", tmp_path / "a file"
+    with config.open("a") as file:
+        file.write(f'\n[exports.good]\nformat = "npz"\nto = "{good}"\n')
+    assert all(check["ok"] for check in told("doctor", config, "--size", "1 MiB")["exports"]["good"])
+    assert not [path for path in good.rglob("*") if path.is_file()]
+    bad.write_text("a file where a folder belongs")
+    with config.open("a") as file:
+        file.write(f'\n[exports.bad]\nformat = "npz"\nto = "{bad}"\n')
+    result = run("doctor", config, "--size", "1 MiB")
+    assert result.exit_code == 1
+    assert "WRONG" in result.stdout.partition("export bad")[2]
+    assert "WRONG" not in result.stdout.partition("export bad")[0]
+
+
 def test_more_ram_than_there_is_is_told(run: Run, config: Path) -> None:
     config.write_text(re.sub(r"(?m)^capacity = .*$", 'capacity = "4000 TiB"', config.read_text()))
     result = run("doctor", config, "--tier", "ram")

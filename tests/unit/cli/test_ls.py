@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tieredckpt import CheckpointStore, SyncStore
 from tieredckpt.cli import console
 from tieredckpt.cli.console import when
 from tieredckpt.cli.ls import print_steps, print_tiers
+from tieredckpt.cli.opening import newest_step
+from tieredckpt.config import load
 
 Run = Callable[..., Result]
 Told = Callable[..., Any]
@@ -184,3 +187,45 @@ def test_ram_that_was_given_back_in_order_is_no_fault(run: Run, told: Told, conf
     (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith(" ram")]
     assert "not in use" in " ".join(row)
     assert "fail" not in result.output
+
+
+def test_ls_and_show_mark_lossy_copies(run: Run, told: Told, tmp_path: Path) -> None:
+    place = str(tmp_path / "disk").replace("$", "$$")
+    toml = tmp_path / "ckpt.toml"
+    toml.write_text(
+        f'[tiers.disk]\nkind = "posix"\npath = "{place}"\nretain = {{ kind = "last_n", n = 1 }}\n'
+        f'[tiers.archive]\nkind = "posix"\npath = "{place}"\ncodec = "small"\n'
+        'lossy = [{ keys = ["w"], max_error = "0.4%" }, { keys = ["half"], drop = true }]\n'
+    )
+    with CheckpointStore.open_sync(toml) as store:
+        for step in (1, 2):
+            store.save(step, {"w": np.linspace(step, 9, 4000, dtype=np.float32).reshape(40, 100), "half": np.ones(3)})
+            store.flush()
+    steps = told("ls", toml)["steps"]
+    assert [(step["tiers"], step["lossy"]) for step in steps] == [([], ["archive"]), (["disk"], ["archive"])]
+    shown = run("ls", toml).stdout
+    assert "archive (lossy)" in shown
+    assert "posix (lossy)" in shown
+    shown = run("show", toml, 1).stdout
+    assert "lossy copy on archive" in shown
+    assert "0.00391 of a value" in shown
+    assert told("show", toml, 1)["derived"]["archive"]["dropped"] == ["half"]
+    refused = run("restore", toml, 1)
+    assert refused.exit_code != 0
+    assert "lossy" in refused.output
+
+
+def test_a_store_of_which_lossy_copies_alone_are_left_is_found(told: Told, tmp_path: Path) -> None:
+    toml = tmp_path / "ckpt.toml"
+    toml.write_text(
+        '[tiers.disk]\nkind = "posix"\npath = "disk"\n'
+        '[tiers.archive]\nkind = "posix"\npath = "archive"\ncodec = "small"\n'
+        'lossy = [{ keys = ["w"], max_error = "0.4%" }]\n'
+    )
+    with CheckpointStore.open_sync(toml) as store:
+        store.save(1, {"w": np.linspace(1, 9, 4000, dtype=np.float32).reshape(40, 100)})
+        store.flush()
+    shutil.rmtree(tmp_path / "disk")
+    (step,) = told("ls", toml)["steps"]
+    assert (step["step"], step["tiers"], step["lossy"]) == (1, [], ["archive"])
+    assert newest_step(load(toml)) is None  # of no tier is read what was saved

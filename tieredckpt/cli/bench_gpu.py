@@ -1,0 +1,94 @@
+"""The verb `bench gpu`: what saves and restores of device memory cost, beside the peers."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tieredckpt.bench.gpu import AIMS, Bounds, GpuReport, measure, write_rate
+from tieredckpt.bench.peers.gpu import CudaTraining, cuda_peers, device_memory
+from tieredckpt.bench.report import Aim
+from tieredckpt.blobs.memory import memory_limit
+from tieredckpt.blobs.ram.folder import shared_memory_root
+from tieredckpt.cli import amounts
+from tieredckpt.cli.console import errors, output, print_json, print_table, printable
+from tieredckpt.cli.opening import Json
+from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
+
+__all__ = ["bench_gpu"]
+
+
+def bench_gpu(
+    size: Annotated[
+        str | None,
+        typer.Option(help="Bytes of the state, about; 8 GiB, or what memory and time allow.", show_default=False),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Where to write: on the device that matters.", exists=True, file_okay=False)
+    ] = Path(),
+    peers: Annotated[bool, typer.Option(help="Measure the peers that are installed, too.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each way is measured, if time allows.")] = 5,
+    within: Annotated[str, typer.Option(help="Time for all of it, about.")] = "8 min",
+    as_json: Json = False,
+) -> None:
+    """Measure saves and restores of a training on the first CUDA device: stall, overlap with the training, restore.
+
+    Needs PyTorch and a CUDA device; without one it says so, and exits with 1.
+    """
+    seconds, free = parse_duration(within), device_memory()
+    installed, missing = cuda_peers() if peers else ([], {})
+    with tempfile.TemporaryDirectory(prefix="tieredckpt-bench-", dir=folder) as name:
+        room = Path(name)
+        bounds = Bounds(seconds, repeats, write_rate(room), len(installed))
+        host = min(memory_limit()[0], shutil.disk_usage(shared_memory_root().parent).free)
+        largest = bounds.largest(free, host, shutil.disk_usage(room).free)
+        training = CudaTraining(largest if size is None else amounts.size("--size", size))
+        found = measure(training, room, installed, bounds, lambda what: errors().print(printable(what)))
+    if as_json:
+        print_json(asdict(found) | {"ratios": found.ratios, "missing": missing})
+    else:
+        _show(found, missing)
+
+
+def _show(found: GpuReport, missing: Mapping[str, str]) -> None:
+    out, back = (format_rate(found.nbytes / seconds) for seconds in (found.copy_out_s, found.copy_in_s))
+    output().print(
+        f"{printable(found.device)}, a state of {format_size(found.nbytes)}; copies from the device {out}, to it "
+        f"{back}; a training step without a save takes {format_duration(found.step_s)}"
+    )
+    print_table(
+        "medians",
+        ("", "stall", "durable", "step with a save", "of it waited", "restore from RAM"),
+        [
+            (
+                row.name,
+                *map(format_duration, (row.stall_s, row.durable_s, row.step_s, row.waited_s)),
+                "" if row.restore_s is None else format_duration(row.restore_s),
+            )
+            for row in found.rows
+        ],
+        right=("stall", "durable", "step with a save", "of it waited", "restore from RAM"),
+    )
+    print_table(
+        "against the aims",
+        ("aim", "key", "figure", "at most", ""),
+        [(aim.about, aim.key, *_against(found.ratios[aim.key], aim)) for aim in AIMS],
+        right=("figure", "at most"),
+    )
+    for name, why in missing.items():
+        output().print(f"missing: {name}: {printable(why)}")
+    for name, why in found.failed.items():
+        output().print(f"failed: {name}: {printable(why)}")
+
+
+def _against(value: float, aim: Aim) -> tuple[str, str, str]:
+    """The figure, the aim, and whether it is met."""
+    assert aim.most is not None, "all of them have a number"
+    shown = format_duration if aim.unit == "s" else "{:.3g}".format
+    return shown(value), shown(aim.most), "met" if value <= aim.most else "MISSED"
