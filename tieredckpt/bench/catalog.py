@@ -14,12 +14,11 @@ import secrets
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from tieredckpt.bench.isolate import asked
+from tieredckpt.bench.isolate import IsolatedSpec, measure_what_is_asked
 from tieredckpt.bench.workloads import change
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
 from tieredckpt.format import layout
@@ -37,23 +36,19 @@ from tieredckpt.policy.base import Retention, parse
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
-__all__ = ["CatalogSpec", "main", "measure_catalog"]
+__all__ = ["CatalogSpec", "measure_catalog"]
 
 _CHUNK = 8192
 """Bytes; more than what lies in the index itself."""
 _DISK = "disk"
 
 
-class CatalogSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a history, and where."""
+class CatalogSpec(IsolatedSpec, frozen=True, kw_only=True):
+    """How long a history."""
 
     steps: int
     chunks: int
     """Of each step; no two are alike."""
-    folder: str
-    shared: str
-    result: str
-    repeats: int
 
 
 def measure_catalog(spec: CatalogSpec) -> dict[str, float]:
@@ -143,12 +138,5 @@ def _write_hole(path: Path, end: int, footer: bytes) -> None:
         os.close(fd)
 
 
-def main() -> None:
-    """Measure what stdin describes."""
-    spec = asked(CatalogSpec)
-    figures: dict[str, Any] = measure_catalog(spec)
-    Path(spec.result).write_bytes(msgspec.json.encode(figures))
-
-
 if __name__ == "__main__":
-    main()
+    measure_what_is_asked(CatalogSpec, measure_catalog)

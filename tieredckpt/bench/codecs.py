@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.format.encoding import Encoding
+from tieredckpt.format.rounding import Bound, can_round, round_values
 
 __all__ = ["CodecRow", "measure_codecs"]
 
@@ -37,11 +38,11 @@ class CodecRow:
 
 
 def measure_codecs(
-    arrays: Iterable[tuple[str, npt.NDArray[Any]]], chunk_size: int, *, every: int = 1
+    arrays: Iterable[tuple[str, npt.NDArray[Any]]], chunk_size: int, *, every: int = 1, bound: Bound | None = None
 ) -> list[CodecRow]:
     """Compress and decompress arrays, by key, chunk by chunk; of many chunks one in ``every``.
 
-    The last rows are those of all arrays.
+    With a ``bound``, as a tier with a lossy rule for all keys has them. The last rows are those of all arrays.
     """
     rows: dict[tuple[str, str], CodecRow] = {}
     room = np.empty(max(encoding.stored_size(chunk_size) for encoding in CODECS.values()), np.uint8)
@@ -57,12 +58,19 @@ def measure_codecs(
                 if number % every:
                     continue
                 chunk = np.array(flat[start : start + part])
+                if bound is not None and array.ndim > 1 and can_round(array.dtype):
+                    chunk = _rounded(chunk, array.dtype, bound)
                 for codec, encoding in CODECS.items():
                     row = rows.setdefault(
                         (group := f"{key.partition('/')[0]} {array.dtype}", codec), CodecRow(group, codec)
                     )
                     thread.submit(_measure, row, encoding, chunk, array.itemsize, room, into).result()
     return [*rows.values(), *(_sum(codec, rows.values()) for codec in CODECS)]
+
+
+def _rounded(chunk: npt.NDArray[np.uint8], dtype: np.dtype[Any], bound: Bound) -> npt.NDArray[np.uint8]:
+    rounded = chunk.copy()
+    return chunk if round_values(rounded, dtype, bound) is None else rounded
 
 
 def _measure(

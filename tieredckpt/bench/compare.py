@@ -52,6 +52,8 @@ def unlike(before: Report, now: Report) -> list[str]:
     reasons = []
     if before.size != now.size:
         reasons.append(f"the states have {before.size} and {now.size} bytes")
+    if before.ranks != now.ranks:
+        reasons.append(f"{before.ranks} and {now.ranks} ranks saved together")
     reasons += [
         f"{name}: {before.machine.get(name)!r} and {now.machine.get(name)!r}"
         for name in ("processor", "cores", "file_system")

@@ -1,4 +1,4 @@
-"""Runs a measurement in a process of its own, in folders that are gone afterwards, whatever becomes of it."""
+"""Runs a measurement in processes of its own, in folders that are gone afterwards, whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,46 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.errors import TieredCkptError
 
-__all__ = ["Failed", "Places", "asked", "places", "run_isolated"]
-
-T = TypeVar("T", bound=msgspec.Struct)
+__all__ = ["Failed", "IsolatedSpec", "Places", "measure_what_is_asked", "places", "run_isolated", "run_together"]
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """What the compute loop needs; see `tieredckpt.bench.compute`. Copies of the frameworks go by other threads."""
 _COMPLAINT = 400
+_GLANCE = 0.02
+"""Seconds between two looks at processes that run."""
 
 
 class Failed(TieredCkptError):
     """A measurement ended with an error, or took too long."""
+
+
+class IsolatedSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measurement in a process of its own needs to know besides what it measures."""
+
+    folder: str
+    """Empty; on the device that is measured."""
+    shared: str
+    """Empty; in shared memory."""
+    result: str
+    """The file to write."""
+    repeats: int
+
+
+S = TypeVar("S", bound=IsolatedSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +79,45 @@ def places(parent: Path) -> Iterator[Places]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def run_isolated(module: str, spec: msgspec.Struct, result: Path, *, timeout: float) -> bytes:
+def run_isolated(module: str, spec: IsolatedSpec, result: Path, *, timeout: float) -> bytes:
     """What ``python -m module`` wrote to ``result``, given ``spec`` on its stdin.
 
     Raises:
-        Failed: it ended with an error, or was killed after ``timeout`` seconds; the message ends with its last words.
+        Failed: as of `run_together`.
     """
+    run_together(module, [(spec, ())], timeout=timeout)
+    return result.read_bytes()
+
+
+def run_together(module: str, ranks: Sequence[tuple[IsolatedSpec, Sequence[int]]], *, timeout: float) -> None:
+    """Run ``python -m module`` as several processes at once: the spec on the stdin of each, and what it inherits.
+
+    Raises:
+        Failed: one ended with an error, or took more than ``timeout`` seconds; the message ends with its last words.
+            The others, which wait for it, are ended.
+    """
+    deadline = time.monotonic() + timeout
+    with ExitStack() as ending:
+        started = [ending.enter_context(_started(module, spec, inherited)) for spec, inherited in ranks]
+        while [process for process, _ in started if process.poll() is None]:
+            if any(process.returncode for process, _ in started):
+                break
+            if time.monotonic() > deadline:
+                raise Failed(f"took more than {timeout:.0f} s")
+            time.sleep(_GLANCE)
+        for process, said in started:
+            if process.returncode:
+                said.seek(0)
+                lines = said.read().decode(errors="replace").strip().splitlines()
+                last = lines[-1] if lines else "without a word"
+                raise Failed(f"ended with code {process.returncode}: {last[:_COMPLAINT]}")
+
+
+@contextmanager
+def _started(
+    module: str, spec: IsolatedSpec, inherited: Sequence[int]
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """The process, which is ended in the end, and what it says."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(  # noqa: S603  # the command is ours
             [sys.executable, "-P", "-m", module],
@@ -75,41 +126,39 @@ def run_isolated(module: str, spec: msgspec.Struct, result: Path, *, timeout: fl
             stderr=said,
             env=os.environ | dict.fromkeys(_ONE_THREAD, "1"),
             start_new_session=True,  # so that what it started can be ended with it
+            pass_fds=inherited,
         )
         assert process.stdin is not None
         try:
             _tell(process.stdin, spec)
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"took more than {timeout:.0f} s") from None
+            yield process, said
         finally:
             _end(process)
             process.stdin.close()
-        if process.returncode != 0:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else "without a word"
-            raise Failed(f"ended with code {process.returncode}: {last[:_COMPLAINT]}")
-    return result.read_bytes()
 
 
-def asked(kind: type[T]) -> T:
-    """What this process was started for, from its stdin; it ends with whoever started it."""
+def measure_what_is_asked(kind: type[S], measure: Callable[[S], object]) -> None:
+    """Write what ``measure`` returns for the spec on stdin to the file that this names; ends with whoever asked."""
     # Not through sys.stdin, whose lock a thread that waits there would hold when the interpreter ends.
     data = b""
     while not data.endswith(b"\n") and (more := os.read(0, 1 << 16)):
         data += more
-    spec = msgspec.json.decode(data, type=kind)
+    spec = json_decoder(kind).decode(data)
 
     def end_with_it() -> None:
         os.read(0, 1)  # returns when the other end is closed
         os._exit(1)
 
     threading.Thread(target=end_with_it, name="tieredckpt bench orphan", daemon=True).start()
-    return spec
+    try:
+        told = measure(spec)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # nothing is closed: other ranks, which it would wait for, are ended by whoever asked
+    Path(spec.result).write_bytes(msgspec.json.encode(told))
 
 
-def _tell(stdin: IO[bytes], spec: msgspec.Struct) -> None:
+def _tell(stdin: IO[bytes], spec: IsolatedSpec) -> None:
     with suppress(BrokenPipeError):  # its exit code and last words tell why
         stdin.write(msgspec.json.encode(spec) + b"\n")
         stdin.flush()

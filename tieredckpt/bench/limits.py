@@ -31,15 +31,17 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Limits:
-    """Measures with the arrays of ``state``, and a warm copy of them in `into`."""
+    """Measures with the arrays of ``state``, and a warm copy of them in `into`; several ranks measure at once."""
 
-    def __init__(self, state: State, folder: Path, threads: int) -> None:
+    def __init__(self, state: State, folder: Path, threads: int, meet: Callable[[], None] = lambda: None) -> None:
+        """``meet`` is called before each measurement, and returns when every rank has called it."""
         self.into: State = {key: array.copy() for key, array in state.items()}  # zeros would be no memory yet
         self.nbytes = sum(array.nbytes for array in state.values())
         self._state = state
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads)
-        self._file = folder / "limit"
+        self._meet = meet
+        self._file = folder / f"limit-{os.getpid()}"
         self._memory = warm_memory(_BLOCK)
 
     def close(self) -> None:
@@ -47,13 +49,17 @@ class Limits:
         self._pool.shutdown()
         self._file.unlink(missing_ok=True)
 
+    def _seconds(self, work: Callable[[], object]) -> float:
+        self._meet()
+        return seconds(work)
+
     def memcpy(self) -> float:
         """Seconds to copy the state into warm memory with all threads."""
 
         def copy(key: str) -> None:
             np.copyto(self.into[key], self._state[key])
 
-        return seconds(lambda: list(self._pool.map(copy, self._state)))
+        return self._seconds(lambda: list(self._pool.map(copy, self._state)))
 
     def memcpy_by_one(self) -> float:
         """The same with one thread."""
@@ -62,7 +68,7 @@ class Limits:
             for key, array in self._state.items():
                 np.copyto(self.into[key], array)
 
-        return seconds(copy)
+        return self._seconds(copy)
 
     def hash(self) -> float:
         """Seconds to digest the state with one thread."""
@@ -71,13 +77,13 @@ class Limits:
             for array in self._state.values():
                 digest_array(array.reshape(-1).view(np.uint8))
 
-        return seconds(work)
+        return self._seconds(work)
 
     def fresh(self) -> float:
         """Seconds to touch every page of as much memory as the state has, extrapolated from a sample."""
         size = min(_FRESH, self.nbytes)
         pages = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)[:: mmap.PAGESIZE]
-        return seconds(lambda: pages.fill(1)) * self.nbytes / size
+        return self._seconds(lambda: pages.fill(1)) * self.nbytes / size
 
     def fresh_copy(self) -> float:
         """Seconds to copy the state with all threads into memory never touched before, extrapolated from a sample."""
@@ -88,7 +94,7 @@ class Limits:
             size += sample[-1].nbytes
         memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
         places = np.split(memory, np.cumsum([part.nbytes for part in sample])[:-1])
-        return seconds(lambda: list(self._pool.map(np.copyto, places, sample))) * self.nbytes / size
+        return self._seconds(lambda: list(self._pool.map(np.copyto, places, sample))) * self.nbytes / size
 
     def write(self) -> float:
         """Seconds of a sequential write of as many bytes, fsync included; direct where the file system can."""
@@ -102,20 +108,23 @@ class Limits:
             os.fsync(fd)
 
         try:
-            return seconds(work) * self.nbytes / max(self.nbytes, os.fstat(fd).st_size)
+            return self._seconds(work) * self.nbytes / max(self.nbytes, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
-    def read(self, files: Sequence[Path]) -> float:
-        """Seconds of a sequential read of as many bytes from the largest files, direct where that can be."""
+    def read(self, files: Sequence[Path], skip: int = 0) -> float:
+        """Seconds of a sequential read of as many bytes of ``files``, beyond the first ``skip``; direct if possible."""
         got = 0
 
         def work() -> None:
-            nonlocal got
+            nonlocal got, skip
             for file in files:
+                if skip >= (size := file.stat().st_size):
+                    skip -= size
+                    continue
                 fd = open_direct(file, os.O_RDONLY)
                 try:
-                    at = 0
+                    at, skip = skip // mmap.PAGESIZE * mmap.PAGESIZE, 0
                     while got < self.nbytes and (count := os.preadv(fd, [self._memory.data], at)):
                         at += count
                         got += count
@@ -124,7 +133,7 @@ class Limits:
                 finally:
                     os.close(fd)
 
-        took = seconds(work)
+        took = self._seconds(work)
         return took * self.nbytes / max(got, 1)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from tieredckpt._decoders import json_decoder
 from tieredckpt.bench.peers import OURS
 from tieredckpt.bench.peers.base import Peer
 from tieredckpt.bench.run import Outcome
@@ -33,12 +34,15 @@ AIMS = (
     Aim("stall_over_memcpy", "stall of a save, over a memcpy of the state", 1.2),
     Aim("stall_reference_s", "stall of a save of JAX arrays by reference", 0.010, "s"),
     Aim("durable_over_direct_write", "time until durable, over a direct sequential write", 1.1),
+    Aim("export_over_direct_write", "an export behind the training, over a direct sequential write", 1 / 0.9),
     Aim("incremental_bytes_ratio", "bytes written after a tenth changed, over a full save", 0.11),
     Aim("incremental_time_ratio", "time until that is durable, over a full save", 0.2),
-    Aim("incremental_stall_ratio", "stall of that save, over a full save", 0.7),
+    Aim("incremental_stall_ratio", "stall of that save, over a full save", 0.6),
+    Aim("frozen_stall_ratio", "the same, where the rest is declared frozen", 0.2),
     Aim("restore_ram_over_memcpy", "restore into existing arrays from RAM, verified, over a memcpy", 1.4),
     Aim("restore_views_s", "restore from RAM as views", 0.020, "s"),
     Aim("restore_disk_over_direct_read", "restore from disk, cold, verified, over a direct sequential read", 1.15),
+    Aim("export_orbax_s", "export to a folder of Orbax, over links to the packs", 1.0, "s"),
     Aim("peak_save_over_slab", "memory of saves beyond the state and the slab", 128 << 20, "bytes"),
     Aim("peak_restore", "memory of a restore beyond the state", 256 << 20, "bytes"),
     Aim("interference", "time that a compute loop loses for each GB promoted", 0.1, "s"),
@@ -95,6 +99,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     rounds: int
     repeats: int
+    ranks: int = 1
+    """Processes that saved together, each its share of the state."""
     machine: dict[str, str | int]
     versions: dict[str, str]
     ratios: dict[str, float]
@@ -132,6 +138,7 @@ def make_report(outcome: Outcome) -> Report:
         size=outcome.request.nbytes,
         rounds=outcome.request.rounds,
         repeats=outcome.request.repeats,
+        ranks=outcome.request.ranks,
         machine=outcome.machine,
         versions=outcome.versions,
         ratios=_ratios(outcome, main, samples),
@@ -153,7 +160,7 @@ def load_report(path: Path) -> Report:
         Invalid: it is no such report.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        return json_decoder(Report).decode(path.read_bytes())
     except FileNotFoundError as error:
         raise NotFound(f"{path}: there is no such report") from error
     except (OSError, msgspec.DecodeError) as error:
@@ -224,9 +231,11 @@ def _ratios(outcome: Outcome, main: str, samples: Mapping[str, Mapping[str, list
         "incremental_bytes_ratio": _over(_worst(turns, "tenth_written"), _worst(turns, "written")),
         "incremental_time_ratio": _over(_median(ours, "tenth_durable"), _median(ours, "durable")),
         "incremental_stall_ratio": _over(_median(ours, "tenth_stall"), _median(ours, "stall")),
+        "frozen_stall_ratio": _over(_median(ours, "frozen_stall"), _median(ours, "stall")),
         "restore_ram_over_memcpy": _over(_median(ours, "restore_ram"), _median(ours, "memcpy_back")),
         "restore_views_s": _median(ours, "restore_views"),
         "restore_disk_over_direct_read": _over(_median(ours, "restore_cold_existing"), _median(ours, "read")),
+        "export_orbax_s": _median(ours, "export_orbax"),
         "peak_save": peak_save,
         "slab": slab,
         "peak_save_over_slab": None if peak_save is None or slab is None else max(0.0, peak_save - slab),
@@ -239,6 +248,7 @@ def _ratios(outcome: Outcome, main: str, samples: Mapping[str, Mapping[str, list
         "save_one_s": small.get("save_s"),
         "close_s": small.get("close_s"),
         **{key: value for key, value in small.items() if key.startswith("leaves_")},
+        **outcome.exports,
         **outcome.catalog,
     }
     return {key: value for key, value in found.items() if value is not None}

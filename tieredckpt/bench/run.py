@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-
-from tieredckpt.bench import catalog, small, turn
+from tieredckpt._decoders import json_decoder
+from tieredckpt.bench import catalog, exports, small, turn
 from tieredckpt.bench.catalog import CatalogSpec
-from tieredckpt.bench.isolate import Failed, places, run_isolated
+from tieredckpt.bench.exports import ExportSpec
+from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
 from tieredckpt.bench.machine import describe_machine, versions
+from tieredckpt.bench.meeting import seats
 from tieredckpt.bench.peers import all_peers
 from tieredckpt.bench.peers.base import Peer
 from tieredckpt.bench.small import SmallSpec
@@ -29,7 +30,7 @@ __all__ = ["MEASURED", "Outcome", "Request", "run"]
 
 MEASURED = ("transformer", "lora", "embedding", "tiny")
 """The workloads of a run unless asked otherwise: the first is measured in full, of the others saves alone."""
-_MAIN_PARTS: tuple[Part, ...] = ("tenth", "compute", "memory", "cold", "warm")
+_MAIN_PARTS: tuple[Part, ...] = ("tenth", "compute", "memory", "export", "cold", "warm")
 _TINY_PARTS: tuple[Part, ...] = ("memory", "warm")
 _TINY_NBYTES = 2_560_000
 _CATALOG_CHUNKS = 100
@@ -55,6 +56,8 @@ class Request:
     """Of the long history; 0 for none."""
     leaves: int = 100_000
     """Of the tree of small leaves; 0 for none."""
+    ranks: int = 1
+    """Processes that save together, each its share of the state; the fixed costs are measured of one alone."""
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class Outcome:
     small: dict[str, dict[str, float]] = field(default_factory=dict)
     """Fixed costs, by peer."""
     catalog: dict[str, float] = field(default_factory=dict)
+    exports: dict[str, float] = field(default_factory=dict)
     took: float = 0.0
 
 
@@ -89,7 +93,7 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
         raise Invalid(f"{request.folder}: there is no such folder; make it first")
     _check_room(request)
     wanted = _wanted(request.peers)
-    missing = {peer.name: why for peer in wanted if (why := peer.missing()) is not None}
+    missing = {peer.name: why for peer in wanted if (why := _why_missing(peer, request.ranks)) is not None}
     outcome = Outcome(
         request,
         tuple(peer for peer in wanted if peer.name not in missing),
@@ -105,14 +109,26 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
             for peer in outcome.peers[shift:] + outcome.peers[:shift]:
                 tell(f"{workload}, round {number + 1} of {_rounds(request, workload)}: {peer.name}")
                 _take_turn(outcome, workload, peer)
+    if request.ranks == 1:
+        _measure_one_rank(outcome, tell)
+    outcome.took = time.monotonic() - begin
+    return outcome
+
+
+def _measure_one_rank(outcome: Outcome, tell: Callable[[str], object]) -> None:
+    """What does not depend on how many ranks there are, or is not of several."""
     for peer in outcome.peers:
         tell(f"one array, and many leaves: {peer.name}")
         _measure_small(outcome, peer)
-    if request.steps:
-        tell(f"a history of {request.steps} steps")
+    tell("an export behind the training")
+    _measure_exports(outcome)
+    if outcome.request.steps:
+        tell(f"a history of {outcome.request.steps} steps")
         _measure_catalog(outcome)
-    outcome.took = time.monotonic() - begin
-    return outcome
+
+
+def _why_missing(peer: Peer, ranks: int) -> str | None:
+    return peer.missing() or (peer.missing_for_ranks() if ranks > 1 else None)
 
 
 def _wanted(names: Sequence[str] | None) -> tuple[Peer, ...]:
@@ -134,8 +150,9 @@ def _parts(request: Request, workload: str, peer: Peer) -> tuple[Part, ...]:
         return _TINY_PARTS
     if workload != request.workloads[0]:
         return ()
+    parts = tuple(part for part in _MAIN_PARTS if part != "export" or request.ranks == 1)
     # The machine's limits are the same for all: once a round is enough.
-    return (*_MAIN_PARTS, "limits") if peer.ours and peer.capture == "copy" else _MAIN_PARTS
+    return (*parts, "limits") if peer.ours and peer.capture == "copy" else parts
 
 
 def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
@@ -145,25 +162,31 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
     if place in outcome.failed:
         return
     nbytes = min(_TINY_NBYTES, request.nbytes) if workload == "tiny" else request.nbytes
-    with places(request.folder) as where:
-        spec = Spec(
-            peer=peer.name,
-            workload=workload,
-            nbytes=nbytes,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats if peer.ours or workload == request.workloads[0] else 1,
-            threads=StoreConfig.model_construct().copy_threads,
-            parts=_parts(request, workload, peer),
-        )
+    with places(request.folder) as where, seats(request.ranks) as taken:
+        specs = [
+            Spec(
+                peer=peer.name,
+                workload=workload,
+                nbytes=nbytes // request.ranks,
+                folder=str(where.folder),
+                shared=str(where.shared),
+                result=f"{where.result}-{rank}",
+                repeats=request.repeats if peer.ours or workload == request.workloads[0] else 1,
+                threads=StoreConfig.model_construct().copy_threads,
+                parts=_parts(request, workload, peer),
+                rank=rank,
+                seat=seat,
+            )
+            for rank, seat in enumerate(taken)
+        ]
         timeout = _PATIENCE + nbytes * (request.repeats + 5) / _SLOWEST
         try:
-            data = run_isolated(turn.__name__, spec, where.result, timeout=timeout)
+            run_together(turn.__name__, [(spec, spec.seat) for spec in specs], timeout=timeout)
         except Failed as error:
             outcome.failed[place] = str(error)
             return
-    outcome.turns.setdefault(key, []).append(msgspec.json.decode(data, type=Turn))
+        told = [json_decoder(Turn).decode(Path(spec.result).read_bytes()) for spec in specs]
+    outcome.turns.setdefault(key, []).append(turn.of_all_ranks(told))
 
 
 def _measure_small(outcome: Outcome, peer: Peer) -> None:
@@ -182,7 +205,28 @@ def _measure_small(outcome: Outcome, peer: Peer) -> None:
         except Failed as error:
             outcome.failed[f"{peer.name}, one array"] = str(error)
             return
-    outcome.small[peer.name] = msgspec.json.decode(data, type=dict[str, float])
+    outcome.small[peer.name] = json_decoder(dict[str, float]).decode(data)
+
+
+def _measure_exports(outcome: Outcome) -> None:
+    request = outcome.request
+    with places(request.folder) as where:
+        spec = ExportSpec(
+            workload=request.workloads[0],
+            nbytes=request.nbytes,
+            folder=str(where.folder),
+            shared=str(where.shared),
+            result=str(where.result),
+            repeats=request.repeats,
+            threads=StoreConfig.model_construct().copy_threads,
+        )
+        timeout = _PATIENCE + request.nbytes * 3 * (request.repeats + 1) / _SLOWEST
+        try:
+            data = run_isolated(exports.__name__, spec, where.result, timeout=timeout)
+        except Failed as error:
+            outcome.failed["exports"] = str(error)
+            return
+    outcome.exports = json_decoder(dict[str, float]).decode(data)
 
 
 def _measure_catalog(outcome: Outcome) -> None:
@@ -201,7 +245,7 @@ def _measure_catalog(outcome: Outcome) -> None:
         except Failed as error:
             outcome.failed["catalog"] = str(error)
             return
-    outcome.catalog = msgspec.json.decode(data, type=dict[str, float])
+    outcome.catalog = json_decoder(dict[str, float]).decode(data)
 
 
 def _check_room(request: Request) -> None:

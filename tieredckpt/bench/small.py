@@ -9,19 +9,19 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from tieredckpt.bench.isolate import asked
+from tieredckpt.bench.isolate import IsolatedSpec, measure_what_is_asked
 from tieredckpt.bench.limits import seconds
 from tieredckpt.bench.peers import peer_named
 from tieredckpt.bench.peers.base import Peer, Setting
 from tieredckpt.bench.peers.ours import Stored
 from tieredckpt.bench.workloads import State, change
 
-__all__ = ["SmallSpec", "main", "measure_small"]
+__all__ = ["SmallSpec", "measure_small"]
 
 _ONE = 64 << 10
 """Bytes of the one array."""
@@ -30,21 +30,24 @@ _FEWER = 100
 """How many times fewer leaves the tree has that a larger one is compared with."""
 
 
-class SmallSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Which peer, and where."""
+class SmallSpec(IsolatedSpec, frozen=True, kw_only=True):
+    """Which peer."""
 
     peer: str
-    folder: str
-    shared: str
-    result: str
-    repeats: int
     leaves: int
     """Of the larger tree, of this library; 0 for none."""
+    alone: bool = False
+    """Measure the tree of so many leaves and nothing else."""
 
 
 def measure_small(spec: SmallSpec) -> dict[str, float]:
-    """Seconds to open, to save one array, until it is durable, and to close; microseconds of the processor a leaf."""
+    """Seconds to open, to save one array, until it is durable, and to close; microseconds of the processor a leaf.
+
+    Of a tree alone, seconds of the processor.
+    """
     peer = peer_named(spec.peer)
+    if spec.alone:
+        return _leaves(spec, peer, spec.leaves)
     one = {"array": np.zeros(_ONE, dtype=np.uint8)}
     samples: dict[str, list[float]] = {}
     for turn in range(spec.repeats + 1):
@@ -77,7 +80,7 @@ def _session(peer: Peer, setting: Setting, state: State) -> dict[str, float]:
 def _each_leaf(spec: SmallSpec, peer: Peer) -> dict[str, float]:
     few, many = (_leaves(spec, peer, count) for count in (spec.leaves // _FEWER, spec.leaves))
     more = spec.leaves - spec.leaves // _FEWER
-    return {name: (many[name] - few[name]) / more * 1e6 for name in many}
+    return {f"leaves_{name}_us": (many[name] - few[name]) / more * 1e6 for name in many}
 
 
 def _leaves(spec: SmallSpec, peer: Peer, count: int) -> dict[str, float]:
@@ -94,15 +97,15 @@ def _leaves(spec: SmallSpec, peer: Peer, count: int) -> dict[str, float]:
         for step in range(spec.repeats + 2):
             change(state, list(state))
             gc.collect()
-            took.append(_processor_seconds(lambda step=step: session.save(step + 1)))  # type: ignore[misc]
+            took.append(_processor_seconds(partial(session.save, step + 1)))
             session.wait()
         restores = [_processor_seconds(lambda: session.restore_from_memory(state)) for _ in range(spec.repeats + 1)]
     finally:
         session.close()
     return {
-        "leaves_first_save_us": took[0],
-        "leaves_save_us": statistics.median(took[2:]),
-        "leaves_restore_us": statistics.median(restores[1:]),
+        "first_save": took[0],
+        "save": statistics.median(took[2:]),
+        "restore": statistics.median(restores[1:]),
     }
 
 
@@ -112,11 +115,5 @@ def _processor_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def main() -> None:
-    """Measure what stdin describes."""
-    spec = asked(SmallSpec)
-    Path(spec.result).write_bytes(msgspec.json.encode(measure_small(spec)))
-
-
 if __name__ == "__main__":
-    main()
+    measure_what_is_asked(SmallSpec, measure_small)

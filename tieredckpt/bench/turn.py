@@ -1,5 +1,7 @@
 """One turn: one peer saves and restores one state in a process of its own, each time next to its limits.
 
+Of several ranks each has such a process and its share of the state. They do everything at the same time.
+
 ``python -m tieredckpt.bench.turn`` reads a `Spec` from stdin as JSON, and writes a `Turn` to the file that it names.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,37 +18,38 @@ import numpy as np
 
 from tieredckpt.bench.compute import ComputeLoop
 from tieredckpt.bench.files import Listing, forget, largest_first
-from tieredckpt.bench.isolate import asked
+from tieredckpt.bench.isolate import IsolatedSpec, measure_what_is_asked
 from tieredckpt.bench.limits import Limits, seconds
+from tieredckpt.bench.meeting import Meeting
 from tieredckpt.bench.peers import peer_named
 from tieredckpt.bench.peers.base import Peer, Session, Setting
 from tieredckpt.bench.peers.ours import Stored
 from tieredckpt.bench.resident import peak_since, resident
-from tieredckpt.bench.workloads import State, Workload, change, fingerprints, workload_named
+from tieredckpt.bench.workloads import State, Workload, change, fingerprints, of_rank, workload_named
 
-__all__ = ["Part", "Spec", "Turn", "main", "measure"]
+__all__ = ["Part", "Spec", "Turn", "measure", "of_all_ranks"]
 
 _WARM_UP = 64 << 10
 
-Part = Literal["limits", "tenth", "compute", "memory", "cold", "warm"]
+_ADDED = ("slab", "peak_save", "peak_restore", "tenth_changed")
+"""The facts of which several ranks have each their own; of the others all see the same."""
+
+Part = Literal["limits", "tenth", "compute", "memory", "export", "cold", "warm"]
 """What is measured besides saves."""
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class Spec(IsolatedSpec, frozen=True, kw_only=True):
     """What a turn does."""
 
     peer: str
     workload: str
     nbytes: int
-    folder: str
-    """Empty; on the device that is measured."""
-    shared: str
-    """Empty; in shared memory."""
-    result: str
-    """The file to write."""
-    repeats: int
+    """Of the state; of several ranks, of the share of each."""
     threads: int
     parts: tuple[Part, ...]
+    rank: int = 0
+    seat: tuple[int, ...] = ()
+    """Descriptors of the sockets to all other ranks; see `tieredckpt.bench.meeting`."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +72,10 @@ class _Measurement:
         self._peer = peer
         self._workload = workload
         self._folder = Path(spec.folder)
-        self._state = workload.build(spec.nbytes)
+        self._meet = Meeting(spec.seat)
+        self._state = workload.build(spec.nbytes, spec.rank)
         self._nbytes = sum(array.nbytes for array in self._state.values())
-        self._limits = Limits(self._state, self._folder.parent, spec.threads)
+        self._limits = Limits(self._state, self._folder.parent, spec.threads, self._meet)
         self._samples: dict[str, list[float]] = {}
         self._facts: dict[str, float] = {}
         self._snapshot = True
@@ -82,27 +87,27 @@ class _Measurement:
     def run(self) -> Turn:
         parts = self._spec.parts
         self._warm_up()
-        self._session = self._peer.open(Setting(self._folder, Path(self._spec.shared), self._nbytes))
-        try:
-            if isinstance(self._session, Stored):
-                self._facts["slab"] = self._session.slab
-            self._session.take(self._state)
-            self._save_while_the_state_changes("first_stall")
-            self._save_while_the_state_changes(None)
-            self._steady_saves()
-            if "tenth" in parts:
-                self._changed_tenths()
-            if "compute" in parts and self._peer.capture != "blocking":
-                self._beside_a_computation()
-            if "memory" in parts and isinstance(self._session, Stored):
-                self._restores_from_memory(self._session)
-            if "warm" in parts:
-                self._restores(cold="cold" in parts)
-            if "limits" in parts:
-                self._other_limits()
-        finally:
-            self._session.close()
-            self._limits.close()
+        self._session = self._peer.open(self._setting(self._folder, self._nbytes))
+        if isinstance(self._session, Stored):
+            self._facts["slab"] = self._session.slab
+        self._session.take(self._state)
+        self._save_while_the_state_changes("first_stall")
+        self._save_while_the_state_changes(None)
+        self._steady_saves()
+        if "tenth" in parts:
+            self._changed_tenths()
+        if "compute" in parts and self._peer.capture != "blocking":
+            self._beside_a_computation()
+        if "memory" in parts and isinstance(self._session, Stored):
+            self._restores_from_memory(self._session)
+        if "export" in parts and isinstance(self._session, Stored):
+            self._exports(self._session)
+        if "warm" in parts:
+            self._restores(cold="cold" in parts)
+        if "limits" in parts:
+            self._other_limits()
+        self._session.close()
+        self._limits.close()
         return Turn(
             nbytes=self._nbytes,
             arrays=len(self._state),
@@ -114,20 +119,29 @@ class _Measurement:
     def _note(self, name: str, value: float) -> None:
         self._samples.setdefault(name, []).append(value)
 
+    def _setting(self, folder: Path, nbytes: int) -> Setting:
+        spec = self._spec
+        return Setting(folder, Path(spec.shared), nbytes, spec.rank, len(spec.seat) + 1, self._meet)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """How long ``work`` takes; all ranks begin it at the same time."""
+        self._meet()
+        return seconds(work)
+
     def _warm_up(self) -> None:
         """Save and restore next to nothing: loading libraries costs time and memory, and is no part of a save."""
         folder = self._folder.parent / "warm-up"
-        folder.mkdir()
-        session = self._peer.open(Setting(folder, Path(self._spec.shared), _WARM_UP))
-        try:
-            session.take({"array": np.zeros(_WARM_UP, dtype=np.uint8)})
-            session.save(0)
-            session.wait()
-            session.restart()
-            session.restore(None)
-        finally:
-            session.close()
-        shutil.rmtree(folder)
+        folder.mkdir(exist_ok=True)
+        session = self._peer.open(self._setting(folder, _WARM_UP))
+        session.take({"array" + of_rank(self._spec.rank): np.zeros(_WARM_UP, dtype=np.uint8)})
+        session.save(0)
+        session.wait()
+        self._meet()
+        session.restart()
+        session.restore(None)
+        session.close()
+        self._meet()
+        shutil.rmtree(folder, ignore_errors=True)  # as all ranks do
         self._resident = resident()
 
     # -- saves --------------------------------------------------------------------------------------------
@@ -136,11 +150,13 @@ class _Measurement:
         """Save once; seconds until the state may change, and until all is durable."""
         self._step += 1
         resident()
+        self._meet()
         begin = time.perf_counter()
         self._session.save(self._step)
         saved = time.perf_counter()
         self._session.wait()
         durable = time.perf_counter()
+        self._meet()  # what each has written is there
         peak = peak_since(self._resident)
         if self._peer.capture == "reference":
             peak -= self._nbytes  # the arrays that it refers to are a copy that the bench made
@@ -157,9 +173,10 @@ class _Measurement:
             self._train()
         before = fingerprints(self._state)
         self._step += 1
-        stall = seconds(lambda: self._session.save(self._step))
+        stall = self._seconds(lambda: self._session.save(self._step))
         self._workload.train(self._state, self._step)
         self._session.wait()
+        self._meet()
         self._tidy()
         if name is not None:
             self._note(name, stall)
@@ -189,6 +206,16 @@ class _Measurement:
             if nbytes + array.nbytes <= self._nbytes / 10:
                 keys.append(key)
                 nbytes += array.nbytes
+        self._facts["tenth_changed"] = nbytes
+        self._facts["tenth_written"] = self._saves_after_changes(keys, "tenth")
+        if isinstance(self._session, Stored):
+            self._session.freeze(sorted(self._state.keys() - set(keys)))
+            self._saves_after_changes(keys, "frozen")
+            self._session.freeze(())
+
+    def _saves_after_changes(self, keys: Sequence[str], name: str) -> int:
+        """Save after each change of the arrays ``keys``; the bytes that the last save wrote."""
+        written = 0
         for turn in range(self._spec.repeats + 1):
             change(self._state, keys)
             self._session.take(self._state)
@@ -198,16 +225,16 @@ class _Measurement:
             self._tidy()
             if turn == 0:
                 continue  # what stayed is known to have stayed from the second such save on
-            self._note("tenth_stall", stall)
-            self._note("tenth_durable", durable)
-            self._facts["tenth_written"] = written
-        self._facts["tenth_changed"] = nbytes
+            self._note(f"{name}_stall", stall)
+            self._note(f"{name}_durable", durable)
+        return written
 
     def _beside_a_computation(self) -> None:
         loop = ComputeLoop()
         for _ in range(self._spec.repeats):
             self._train()
             self._step += 1
+            self._meet()
             self._session.save(self._step)
             self._note("interference", max(0.0, loop.lost(self._session.wait)) / (self._nbytes / 1e9))
             self._tidy()
@@ -218,9 +245,16 @@ class _Measurement:
         into = self._limits.into
         for _ in range(self._spec.repeats):
             self._note("memcpy_back", self._limits.memcpy())
-            self._note("restore_ram", seconds(lambda: session.restore_from_memory(into)))
-            self._note("restore_views", seconds(session.views))
+            self._note("restore_ram", self._seconds(lambda: session.restore_from_memory(into)))
+            self._note("restore_views", self._seconds(session.views))
         self._snapshot &= _equal(self._state, into)
+
+    def _exports(self, session: Stored) -> None:
+        """On the file system of the store, where packs are linked."""
+        to = self._folder / "export"
+        for _ in range(self._spec.repeats):
+            self._note("export_orbax", seconds(lambda: session.export(to)))
+            shutil.rmtree(to)
 
     def _restores(self, *, cold: bool) -> None:
         self._session.restart()
@@ -229,10 +263,14 @@ class _Measurement:
             into = self._limits.into if kind == "existing" else None
             for _ in range(self._spec.repeats):
                 for heat in ("cold", "warm") if cold else ("warm",):
+                    self._meet()
                     if heat == "cold":
                         forget(self._folder)
-                        self._note("read", self._limits.read(largest_first(self._folder)))
+                        files = largest_first(self._folder)
+                        self._note("read", self._limits.read(files, self._spec.rank * self._nbytes))
+                        self._meet()
                         forget(self._folder)
+                    self._meet()
                     begin = time.perf_counter()
                     restored = self._session.restore(into)
                     self._note(f"restore_{heat}_{kind}", time.perf_counter() - begin)
@@ -258,15 +296,24 @@ def _equal(state: State, restored: State) -> bool:
 
 
 def measure(spec: Spec) -> Turn:
-    """Run a turn in this process. Raises whatever the peer raises."""
+    """Run a turn, or that of one rank, in this process. Raises whatever the peer raises, with its session open."""
     return _Measurement(spec, peer_named(spec.peer), workload_named(spec.workload)).run()
 
 
-def main() -> None:
-    """Run the turn that stdin describes."""
-    spec = asked(Spec)
-    Path(spec.result).write_bytes(msgspec.json.encode(measure(spec)))
+def of_all_ranks(turns: Sequence[Turn]) -> Turn:
+    """What all ranks measured as one: of each sample the slowest rank's, for all began at the same time."""
+    first = turns[0]
+    return Turn(
+        nbytes=sum(turn.nbytes for turn in turns),
+        arrays=sum(turn.arrays for turn in turns),
+        samples={
+            name: [max(each) for each in zip(*(turn.samples[name] for turn in turns), strict=True)]
+            for name in first.samples
+        },
+        facts={name: (sum if name in _ADDED else max)([turn.facts[name] for turn in turns]) for name in first.facts},
+        snapshot=all(turn.snapshot for turn in turns),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    measure_what_is_asked(Spec, measure)

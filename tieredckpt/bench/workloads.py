@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tieredckpt.errors import Invalid
 from tieredckpt.format.digest import digest
 
-__all__ = ["WORKLOADS", "State", "Workload", "change", "fingerprints", "workload_named"]
+__all__ = ["WORKLOADS", "State", "Workload", "change", "fingerprints", "of_rank", "workload_named"]
 
 State = dict[str, npt.NDArray[Any]]
 
@@ -42,10 +42,10 @@ class Workload:
     rows: float = 1.0
     """Which share of an array's rows a step changes; fewer than all are drawn by Zipf's law."""
 
-    def build(self, nbytes: int) -> State:
-        """Arrays of random bits that are finite numbers, about ``nbytes`` in all."""
-        rng = np.random.default_rng(1)
-        return {key: _random(rng, shape, dtype) for key, (shape, dtype) in self.make(nbytes).items()}
+    def build(self, nbytes: int, rank: int = 0) -> State:
+        """Arrays of random bits that are finite numbers, about ``nbytes`` in all; each rank has others."""
+        rng = np.random.default_rng(1 + rank)
+        return {key + of_rank(rank): _random(rng, shape, dtype) for key, (shape, dtype) in self.make(nbytes).items()}
 
     def train(self, state: State, step: int) -> None:
         """Change in place what a training step changes."""
@@ -70,6 +70,11 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[An
 
 def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def of_rank(rank: int) -> str:
+    """What the keys of a rank's arrays end with."""
+    return f".rank{rank}" if rank else ""
 
 
 def change(state: State, keys: Sequence[str]) -> None:

@@ -22,15 +22,28 @@ class Setting:
     """Where and with what a session works."""
 
     folder: Path
-    """Empty, on the device that is measured."""
+    """Empty, on the device that is measured; of all ranks."""
     shared: Path
     """Where a folder of shared memory may be made."""
     nbytes: int
-    """Of the state."""
+    """Of the state, or of this rank's share of it."""
+    rank: int = 0
+    ranks: int = 1
+    meet: Callable[[], None] = lambda: None
+    """Returns when every rank has called it as often."""
+
+    def own(self, name: str) -> Path:
+        """A new folder of this rank alone, for a peer whose ranks do not save together."""
+        path = self.folder / f"{name}-{self.rank}"
+        path.mkdir()
+        return path
 
 
 class Session(Protocol):
-    """A training that saves with one peer. Only `save`, `wait` and `restore` are timed."""
+    """A training, or one rank of it, that saves with one peer. Only `save`, `wait` and `restore` are timed.
+
+    Each rank has arrays of its own, under names of its own, and all of them call the same in the same order.
+    """
 
     def take(self, state: State) -> None:
         """Make what `save` is given: the peer's own arrays, over the memory of ``state`` where it works on that.
@@ -75,6 +88,8 @@ class Peer:
     open: Callable[[Setting], Session]
     ours: bool = False
     """Whether it is this library."""
+    missing_for_ranks: Callable[[], str | None] = lambda: None
+    """Why several ranks cannot save with it here; None when they can."""
 
 
 def absent(*modules: str) -> Callable[[], str | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
-from tieredckpt.bench.peers.tensors import arrays_of, tensors_of
+from tieredckpt.bench.peers.tensors import arrays_of, join_process_group, tensors_of
 from tieredckpt.bench.workloads import State
 
 __all__ = ["PEERS"]
@@ -19,15 +19,14 @@ __all__ = ["PEERS"]
 
 class _Dcp:
     def __init__(self, setting: Setting, *, process: bool, pinned: bool) -> None:
-        import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
         self._dcp = dcp
         self._folder = setting.folder / "dcp"
-        self._folder.mkdir()
-        dist.init_process_group("gloo", init_method=f"file://{setting.folder / 'rendezvous'}", rank=0, world_size=1)
+        self._folder.mkdir(exist_ok=True)
+        join_process_group(setting)
         self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
         self._stager = DefaultStager(
             StagingOptions(
@@ -73,7 +72,7 @@ class _Dcp:
         return arrays_of(tensors)
 
     def forget(self, step: int) -> None:
-        shutil.rmtree(self._path(step))
+        shutil.rmtree(self._path(step), ignore_errors=True)  # as all ranks do
 
     def close(self) -> None:
         import torch.distributed as dist

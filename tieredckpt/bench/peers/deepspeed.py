@@ -9,7 +9,7 @@ from typing import Any
 from tieredckpt.bench.peers.base import Peer, absent
 from tieredckpt.bench.peers.tensor_file import TensorFile, Tensors, load_tensors
 
-__all__ = ["PEERS"]
+__all__ = ["PEERS", "write"]
 
 _BUFFER = 128 << 20
 """Bytes of its two buffers together."""
@@ -46,7 +46,8 @@ class _Unused:
         return self
 
 
-def _write(tensors: Tensors, path: Path) -> None:
+def write(tensors: Tensors, path: Path) -> None:
+    """Write them to a new file, on its device when this returns."""
     import torch
     from deepspeed.io import FastFileWriterConfig, fast_file_writer
 
@@ -71,6 +72,6 @@ PEERS = (
         "blocking",
         ("new",),
         absent("torch", "deepspeed"),
-        partial(TensorFile, write=_write, read=load_tensors),
+        partial(TensorFile, write=write, read=load_tensors),
     ),
 )

@@ -1,8 +1,12 @@
-"""Orbax's `AsyncCheckpointer` with JAX arrays, which it holds by reference; OCDBT, with and without compression."""
+"""Orbax's `AsyncCheckpointer` with JAX arrays, which it holds by reference; OCDBT, with and without compression.
+
+Several processes are those of `jax.distributed`: each array has a first axis of as many rows, of which each has one.
+"""
 
 from __future__ import annotations
 
 import shutil
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import numpy as np
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
 from tieredckpt.bench.peers.tensors import jax_arrays
-from tieredckpt.bench.workloads import State
+from tieredckpt.bench.workloads import State, of_rank
 
 __all__ = ["PEERS"]
 
@@ -21,8 +25,11 @@ class _Orbax:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
+        self._ranks, self._of = setting.ranks, of_rank(setting.rank)
+        if setting.ranks > 1:
+            _join(setting)
         self._folder = setting.folder / "orbax"
-        self._folder.mkdir()
+        self._folder.mkdir(exist_ok=True)
         self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=compression))
         self._tree: dict[str, Any] = {}
         self._abstract: dict[str, Any] = {}
@@ -32,10 +39,21 @@ class _Orbax:
         import jax
 
         self._tree.clear()  # or the training would hold two states
-        self._tree = jax_arrays(state)
+        self._tree = jax_arrays(state) if self._ranks == 1 else self._spread(state)
         self._abstract = {
             key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for key, array in self._tree.items()
+        }
+
+    def _spread(self, state: State) -> dict[str, Any]:
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        rows = NamedSharding(Mesh(jax.devices(), ("ranks",)), PartitionSpec("ranks"))
+        here = jax_arrays({key.removesuffix(self._of): array[None] for key, array in state.items()})
+        return {
+            key: jax.make_array_from_single_device_arrays((self._ranks, *array.shape[1:]), rows, [array])
+            for key, array in here.items()
         }
 
     def _path(self, step: int) -> Path:
@@ -59,13 +77,29 @@ class _Orbax:
                 item=self._abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(self._abstract)
             ),
         )
-        return {key: np.asarray(array) for key, array in restored.items()}
+        if self._ranks == 1:
+            return {key: np.asarray(array) for key, array in restored.items()}
+        return {key + self._of: np.asarray(array.addressable_data(0))[0] for key, array in restored.items()}
 
     def forget(self, step: int) -> None:
-        shutil.rmtree(self._path(step))
+        shutil.rmtree(self._path(step), ignore_errors=True)  # as all ranks do
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def _join(setting: Setting) -> None:
+    """Make the processes of all ranks one of JAX, unless they are."""
+    import jax
+
+    if jax.distributed.is_initialized():
+        return
+    port = setting.shared / "port"
+    if setting.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port.write_text(str(free.getsockname()[1]))
+    setting.meet()
+    jax.distributed.initialize(f"127.0.0.1:{port.read_text()}", setting.ranks, setting.rank)
 
 
 _DURABILITY = "TensorStore syncs its files; then a rename, the folder not synced"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
+import shutil
+import time
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
-from tieredckpt.bench.peers.tensors import jax_arrays
+from tieredckpt.bench.peers.tensors import jax_arrays, join_process_group
 from tieredckpt.bench.workloads import State
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
+from tieredckpt.interchange import export_step
 from tieredckpt.policy.base import Retention, parse
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncCheckpoint, SyncRestored
@@ -17,6 +21,8 @@ from tieredckpt.sync import SyncCheckpoint, SyncRestored
 __all__ = ["PEERS", "Stored"]
 
 _DISK = "disk"
+_FIRST_STEPS = 3.0
+"""Seconds from the opening of a store to the next save, in which the memory that it has is mapped."""
 _DURABILITY = "fsync of packs, index and commit, then of the folder"
 
 
@@ -25,19 +31,22 @@ class Stored:
 
     def __init__(self, setting: Setting, *, reference: bool) -> None:
         self._reference = reference
+        self._ranks, self._meet = setting.ranks, setting.meet
+        if setting.ranks > 1:
+            join_process_group(setting)  # which the store finds
         # Two snapshots and what their chunks lose to pages; `auto` gives as much where the machine has it.
         self.slab = setting.nbytes * 9 // 4 + (64 << 20)
+        self._memory = setting.shared / f"ram-{setting.folder.name}"
         ram = RamTier(
             name="ram",
-            path=setting.shared / f"ram-{secrets.token_hex(4)}",
+            path=self._memory,
             capacity=self.slab,
             retain=parse(Retention, {"kind": "last_n", "n": 1}),
-            on_close="release",
+            on_close="keep",
         )
         disk = PosixTier(name=_DISK, path=setting.folder / "store", retain=parse(Retention, {"kind": "last_n", "n": 2}))
         self._config = StoreConfig(tiers=(ram, disk))
-        self._store = CheckpointStore.open(self._config).sync()
-        self._store.__enter__()
+        self._open(self._config)
         self._tree: dict[str, Any] = {}
         self._last: SyncCheckpoint | None = None
 
@@ -55,19 +64,38 @@ class Stored:
         assert self._last is not None
         self._last.reached(_DISK)
 
+    def freeze(self, keys: Sequence[str]) -> None:
+        """Open the store anew over the memory that it has, with these arrays declared frozen, and train for a while."""
+        self._store.close()
+        self._open(self._config.model_copy(update={"frozen": tuple(keys)}))
+        time.sleep(_FIRST_STEPS)
+
     def restart(self) -> None:
         self.close()
-        self._store = CheckpointStore.open(self._config.model_copy(update={"tiers": self._config.tiers[1:]})).sync()
+        self._open(self._config.model_copy(update={"tiers": self._config.tiers[1:]}))
+
+    def _open(self, config: StoreConfig) -> None:
+        self._store = CheckpointStore.open(config).sync()
         self._store.__enter__()
 
     def restore(self, into: State | None) -> State:
-        return self._restored(self._store.restore(into=into, resume=False))
+        like = self._like if into is None else None
+        return self._restored(self._store.restore(into=into, like=like, resume=False))
+
+    @property
+    def _like(self) -> Any:
+        """What each of several ranks restores its own arrays by; None for one, which restores all."""
+        return self._tree if self._ranks > 1 else None
 
     def restore_from_memory(self, into: State) -> None:
         self._store.restore(into=into, resume=False)
 
     def views(self) -> State:
-        return self._restored(self._store.restore(copy=False, resume=False))
+        return self._restored(self._store.restore(like=self._like, copy=False, resume=False))
+
+    def export(self, to: Path) -> None:
+        """Write the newest step as a folder of Orbax."""
+        export_step(self._store, f"orbax:{to}")
 
     def forget(self, step: int) -> None:
         """The tier's retention does; wait until it has, or what is measured next would share the device with it."""
@@ -75,6 +103,8 @@ class Stored:
 
     def close(self) -> None:
         self._store.close()
+        self._meet()  # or another rank's memory would go before it has closed
+        shutil.rmtree(self._memory, ignore_errors=True)
 
     @staticmethod
     def _restored(found: SyncRestored | None) -> State:
@@ -93,6 +123,7 @@ PEERS = (
         lambda: None,
         partial(Stored, reference=False),
         ours=True,
+        missing_for_ranks=absent("torch"),
     ),
     Peer(
         "tieredckpt-reference",
@@ -103,5 +134,6 @@ PEERS = (
         absent("jax"),
         partial(Stored, reference=True),
         ours=True,
+        missing_for_ranks=absent("torch"),
     ),
 )

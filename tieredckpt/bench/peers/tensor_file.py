@@ -25,8 +25,7 @@ class TensorFile:
     def __init__(
         self, setting: Setting, *, write: Callable[[Tensors, Path], None], read: Callable[[Path], Tensors]
     ) -> None:
-        self._folder = setting.folder / "tensors"
-        self._folder.mkdir()
+        self._folder = setting.own("tensors")
         self._write = write
         self._read = read
         self._tensors: Tensors = {}

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.bench.peers.base import Setting
 from tieredckpt.bench.workloads import State
 
-__all__ = ["arrays_of", "jax_arrays", "tensors_of"]
+__all__ = ["arrays_of", "jax_arrays", "join_process_group", "tensors_of"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -32,6 +33,22 @@ def jax_arrays(state: State) -> dict[str, Any]:
 
     found: dict[str, Any] = jax.block_until_ready({key: jnp.array(array) for key, array in state.items()})
     return found
+
+
+def join_process_group(setting: Setting) -> None:
+    """Make one gloo process group of all ranks, unless this process is in one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    port = setting.shared / "port"
+    store = None
+    if setting.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.write_text(str(store.port))
+    setting.meet()
+    store = store or dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=setting.rank, world_size=setting.ranks)
 
 
 def _tensor(array: npt.NDArray[Any]) -> Any:

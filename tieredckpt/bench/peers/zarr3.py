@@ -17,8 +17,7 @@ __all__ = ["PEERS"]
 
 class _Zarr3:
     def __init__(self, setting: Setting) -> None:
-        self._folder = setting.folder / "zarr3"
-        self._folder.mkdir()
+        self._folder = setting.own("zarr3")
         self._state: State = {}
         self._committed: list[Any] = []
         self._last = 0

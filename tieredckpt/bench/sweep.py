@@ -1,0 +1,162 @@
+"""How costs grow: with the leaves of a tree, with the bytes of its arrays, and with the steps that a store holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tieredckpt._decoders import json_decoder
+from tieredckpt._picture import picture
+from tieredckpt.bench import catalog, small, turn
+from tieredckpt.bench.catalog import CatalogSpec
+from tieredckpt.bench.isolate import Places, places, run_isolated
+from tieredckpt.bench.peers import OURS
+from tieredckpt.bench.small import SmallSpec
+from tieredckpt.bench.turn import Spec, Turn
+from tieredckpt.config import StoreConfig
+from tieredckpt.units import format_size
+
+__all__ = ["BYTES", "LEAVES", "STEPS", "Curves", "Point", "draw", "sweep"]
+
+LEAVES = (10, 100, 1_000, 10_000, 100_000)
+BYTES = (1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30)
+STEPS = (1, 10, 100, 1_000, 10_000)
+
+_CHUNKS = 100
+"""Of each step of a history."""
+_PATIENCE = 600.0
+"""Seconds that a measurement may take besides what its bytes and steps take."""
+_SLOWEST = 20e6
+"""Bytes a second; slower, a measurement counts as hanging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What one size costs: seconds by what was done."""
+
+    size: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The points of a sweep, by what grows."""
+
+    leaves: list[Point]
+    """Seconds of the processor, of leaves of 64 bytes each."""
+    nbytes: list[Point]
+    """Of a transformer's state, beside a copy of it and a write and a read of as many bytes."""
+    steps: list[Point]
+    """Of a directory that holds so many steps of 100 chunks."""
+
+
+def sweep(
+    folder: Path,
+    *,
+    leaves: Sequence[int] = LEAVES,
+    nbytes: Sequence[int] = BYTES,
+    steps: Sequence[int] = STEPS,
+    repeats: int = 3,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Curves:
+    """Measure each size in a process of its own, in new folders below ``folder``, which go with it.
+
+    Raises:
+        Failed: a measurement ended with an error, or took too long.
+    """
+
+    def points(sizes: Sequence[int], what: str, measure: Callable[[Places, int], dict[str, float]]) -> Iterator[Point]:
+        for size in sizes:
+            tell(f"{size:,} {what}")
+            with places(folder) as where:
+                yield Point(size, measure(where, size))
+
+    return Curves(
+        list(points(leaves, "leaves", lambda where, size: _of_leaves(where, size, repeats))),
+        list(points(nbytes, "bytes", lambda where, size: _of_bytes(where, size, repeats))),
+        list(points(steps, "steps", lambda where, size: _of_steps(where, size, repeats))),
+    )
+
+
+def _told(where: Places) -> dict[str, str]:
+    return {"folder": str(where.folder), "shared": str(where.shared), "result": str(where.result)}
+
+
+def _of_leaves(where: Places, count: int, repeats: int) -> dict[str, float]:
+    spec = SmallSpec(peer=OURS, repeats=repeats, leaves=count, alone=True, **_told(where))
+    found = run_isolated(small.__name__, spec, where.result, timeout=_PATIENCE)
+    took = json_decoder(dict[str, float]).decode(found)
+    return {"first save": took["first_save"], "later save": took["save"], "restore from RAM": took["restore"]}
+
+
+def _of_bytes(where: Places, nbytes: int, repeats: int) -> dict[str, float]:
+    spec = Spec(
+        peer=OURS,
+        workload="transformer",
+        nbytes=nbytes,
+        repeats=repeats,
+        threads=StoreConfig.model_construct().copy_threads,
+        parts=("memory", "cold", "warm"),
+        folder=str(where.folder),
+        shared=str(where.shared),
+        result=str(where.result),
+    )
+    timeout = _PATIENCE + nbytes * (repeats + 5) / _SLOWEST
+    samples = json_decoder(Turn).decode(run_isolated(turn.__name__, spec, where.result, timeout=timeout)).samples
+    names = {
+        "save": "stall",
+        "durable": "durable",
+        "restore from RAM": "restore_ram",
+        "restore, cold": "restore_cold_existing",
+        "memcpy": "memcpy",
+        "direct write": "write",
+        "direct read": "read",
+    }
+    return {name: statistics.median(samples[sample]) for name, sample in names.items()}
+
+
+def _of_steps(where: Places, count: int, repeats: int) -> dict[str, float]:
+    spec = CatalogSpec(steps=count, chunks=_CHUNKS, repeats=repeats, **_told(where))
+    found = run_isolated(catalog.__name__, spec, where.result, timeout=_PATIENCE + count / 20)
+    took = json_decoder(dict[str, float]).decode(found)
+    return {
+        "first opening": took["open_large_first_s"],
+        "later opening": took["open_large_s"],
+        "save until durable": took["save_empty_s"] + took["save_large_extra_s"],
+    }
+
+
+def draw(path: Path, curves: Curves) -> None:
+    """Draw ``curves`` side by side into an SVG or PNG file, both axes logarithmic. Raises `Invalid` if it cannot."""
+    with picture(path, width=12, height=4, columns=3) as (left, middle, right):
+        _draw(left, curves.leaves, "leaves of 64 bytes", "seconds of the processor", lambda size: f"{size:,}")
+        _draw(middle, curves.nbytes, "bytes of the state", "seconds", format_size, dashed=("memcpy", "direct"))
+        _draw(right, curves.steps, "steps that the store holds", "seconds", lambda size: f"{size:,}")
+
+
+def _draw(
+    axes: Any,
+    points: Sequence[Point],
+    grows: str,
+    costs: str,
+    shown: Callable[[int], str],
+    *,
+    dashed: tuple[str, ...] = ("nothing",),
+) -> None:
+    sizes = [point.size for point in points]
+    for name in points[0].seconds:
+        limit = name.startswith(dashed)
+        style = {"linestyle": "--", "color": "gray", "alpha": 0.7} if limit else {"marker": "o"}
+        axes.plot(sizes, [point.seconds[name] for point in points], label=name, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(sizes)
+    axes.set_xticklabels([shown(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel(grows)
+    axes.set_ylabel(costs)
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
