@@ -47,17 +47,38 @@ class CodecFigures:
     share: float
     """Of a state's bytes that is stored."""
     encode: float
-    """Bytes of the state a second."""
+    """Bytes of the state a second, compressed, decompressed and compared."""
     decode: float
     """Bytes of the state a second."""
 
 
 CODECS: Final = {
     "none": CodecFigures(1.0, math.inf, math.inf),
-    "fast": CodecFigures(0.846, 2.6e9, 4.5e9),
-    "small": CodecFigures(0.809, 1.0e9, 3.2e9),
+    "fast": CodecFigures(0.846, 1.65e9, 4.5e9),
+    "small": CodecFigures(0.809, 0.76e9, 3.2e9),
 }
 """Of a GPT of 10 million parameters in mixed precision with AdamW after 300 steps, on a core of an AMD EPYC (Zen 5)."""
+
+ROUNDING = 0.7e9
+"""Bytes of the state a second that one core rounds for a tier with lossy rules: once to digest and once to write."""
+
+_EXPONENTS = {"fast": 4.9, "small": 3.7}
+"""Bits that a codec makes of sign and exponent of a value; the bits of the mantissa that are kept come beside them."""
+_WEIGHTS_16 = 10.9
+"""Bits that are left of weights in bfloat16."""
+
+
+def lossy_share(codec: str, kept_bits: int) -> float:
+    """Of a state's bytes that a tier stores which keeps so many bits of every mantissa.
+
+    Of such a state in mixed precision: 16-bit weights, and weights and two moments in 32 bits. Without a codec the
+    zeros at the ends of mantissas take as many bytes as before.
+    """
+    share = CODECS[codec].share
+    if codec not in _EXPONENTS:
+        return share
+    bits = kept_bits + _EXPONENTS[codec]
+    return min(share, (3 * bits + min(bits, _WEIGHTS_16)) / 112)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Draws a simulation: ETTR against the interval, and the tiers' fill over time. Needs matplotlib."""
+"""Draws a simulation: ETTR against the interval, and the tiers' fill over time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tieredckpt._picture import picture
 from tieredckpt.errors import Invalid
 from tieredckpt.plan.figures import Figures
 from tieredckpt.plan.forecast import forecast
@@ -15,7 +16,7 @@ from tieredckpt.plan.simulate import simulate
 from tieredckpt.policy.base import Schedule, parse
 from tieredckpt.units import format_duration
 
-__all__ = ["POINTS", "Point", "at_interval", "check_picture", "draw", "sweep"]
+__all__ = ["POINTS", "Point", "at_interval", "draw", "sweep"]
 
 _FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Around the best interval by formula."""
@@ -59,28 +60,9 @@ def sweep(
     return sorted(points, key=lambda point: point.interval)
 
 
-def check_picture(path: Path) -> None:
-    """Raise `Invalid` when a picture could not be drawn there, before the work that it would show."""
-    if path.suffix not in (".svg", ".png"):
-        raise Invalid(f"{path}: a picture is an .svg or a .png file")
-    if not path.absolute().parent.is_dir():
-        raise Invalid(f"{path}: there is no such folder; make it first")
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ImportError as error:
-        raise Invalid("a picture needs matplotlib: pip install 'tieredckpt[simulate]'") from error
-
-
 def draw(path: Path, figures: Figures, points: Sequence[Point]) -> None:
     """Draw ``figures`` and the points of a sweep into an SVG or PNG file; equal arguments give equal files."""
-    check_picture(path)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    # Text stays text, and neither a date nor random identifiers make one picture two.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tieredckpt", "font.size": 9}):
-        picture = Figure(figsize=(9, 3.6), layout="constrained")
-        left, right = picture.subplots(1, 2)
+    with picture(path, width=9, height=3.6, columns=2) as (left, right):
         left.plot([point.interval for point in points], [point.simulated for point in points], "o", label="simulated")
         left.plot([point.interval for point in points], [point.expected for point in points], "-", label="by formula")
         left.set_xscale("log")
@@ -98,5 +80,3 @@ def draw(path: Path, figures: Figures, points: Sequence[Point]) -> None:
         right.set_ylim(bottom=0)
         right.legend()
         right.grid(alpha=0.3)
-        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        picture.savefig(path, metadata=metadata)

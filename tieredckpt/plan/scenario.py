@@ -85,6 +85,8 @@ class Scenario:
     """Mean seconds between outages of a tier; what it holds is there again afterwards."""
     tier_repair: float = 1800.0
     """Mean seconds of such an outage."""
+    derived: tuple[Rung, ...] = ()
+    """The tiers of lossy copies, from which nothing is restored by itself: they are no part of what is simulated."""
 
     def __post_init__(self) -> None:
         if self.state <= 0 or self.step_seconds <= 0 or self.nodes < 1 or self.restart < 0:
@@ -142,7 +144,7 @@ def rungs(
     writes: Mapping[str, float],
     reads: Mapping[str, float],
 ) -> tuple[Rung, ...]:
-    """The tiers of ``config`` for a job of so many nodes.
+    """The tiers of ``config`` for a job of so many nodes; those of lossy copies are not among them.
 
     RAM is there once for every node. Any other tier is one place that all nodes see, with one capacity. ``writes``
     and ``reads`` are bytes a second of the whole job, by tier; a read rate that is missing is the write rate.
@@ -150,7 +152,20 @@ def rungs(
     names = [tier.name for tier in config.tiers]
     if unknown := sorted((writes.keys() | reads.keys()) - set(names)):
         raise Invalid(f"there is no tier {unknown[0]!r} (tiers: {', '.join(names)})")
-    return tuple(_rung(tier, state, nodes, config.copy_threads, writes, reads) for tier in config.tiers)
+    exact = (tier for tier in config.tiers if not tier.lossy)
+    return tuple(_rung(tier, state, nodes, config.copy_threads, writes, reads) for tier in exact)
+
+
+def derived_rungs(
+    config: StoreConfig, state: int, nodes: int, writes: Mapping[str, float], reads: Mapping[str, float]
+) -> tuple[Rung, ...]:
+    """As `rungs`, the tiers of lossy copies."""
+    return tuple(_rung(tier, state, nodes, config.copy_threads, writes, reads) for tier in config.tiers if tier.lossy)
+
+
+def kept_bits(tier: TierConfig) -> int | None:
+    """Bits of the mantissa that the strictest of a tier's relative rules keeps; None without such a rule."""
+    return max((bits for rule in tier.lossy if (bits := rule.kept_bits) is not None), default=None)
 
 
 def doubts(config: StoreConfig, nodes: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 `blobs` tests a blob store, `policies` a policy, `communicators` a communicator of ranks. `faulty` is a blob store that
 fails by script around one that works, which `tiers` puts under the tiers of a whole store; `backdoor` reaches past a
-store. Needs the packages of the extra ``test``.
+store. `devices` is a GPU without hardware. Needs the packages of the extra ``test``.
 """
 
 from __future__ import annotations

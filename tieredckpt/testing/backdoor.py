@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import mmap
+import os
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -56,8 +57,9 @@ class FolderBackDoor:
 
     async def list(self) -> set[str]:
         def names() -> set[str]:
-            found = self._root.rglob("*")
-            return {path.relative_to(self._root).as_posix() for path in found if not path.is_dir()}
+            # Folders that the store deletes meanwhile are passed over; `rglob` would fail on them.
+            found = (Path(folder, name) for folder, _, files in os.walk(self._root) for name in files)
+            return {path.relative_to(self._root).as_posix() for path in found}
 
         return await asyncio.to_thread(names)
 

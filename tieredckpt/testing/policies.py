@@ -110,7 +110,7 @@ def observations(draw: st.DrawFn) -> Observed:
 
 
 def answers(policy: Policy, store: StoreView, observed: Observed, step: int = 0) -> list[object]:
-    """All that ``policy`` answers about ``store``: for each tier and step, or for the trainer at ``step``."""
+    """Every answer of ``policy`` about ``store``: for each tier and step, or for the trainer at ``step``."""
     match policy:
         case Promotion():
             return [policy.promotes(one, tier, store) for tier in store.tiers for one in store.steps]

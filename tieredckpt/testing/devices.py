@@ -1,0 +1,388 @@
+"""A device without hardware, for tests: streams, events, a link of a given speed, and memory that only it touches.
+
+::
+
+    with FakeDriver(devices=2) as driver:
+        weights = driver.devices[0].array(np.ones(1000))
+        await store.save(1, {"w": weights})
+
+The work of a device runs on a thread of its own, in an order that a seed chooses among its streams, so that tests see
+the orders that hardware may choose. `FakeDriver.paused` holds it back, and `FakeDevice.step` runs one piece of it. A
+copy that crosses the end of a registered range fails as with hardware, and one to or from host memory that is not
+page-locked blocks its caller, and is counted in `FakeDriver.pageable`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain, repeat
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.devices.base import Bytes, Device, DeviceArray, Driver, Event, Stream
+from tieredckpt.devices.drivers import added
+from tieredckpt.errors import DeviceUnavailable
+from tieredckpt.testing.locked_memory import LockedMemory
+
+__all__ = ["FakeArray", "FakeDevice", "FakeDriver", "FakeEvent", "FakeStream"]
+
+_HANGS = 60.0
+"""Seconds after which an event that does not come fails its test."""
+
+
+class FakeEvent:
+    """A place in a stream of a fake device."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self._stream = stream
+        self.failure: BaseException | None = None
+        self.came = False
+
+    def wait(self) -> None:
+        changed = self._stream.device.driver.changed
+        with changed:
+            if not changed.wait_for(lambda: self.came, _HANGS):
+                raise AssertionError(f"an event of {self._stream.device.name} did not come: is the device paused?")
+        if self.failure is not None:
+            raise DeviceUnavailable(f"device {self._stream.device.name}: {self.failure}") from self.failure
+
+
+class FakeStream:
+    """A queue of work of a fake device."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self._queue: deque[Callable[[], None] | FakeEvent] = deque()
+        """An event among the work is one that it waits for."""
+        self._failure: BaseException | None = None
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in its turn, on the device's thread: a kernel of the program, say."""
+        self._put(work)
+
+    def after(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self._put(event)
+
+    def copy_out(self, source: FakeArray, targets: Sequence[Bytes]) -> None:
+        device, start = self.device, 0
+        assert sum(target.size for target in targets) == source.nbytes, "the parts are as long as the array"
+        for target in targets:
+            pageable = device.check(target)
+
+            def copy(target: Bytes = target, start: int = start) -> None:
+                device.transfer(target.size)
+                target[:] = source.row_major()[start : start + target.size]
+
+            self._put_copy(copy, pageable=pageable)
+            start += target.size
+
+    def gather_out(self, sources: Sequence[FakeArray], target: Bytes) -> None:
+        device = self.device
+        pageable = device.check(target)
+
+        def copy() -> None:
+            device.transfer(target.size)
+            target[:] = np.concatenate([source.row_major() for source in sources])
+
+        self._put_copy(copy, pageable=pageable)
+
+    def copy_in(self, sources: Sequence[Bytes], target: FakeArray) -> None:
+        device = self.device
+        assert sum(source.size for source in sources) == target.nbytes, "the parts are as long as the array"
+        pageable = sum(device.check(source) for source in sources) > 0
+
+        def copy() -> None:
+            device.transfer(target.nbytes)
+            target.fill_from(np.concatenate(sources) if sources else np.empty(0, np.uint8))
+
+        self._put_copy(copy, pageable=pageable)
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent(self)
+
+        def come() -> None:
+            event.failure = self._failure
+            event.came = True
+
+        self._put(come)
+        return event
+
+    def _put_copy(self, copy: Callable[[], None], *, pageable: bool) -> None:
+        self._put(copy)
+        if pageable:
+            self.record().wait()
+
+    def _put(self, work: Callable[[], None] | FakeEvent) -> None:
+        with self.device.driver.changed:
+            self._queue.append(work)
+            self.device.driver.tell()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def next(self) -> Callable[[], None] | None:
+        """What it does next, taken from the queue; None if it waits."""
+        while self._queue and isinstance(first := self._queue[0], FakeEvent):
+            if not first.came:
+                return None
+            self._queue.popleft()
+        if not self._queue:
+            return None
+        work = self._queue.popleft()
+        assert not isinstance(work, FakeEvent)
+        return work
+
+    def run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._failure = self._failure or error
+
+
+class FakeArray(DeviceArray):
+    """An array in the memory of a fake device."""
+
+    def __init__(self, device: FakeDevice, memory: npt.NDArray[Any], versions: list[int]) -> None:
+        self.device: FakeDevice = device
+        self.shape, self.dtype = memory.shape, memory.dtype
+        self._memory, self._versions = memory, versions
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self._versions[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def __getitem__(self, items: tuple[slice, ...], /) -> FakeArray:
+        every: tuple[Any, ...] = (*items, ...)
+        return FakeArray(self.device, self._memory[every], self._versions)
+
+    def __array__(self, *_: Any, **__: Any) -> npt.NDArray[Any]:
+        raise TypeError(f"the memory of {self.device.name} is not the host's")
+
+    def change(self, values: Any, *, tells: bool = True) -> None:
+        """Enqueue that the array becomes ``values``; its version grows at once if it ``tells``."""
+        new = np.array(values, self.dtype)
+        self.device.current.enqueue(lambda: np.copyto(self._memory, new))
+        self._versions[0] += tells
+
+    def read(self) -> npt.NDArray[Any]:
+        """The values once what is enqueued on the current stream is done, as ``tensor.cpu()``."""
+        found: list[npt.NDArray[Any]] = []
+        self.device.current.enqueue(lambda: found.append(self._memory.copy()))
+        self.device.current.record().wait()
+        return found[0]
+
+    def row_major(self) -> Bytes:
+        """For the device alone."""
+        return np.ascontiguousarray(self._memory).reshape(-1).view(np.uint8)
+
+    def fill_from(self, row_major: Bytes) -> None:
+        """For the device alone."""
+        np.copyto(self._memory, row_major.view(self.dtype).reshape(self.shape))
+
+    def span(self) -> tuple[int, int]:
+        low, high = np.lib.array_utils.byte_bounds(self._memory)
+        return low, high
+
+
+class FakeDevice:
+    """One fake device."""
+
+    def __init__(
+        self, driver: FakeDriver, index: int, speed: float | None, seed: int, bus_id: str | None = None
+    ) -> None:
+        self.driver: FakeDriver = driver
+        self.name, self.bus_id = f"fake:{index}", bus_id
+        self._speed = speed
+        self._random = random.Random(seed + index)
+        self._streams: list[FakeStream] = []
+        self._default = self.stream()
+        self._of_thread = threading.local()
+        self.fail_after: int | None = None
+        """Transfers that still succeed; None for all."""
+        self.transferred = 0
+        """Bytes over its link so far."""
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+
+    def stream(self) -> FakeStream:
+        with self.driver.changed:
+            self._streams.append(FakeStream(self))
+            return self._streams[-1]
+
+    @property
+    def current(self) -> FakeStream:
+        """The stream on which the calling thread works; each begins with the same."""
+        found: FakeStream = getattr(self._of_thread, "stream", self._default)
+        return found
+
+    @current.setter
+    def current(self, stream: FakeStream) -> None:
+        self._of_thread.stream = stream
+
+    def array(self, values: Any) -> FakeArray:
+        """A new array with these values, copied from the host."""
+        return FakeArray(self, np.array(values), [0])
+
+    def empty(self, like: FakeArray) -> FakeArray:
+        """New memory, in which anything may lie."""
+        anything = np.full(like.nbytes, 0x5A, np.uint8)
+        return FakeArray(self, anything.view(like.dtype).reshape(like.shape), [0])
+
+    def span(self, array: FakeArray) -> tuple[int, int]:
+        return array.span()
+
+    def check(self, memory: Bytes) -> bool:
+        """Whether a copy of host memory is to block. Raises for what hardware refuses."""
+        touched = self.driver.ranges_of(memory)
+        if touched and touched != [True]:
+            raise DeviceUnavailable(f"device {self.name}: a copy of {memory.size} bytes crosses a registered range")
+        self.driver.pageable += not touched
+        self.driver.direct += memory.nbytes * self.driver.is_registered(memory)
+        return not touched
+
+    def transfer(self, nbytes: int) -> None:
+        """Take the time of a copy, or fail as told."""
+        if self.fail_after is not None:
+            self.fail_after -= 1
+            if self.fail_after < 0:
+                raise RuntimeError("an illegal memory access was encountered")
+        if self._speed is not None:
+            time.sleep(nbytes / self._speed)
+        self.transferred += nbytes
+
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that are enqueued."""
+        return sum(map(len, self._streams))
+
+    def step(self) -> bool:
+        """Run one piece of work of any stream that does not wait; False if there is none."""
+        changed = self.driver.changed
+        with changed:
+            streams = list(self._streams)
+            self._random.shuffle(streams)
+            found = next(((stream, work) for stream in streams if (work := stream.next()) is not None), None)
+        if found is None:
+            return False
+        stream, work = found
+        stream.run(work)
+        with changed:
+            self.driver.tell()
+        return True
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        driver = self.driver
+        while True:
+            with driver.changed:
+                driver.changed.wait_for(lambda: driver.ended or not driver.is_paused)
+                if driver.ended:
+                    return
+                seen = driver.changes
+            if not self.step():
+                with driver.changed:
+                    driver.changed.wait_for(partial(driver.has_changed, seen))
+
+
+class FakeDriver(LockedMemory):
+    """Fake devices, to be used in ``with``: an array of theirs may be in a tree while it lasts.
+
+    Args:
+        devices: how many.
+        speed: of each one's link, in bytes a second; None for one that takes no time.
+        seed: chooses which stream goes on.
+        lockable: bytes of host memory that may be page-locked in all; None for any.
+        bus_ids: of the first devices, on the PCI bus.
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        speed: float | None = None,
+        seed: int = 0,
+        lockable: int | None = None,
+        bus_ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__(lockable)
+        self.changed = threading.Condition()
+        self.is_paused = self.ended = False
+        self.changes = 0
+        """Of what there is to do."""
+        self.pageable = 0
+        """Copies of host memory that is not page-locked."""
+        self.direct = 0
+        """Bytes copied to or from registered memory, and not through a buffer."""
+        self.devices = tuple(
+            FakeDevice(self, index, speed, seed, bus_id)
+            for index, bus_id in zip(range(devices), chain(bus_ids, repeat(None)), strict=False)
+        )
+        self._until_end = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._until_end.enter_context(added(self))
+        for device in self.devices:
+            device.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+        for device in self.devices:
+            device.join()
+        self._until_end.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run nothing by itself for the length of the block."""
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(False)
+
+    def _pause(self, paused: bool) -> None:
+        with self.changed:
+            self.is_paused = paused
+            self.changed.notify_all()
+
+    def has_changed(self, since: int) -> bool:
+        """Whether there may be more to do than when ``changes`` was ``since``, or it is over."""
+        return self.ended or self.changes != since
+
+    def tell(self) -> None:
+        """Wake who waits for a change; with ``changed`` held."""
+        self.changes += 1
+        self.changed.notify_all()
+
+    def in_use(self) -> Sequence[Device]:
+        return self.devices
+
+    def current_streams(self) -> Mapping[Device, Stream]:
+        return {device: device.current for device in self.devices}
+
+
+def _conforms(driver: FakeDriver) -> Driver:
+    """For mypy: what is here is what the library asks for."""
+    return driver
